@@ -1,0 +1,103 @@
+"""Which algorithm contracts a factor, decided from shapes alone.
+
+Every function here is pure: the same shapes give the same answer, on every machine, so that results
+are reproducible and the choice can be tested.
+
+Cost is counted in multiply-add units of a matrix product. What is not a matrix product (squaring,
+comparing, adding tiles) runs at memory speed, so each element moved is charged ``ELEMENT_COST`` units.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Form = Literal["rank_one", "gram", "direct"]
+
+# One element read or written by an elementwise pass costs about as much as this many multiply-adds
+# of a matrix product (float32, two-core AVX-512 Xeon; see benchmarks/crossover.py).
+ELEMENT_COST = 8
+
+# Rows of a Gram matrix computed at once: only blocks on and above the diagonal are needed.
+GRAM_BLOCK = 64
+
+# Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
+# when the workspace allows more, because a tile is squared right after it is written.
+CACHE_BYTES = 2 * 1024 * 1024
+
+
+def gram_cost(positions: int, d_left: int, d_right: int) -> float:
+    """Return the cost of Σ_{t,s} (l_t·l_s)(r_t·r_s) over the blocks on and above the diagonal.
+
+    Computing T(T + block)/2 entries of both Gram matrices takes T(T + block)/2 · (d_left + d_right)
+    multiply-adds, and each entry is written, read and multiplied once.
+    """
+    entries = positions * (positions + min(positions, GRAM_BLOCK)) / 2
+    return entries * (d_left + d_right) + 3 * entries * ELEMENT_COST
+
+
+def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) -> float:
+    """Return the cost of forming one example's gradient tile by tile and squaring it.
+
+    The product takes T·d_left·d_right multiply-adds; each of the d_left·d_right elements is written
+    once, read once to be squared and, with ``with_sum``, added to the running weight gradient.
+    """
+    elements = d_left * d_right
+    passes = 4 if with_sum else 2
+    return positions * elements + passes * elements * ELEMENT_COST
+
+
+def choose_outer_form(
+    positions: int, d_left: int, d_right: int, *, with_sum: bool = False, guarded: bool = True
+) -> Form:
+    """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
+
+    Without elementwise cost and blocks the Gram form wins where T(1 + 1/n) < 2·p·q/(p + q), twice
+    the crossover of a rule that ignores the Gram matrices' symmetry.
+
+    Args:
+        positions: number of positions T of one example.
+        d_left: width of ``left`` (p).
+        d_right: width of ``right`` (q).
+        with_sum: the weight gradient Σ_i G_i is wanted too. The direct form yields it for one more
+            pass; the Gram form needs a separate product.
+        guarded: results whose error bound is too large can be recomputed. Where they cannot (inside
+            a compiled graph), only the forms that need no guard are chosen.
+
+    Returns:
+        "rank_one", "gram" or "direct".
+    """
+    if positions <= 1:
+        return "rank_one"
+    if not guarded:
+        return "direct"
+    gram = gram_cost(positions, d_left, d_right)
+    if with_sum:
+        gram += positions * d_left * d_right
+    direct = direct_cost(positions, d_left, d_right, with_sum=with_sum)
+    return "gram" if gram < direct else "direct"
+
+
+def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+    """Return how many examples are contracted at once: as many as fit the budget, at least one."""
+    budget = min(workspace, max(CACHE_BYTES, bytes_per_example))
+    return max(1, min(examples, budget // max(1, bytes_per_example)))
+
+
+def rows_per_tile(rows: int, bytes_per_row: int, workspace: int) -> int:
+    """Return how many rows of one example's gradient are formed at once within the workspace."""
+    return max(1, min(rows, workspace // max(1, bytes_per_row)))
+
+
+def product(sizes) -> int:
+    """Return the product of integers, 1 for none."""
+    return math.prod(sizes)
+
+
+def convolution_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+    """Return how many examples become the groups of one grouped weight-gradient call.
+
+    Measured on a two-core Xeon (3×3 convolutions of 32 to 64 channels): 16 to 32 examples a call run
+    two to three times as fast as one at a time or as unfolding; more than that falls out of cache.
+    """
+    return max(1, min(examples, 32, workspace // max(1, bytes_per_example)))

@@ -1,0 +1,118 @@
+"""Which tensors belong to no example: buffers, frozen parameters and what is computed from them.
+
+A tensor of positions whose length happens to equal the batch size looks exactly like a batch. Shape
+cannot tell them apart; where the tensor came from can. For the duration of a context a function mode
+follows what is computed without any data: such tensors are *constants*, and what a parameter makes of
+them stays derived until it meets data (see ``_dispatch``).
+
+Random tensors, and tensors made from values of the caller's, count as data where their example axis
+has the batch's size: noise and time steps drawn inside a context are drawn for each example.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradstats.capture._nodes import flatten
+from gradstats.capture._tensors import node_of
+from gradstats.errors import CoupledExamplesError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+CALLERS_VALUES = frozenset(
+    {
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        torch.from_numpy,
+        torch.frombuffer,
+        torch.rand,
+        torch.randn,
+        torch.randint,
+        torch.randperm,
+        torch.normal,
+        torch.bernoulli,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.bernoulli,
+    }
+)
+
+GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
+class ConstantTracking(TorchFunctionMode):
+    """Marks what is computed from constants alone, and watches for what couples examples."""
+
+    def __init__(self, tracker: Tracker):
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is torch.nn.functional.batch_norm:
+            check_batch_norm(*args, **kwargs)
+        elif func is Tensor.backward:
+            self.tracker.before_backward(args[0], kwargs.get("inputs"))
+        result = func(*args, **kwargs)
+        if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func, args, kwargs, result) -> None:
+        tracker = self.tracker
+        for item in args:
+            # Almost every operation has data as its first operand, and is done here.
+            if isinstance(item, Tensor) and node_of(item) is None and tracker.is_data(item):
+                self._forget_overwritten(func, args, kwargs)
+                if isinstance(result, Tensor):
+                    tracker.follow_fold(func, item, result)
+                return
+        operands = [t for t in flatten((args, kwargs)) if isinstance(t, Tensor)]
+        if any(node_of(t) is None and tracker.is_data(t) for t in operands):
+            self._forget_overwritten(func, args, kwargs)
+            return
+        for tensor in flatten(result if isinstance(result, (tuple, list)) else (result,)):
+            if isinstance(tensor, Tensor) and node_of(tensor) is None:
+                if func in CALLERS_VALUES and tracker.has_example_axis(tensor):
+                    continue
+                tracker.mark_constant(tensor)
+
+    def _forget_overwritten(self, func, args, kwargs) -> None:
+        """A constant that data were written into is one no longer."""
+        name = getattr(func, "__name__", "")
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        in_place = in_place or (name.startswith("__i") and name.endswith("__") and name != "__init__")
+        target = args[0] if in_place and args else kwargs.get("out")
+        if isinstance(target, Tensor):
+            self.tracker.mark_data(target)
+
+
+def check_batch_norm(
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """Raise where batch normalisation takes its statistics from the batch."""
+    if training or running_mean is None:
+        node = node_of(weight) or node_of(bias)
+        owner = f" ({node.describe()})" if node is not None else ""
+        raise CoupledExamplesError(
+            f"batch normalisation in training mode{owner} mixes the examples of a batch: the loss of "
+            "one depends on all, so per-example gradients do not exist. Got training statistics, "
+            "expected running ones. Call model.eval() first, freeze these layers' statistics, or "
+            "replace them by GroupNorm."
+        )

@@ -1,0 +1,140 @@
+"""What happens to an operation that touches a tracked tensor.
+
+    no data among its operands    the result is derived: it belongs to no example yet
+    data, and a rule              the rule attaches the use's factor to the result's gradient
+    data, no rule                 refused, naming the operation and the parameter
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._nodes import Derived, Node, flatten, function_name, rebuild
+from gradstats.capture._tensors import node_of, wrap
+from gradstats.errors import TrackingError, UnsupportedOperationError
+
+# Operations on a parameter as an object: they must reach the parameter itself, not its alias.
+ON_THE_OBJECT = frozenset(
+    {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "backward",
+        "detach_",
+        "share_memory_",
+        "set_",
+        "__set__",
+        "__delete__",
+        "__repr__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__hash__",
+    }
+)
+
+# Getters that give a view of the same numbers; every other getter reads a property.
+VIEW_GETTERS = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
+
+# Operations that read only shape, dtype or device of the operands after the first.
+READS_ONLY_FIRST = frozenset(
+    {
+        Tensor.to,
+        Tensor.type_as,
+        Tensor.view_as,
+        Tensor.reshape_as,
+        Tensor.expand_as,
+        Tensor.new_tensor,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_empty,
+        Tensor.new_full,
+    }
+)
+
+
+def dispatch(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Run one operation that has a tracked tensor among its operands."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
+        nodes = [node for node in map(node_of, operands) if node is not None]
+        if not nodes or nodes[0].tracker.closed:
+            return func(*args, **kwargs)
+        tracker = nodes[0].tracker
+        if any(node.tracker is not tracker for node in nodes):
+            raise TrackingError(
+                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that another "
+                "open tracking context owns. Track both models in turn, not at once."
+            )
+        if func in READS_ONLY_FIRST:
+            if node_of(args[0]) is None:
+                return func(*args, **kwargs)
+            return derive(tracker, func, args, kwargs)
+        if not any(node_of(t) is None and tracker.is_data(t) for t in operands):
+            return derive(tracker, func, args, kwargs)
+        from gradstats.capture.rules import RULES
+
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(tracker, func, *args, **kwargs)
+        return _without_rule(func, nodes, args, kwargs)
+
+
+def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Run an operation on parameters and constants; its differentiable results become derived."""
+    name = getattr(func, "__name__", "")
+    getter = name == "__get__" and func not in VIEW_GETTERS
+    if getter or name in ON_THE_OBJECT:
+        return func(*args, **kwargs)
+
+    def as_node(item):
+        node = node_of(item)
+        return item if node is None else node
+
+    def as_value(item):
+        return item.value if isinstance(item, Node) else item
+
+    node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
+    result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
+    if isinstance(result, Tensor):
+        if not result.requires_grad:
+            return result
+        return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
+    if isinstance(result, (tuple, list)):
+        wrapped = [
+            wrap(Derived(tracker, item, func, node_args, node_kwargs, index))
+            if isinstance(item, Tensor) and item.requires_grad
+            else item
+            for index, item in enumerate(result)
+        ]
+        if hasattr(result, "_fields") or type(result) not in (tuple, list):
+            return type(result)(wrapped)
+        return type(result)(wrapped)
+    return result
+
+
+def _without_rule(func, nodes: list[Node], args, kwargs):
+    """Let an operation pass whose result depends on no parameter; refuse every other."""
+    name = getattr(func, "__name__", "")
+    if not (name.endswith("_") and not name.endswith("__")):
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+        leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
+        if not any(isinstance(item, Tensor) and item.is_floating_point() for item in leaves):
+            return result
+    refuse(func, nodes[0])
+
+
+def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> None:
+    """Raise the error for an operation whose factor is not known."""
+    raise UnsupportedOperationError(
+        f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
+        f"known. Expected an operation that gradstats has a rule for. "
+        + (remedy or "Write the step with such operations, or leave the parameter out by name with ")
+        + ("" if remedy else f"exclude={[root.name for root in node.roots]!r}.")
+    )

@@ -1,0 +1,258 @@
+"""Tracked tensors: roots (parameters) and derived tensors (computed from parameters alone).
+
+The statistic of a root is a gradient: every use of the root receives the root's *carrier*, a tensor
+that nobody reads in the forward pass, and returns its contribution as the carrier's gradient. The
+carrier comes from the root's hub, one autograd node on the root's slice of the tracker's probe. The
+engine runs the hub exactly when every use in the graph has delivered, so it does the counting.
+
+    sole use     the use contracts its factor itself and returns the result
+    shared       each use delivers its factor to the root; the hub contracts their sum, cross terms
+                 included, once all have arrived
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor
+from gradstats.contractions import Contraction
+from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+# Rows of a report: squared norm, absolute error bound, number of times the root reported.
+VALUE, BOUND, COUNT = range(3)
+
+
+class Node:
+    """A tracked tensor.
+
+    Attributes:
+        tracker: the context it belongs to.
+        roots: the parameters it is computed from; a root is its own.
+    """
+
+    tracker: Tracker
+    roots: tuple[Root, ...]
+
+    @property
+    def value(self) -> Tensor:
+        """The plain tensor to compute with, connected to the roots in the autograd graph."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    def describe(self) -> str:
+        """Return how messages call this tensor."""
+        raise NotImplementedError
+
+
+class Root(Node):
+    """One parameter of the model for the duration of one context."""
+
+    def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter, probe: Tensor):
+        self.tracker = tracker
+        self.roots = (self,)
+        self.name = name
+        self.parameter = parameter
+        self.probe = probe
+        self.uses = 0
+        self.reported = False
+        self._alias: Tensor | None = None
+        self._carrier: Tensor | None = None
+        self._delivered: list[tuple[int, Factor]] = []
+
+    @property
+    def value(self) -> Tensor:
+        # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
+        # stands out: it is an edge to the parameter that does not come through the alias.
+        if self._alias is None:
+            with torch.enable_grad():
+                self._alias = self.parameter.view_as(self.parameter)
+        return self._alias
+
+    @property
+    def alias_node(self):
+        """The autograd node of the alias, None if the parameter was not used."""
+        return None if self._alias is None else self._alias.grad_fn
+
+    def describe(self) -> str:
+        module = self.name.rpartition(".")[0]
+        return f"parameter {self.name!r} (of {f'module {module!r}' if module else 'the model'})"
+
+    def register_use(self) -> Tensor:
+        """Count one more use and return the carrier it must pass through its Function."""
+        self.uses += 1
+        if self._carrier is None:
+            with torch.enable_grad():
+                self._carrier = Hub.apply(self.probe, self)
+        return self._carrier
+
+    def deliver(self, factor: Factor) -> None:
+        """Keep the factor of one use until the hub of the running backward asks for it."""
+        # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its deliveries
+        # carry another task's number and are dropped.
+        self._delivered.append((torch._C._current_graph_task_id(), factor))
+
+    def settle(self, report: Tensor) -> Tensor:
+        """Return the final report, once all uses in the graph have delivered."""
+        if self.tracker.closed:
+            raise TrackingError(
+                f"a backward reached {self.describe()} after its tracking context was closed; run "
+                "the backward inside the context."
+            )
+        if self.reported:
+            raise CoverageError(
+                f"the gradient of {self.describe()} arrived in two backwards within one context. One "
+                "context serves one batch and one backward: open one context for each micro-batch. "
+                "If the parameter is shared between reentrant checkpoints, use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        self.reported = True
+        task = torch._C._current_graph_task_id()
+        factors = [factor for owner, factor in self._delivered if owner == task]
+        self._delivered.clear()
+        if factors:
+            report = report + make_report(self.tracker.contract(factors))
+        report = report.clone()
+        report[COUNT] = 1
+        return report
+
+
+class Derived(Node):
+    """A tensor computed from parameters and constants only, with how it was computed.
+
+    Attributes:
+        function, args, kwargs: the operation; tracked operands stand as their nodes.
+        index: which of the operation's outputs this is; None for a single output.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        value: Tensor,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        index: int | None,
+    ):
+        self.tracker = tracker
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.index = index
+        self.parents = tuple(node for node in flatten((args, kwargs)) if isinstance(node, Node))
+        self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
+        self._value = value
+        device = value.device.type
+        self._autocast = (
+            (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        )
+
+    @property
+    def value(self) -> Tensor:
+        return self._value
+
+    def describe(self) -> str:
+        name = function_name(self.function)
+        return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
+
+    def replay(self, leaves: dict[Node, Tensor]) -> Tensor:
+        """Compute this tensor again from the given values of some of the nodes it depends on."""
+
+        def resolve(item):
+            if not isinstance(item, Node):
+                return item
+            if item in leaves:
+                return leaves[item]
+            return item.replay(leaves) if isinstance(item, Derived) else item.value.detach()
+
+        args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
+        if self._autocast is None:
+            result = self.function(*args, **kwargs)
+        else:
+            device, dtype = self._autocast
+            with torch.autocast(device, dtype=dtype, cache_enabled=False):
+                result = self.function(*args, **kwargs)
+        return result if self.index is None else result[self.index]
+
+    def replay_from(self, root: Root) -> tuple[Tensor, Tensor]:
+        """Return a fresh leaf with the root's value and this tensor computed from it."""
+        with torch.enable_grad():
+            leaf = root.parameter.detach().requires_grad_()
+            again = self.replay({root: leaf})
+        if not torch.equal(again.detach(), self._value.detach()):
+            raise UnsupportedOperationError(
+                f"{self.describe()} cannot be computed again with the same result, so per-example "
+                "gradients cannot be pulled back through it. Is the operation random, or was one of "
+                "its inputs changed in place? Exclude the parameter, or compute the tensor without "
+                "randomness."
+            )
+        return leaf, again
+
+
+class Hub(torch.autograd.Function):
+    """Where all uses of one root meet: identity on the probe, and its backward settles the root."""
+
+    @staticmethod
+    def forward(ctx, probe, root):
+        ctx.root = root
+        return probe.view_as(probe)
+
+    @staticmethod
+    def backward(ctx, report):
+        return ctx.root.settle(report), None
+
+
+def make_report(result: Contraction) -> Tensor:
+    """Return what a use sends back through its carrier: (3, B) float64."""
+    return torch.stack((result.value, result.bound, torch.ones_like(result.value)))
+
+
+def flatten(items) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts, in order."""
+    leaves: list[Any] = []
+    for item in items.values() if isinstance(items, dict) else items:
+        if isinstance(item, (tuple, list, dict)):
+            leaves.extend(flatten(item))
+        else:
+            leaves.append(item)
+    return leaves
+
+
+def rebuild(items, change: Callable[[Any], Any]):
+    """Return nested tuples, lists and dicts with every leaf replaced by ``change(leaf)``."""
+    if isinstance(items, dict):
+        return {key: rebuild(item, change) for key, item in items.items()}
+    if isinstance(items, (tuple, list)):
+        changed = [rebuild(item, change) for item in items]
+        if isinstance(items, tuple) and hasattr(items, "_fields"):
+            return type(items)(*changed)
+        return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
+    return change(items)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name under which a user knows an operation."""
+    name = getattr(function, "__name__", repr(function))
+    if name in ("__get__", "__set__"):
+        owner = getattr(function, "__self__", None)
+        return f"Tensor.{getattr(owner, '__name__', name)}"
+    module = getattr(function, "__module__", None) or ""
+    if module == "torch._C._nn":
+        module = "torch.nn.functional"
+    if isinstance(function, type(torch.Tensor.add)):
+        module = "Tensor"
+    return f"{module}.{name}" if module and not module.startswith("torch._") else name
+
+
+def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:
+    """Return the roots of several nodes, each once, in order."""
+    return tuple(dict.fromkeys(root for node in nodes for root in node.roots))

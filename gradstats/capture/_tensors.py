@@ -1,0 +1,41 @@
+"""The tensor classes whose operations gradstats sees."""
+
+from __future__ import annotations
+
+import torch
+
+from gradstats.capture._nodes import Derived, Node
+
+
+class TrackedParameter(torch.nn.Parameter):
+    """A parameter of the user's model inside a context: the same object, with its class changed."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from gradstats.capture._dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+
+class DerivedTensor(torch.Tensor):
+    """A tensor computed from parameters and constants alone; it becomes plain once it meets data."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from gradstats.capture._dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+
+def node_of(item) -> Node | None:
+    """Return the node of a tracked tensor, None for everything else."""
+    if isinstance(item, (TrackedParameter, DerivedTensor)):
+        return getattr(item, "_gradstats", None)
+    return None
+
+
+def wrap(node: Derived) -> DerivedTensor:
+    """Return the tensor that user code sees for a derived node."""
+    tensor = node.value.as_subclass(DerivedTensor)
+    tensor._gradstats = node  # type: ignore[attr-defined]
+    return tensor

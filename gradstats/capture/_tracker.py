@@ -1,0 +1,273 @@
+"""One tracking context: entering and leaving it, what it knows about tensors, and what it collects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats._factors import Factor
+from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._lineage import Pulled, pulled_sqnorm
+from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root, function_name
+from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture._uses import Settings
+from gradstats.contractions import Contraction, sqnorm
+from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
+
+DEFAULT_WORKSPACE = 256 * 1024 * 1024
+
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+# Reshapes that may fold the example axis together with the positions that follow it.
+RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
+
+
+class Tracker:
+    """Follows the uses of a model's parameters for the duration of one batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        batch_dim: int,
+        settings: Settings,
+        parameters: Sequence[str] | str | None,
+        exclude: Sequence[str] | str,
+    ):
+        self.batch_size = batch_size
+        self.batch_dim = batch_dim
+        self.settings = settings
+        self.closed = False
+        self._backward_ran = False
+        self._mode = ConstantTracking(self)
+        named = select_parameters(model, parameters, exclude)
+        device = next(iter(named.values())).device
+        self.probe = torch.zeros(
+            len(named), 3, batch_size, dtype=torch.float64, device=device, requires_grad=True
+        )
+        with torch.enable_grad():
+            slices = self.probe.unbind()
+        self.roots = [
+            Root(self, name, parameter, piece)
+            for (name, parameter), piece in zip(named.items(), slices, strict=True)
+        ]
+        tracked = {id(parameter) for parameter in named.values()}
+        # Buffers and parameters that are not tracked belong to no example.
+        self._constant_ids = {
+            id(tensor)
+            for tensor in [*model.parameters(), *model.buffers()]
+            if id(tensor) not in tracked
+        }
+        self._classes: list[tuple[nn.Parameter, type]] = []
+
+    def open(self) -> None:
+        """Give the parameters their tracked class and start following constants."""
+        for root in self.roots:
+            check_trackable(root)
+        for root in self.roots:
+            self._classes.append((root.parameter, type(root.parameter)))
+            root.parameter.__class__ = TrackedParameter
+            root.parameter._gradstats = root  # type: ignore[attr-defined]
+        self._mode.__enter__()
+
+    def close(self) -> None:
+        """Give the parameters back as they were; nothing of the context is left on them."""
+        self._mode.__exit__(None, None, None)
+        for parameter, original in self._classes:
+            del parameter._gradstats  # type: ignore[attr-defined]
+            parameter.__class__ = original
+        self._classes.clear()
+        self.closed = True
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor may carry examples: it is not known to be constant."""
+        if torch.compiler.is_compiling():
+            return True
+        if id(tensor) in self._constant_ids:
+            return False
+        return getattr(tensor, "_gradstats_constant", None) is not self
+
+    def has_example_axis(self, tensor: Tensor) -> bool:
+        """Whether a tensor's example axis has the size of the batch."""
+        return tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch_size
+
+    def mark_constant(self, tensor: Tensor) -> None:
+        """Remember that a tensor was computed without data."""
+        tensor._gradstats_constant = self  # type: ignore[attr-defined]
+
+    def mark_data(self, tensor: Tensor) -> None:
+        """Remember that data were written into a tensor."""
+        if getattr(tensor, "_gradstats_constant", None) is self:
+            del tensor._gradstats_constant  # type: ignore[attr-defined]
+        self._constant_ids.discard(id(tensor))
+
+    def fold_of(self, tensor: Tensor) -> int:
+        """Return how many rows of axis 0 belong to each example, 1 where that is not known."""
+        if torch.compiler.is_compiling():
+            return 1
+        owner, fold = getattr(tensor, "_gradstats_fold", (None, 1))
+        return fold if owner is self else 1
+
+    def mark_fold(self, tensor: Tensor, fold: int) -> None:
+        """Remember that each example has ``fold`` adjacent rows of axis 0."""
+        if fold != 1:
+            tensor._gradstats_fold = (self, fold)  # type: ignore[attr-defined]
+
+    def follow_fold(self, func, source: Tensor, result: Tensor) -> None:
+        """Note where a reshape folds (B, s, ...) into (B·s, ...): rows stay in order of examples."""
+        if func not in RESHAPES or self.batch_dim != 0 or result.dim() == 0:
+            return
+        batch, rows = self.batch_size, result.shape[0]
+        known = self.fold_of(source)
+        if (known == 1 and not self.has_example_axis(source)) or rows % batch or rows == batch:
+            return
+        self.mark_fold(result, rows // batch)
+
+    def contract(self, factors: Sequence[Factor | Pulled]) -> Contraction:
+        """Return the squared norms of the sum of one root's factors."""
+        workspace = self.settings.workspace
+        if len(factors) == 1 and isinstance(factors[0], Pulled):
+            return pulled_sqnorm(factors[0], workspace)
+        return sqnorm(list(factors), workspace)  # type: ignore[arg-type]
+
+    def before_backward(self, loss: Tensor, inputs: Any = None) -> None:
+        """Check, before a backward changes anything, that it can be accounted for."""
+        if self._backward_ran:
+            raise TrackingError(
+                "a second backward was started in one tracking context. One context serves one batch "
+                "and one backward; to accumulate gradients, open one context for each micro-batch."
+            )
+        if loss.grad_fn is not None:
+            self.check_coverage(loss)
+        self._backward_ran = True
+
+    def check_coverage(self, loss: Tensor) -> None:
+        """Raise if the loss reaches a tracked parameter other than through its tracked uses.
+
+        Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
+        show in the autograd graph as an edge to the parameter that does not come from its alias.
+        """
+        roots = {id(root.parameter): root for root in self.roots}
+        assert loss.grad_fn is not None
+        seen = {loss.grad_fn}
+        stack = [loss.grad_fn]
+        while stack:
+            node = stack.pop()
+            for child, _ in node.next_functions:
+                if child is None:
+                    continue
+                variable = getattr(child, "variable", None)
+                if variable is not None:
+                    root = roots.get(id(variable))
+                    if root is not None and not _accounts_for(node, root):
+                        raise UnsupportedOperationError(
+                            f"{node.name()} uses {root.describe()} without passing through a PyTorch "
+                            "operation that can be tracked (a custom autograd Function?), so its "
+                            "per-example gradient is not known. Exclude the parameter by name with "
+                            f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
+                        )
+                if child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+
+    def reports(self) -> Tensor:
+        """Return what the backward reported, (parameters, 3, B) float64; zeros for unused ones."""
+        reports = self.probe.grad
+        if reports is None:
+            raise TrackingError(
+                "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
+                "own loss.backward(), inside the context, on losses computed inside it."
+            )
+        if bool((reports[:, COUNT] > 1).any()):
+            counts = reports[:, COUNT].amax(1).tolist()
+            names = [r.name for r, n in zip(self.roots, counts, strict=True) if n > 1]
+            raise CoverageError(
+                f"{', '.join(map(repr, names))} contributed more than once to a compiled graph: a "
+                "shared parameter's uses must meet before their norm is taken, which a compiled "
+                "graph cannot do. Run this step without torch.compile."
+            )
+        return reports
+
+
+def _accounts_for(node, root: Root) -> bool:
+    # A compiled graph takes the parameter itself: inside it every use is tracked.
+    return node is root.alias_node or node.name() == "CompiledFunctionBackward"
+
+
+def select_parameters(
+    model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
+) -> dict[str, nn.Parameter]:
+    """Return the parameters to track by name, in the model's order, each under its first name."""
+    trainable = {
+        clean_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if not trainable:
+        raise CoverageError(
+            "the model has no parameter that requires grad, so there is no gradient to measure. Set "
+            "requires_grad on the parameters whose gradients you want."
+        )
+    include = _patterns(parameters) if parameters is not None else ("*",)
+    leave_out = _patterns(exclude)
+    for pattern in (*include, *leave_out):
+        if not any(fnmatchcase(name, pattern) for name in trainable):
+            raise CoverageError(
+                f"the pattern {pattern!r} matches no parameter that requires grad. Expected a pattern "
+                f"of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
+            )
+    selected = {
+        name: parameter
+        for name, parameter in trainable.items()
+        if _matches(name, include) and not _matches(name, leave_out)
+    }
+    if not selected:
+        raise CoverageError(
+            f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure."
+        )
+    return selected
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name as the unwrapped model knows it."""
+    for prefix in WRAPPER_PREFIXES:
+        if name.startswith(prefix):
+            return clean_name(name[len(prefix) :])
+    return name.replace("._orig_mod.", ".")
+
+
+def check_trackable(root: Root) -> None:
+    """Raise for parameters whose class cannot be changed for the duration of a context."""
+    parameter = root.parameter
+    if type(parameter) is TrackedParameter:
+        raise TrackingError(
+            f"{root.describe()} is already tracked by another open context. Close that one first."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedOperationError(
+            f"{root.describe()} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter: "
+            "a subclass may compute with hidden values. If it is a lazy parameter, run one forward "
+            f"first; otherwise exclude it by name with exclude=[{root.name!r}]."
+        )
+    if not parameter.is_floating_point():
+        raise UnsupportedOperationError(
+            f"{root.describe()} has dtype {parameter.dtype}, expected a real floating-point dtype. "
+            f"Exclude it by name with exclude=[{root.name!r}]."
+        )
+
+
+def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+__all__ = ["BOUND", "VALUE", "Tracker", "function_name"]

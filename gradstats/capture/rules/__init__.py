@@ -1,0 +1,21 @@
+"""Rules: which factor an operation's use of a parameter has. One file for each family.
+
+A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
+at least one of them tracked and at least one of them data, and returns the operation's result.
+"""
+
+from gradstats.capture.rules import (
+    _convolution,
+    _elementwise,
+    _embedding,
+    _normalization,
+    _products,
+)
+
+RULES = {
+    **_products.RULES,
+    **_convolution.RULES,
+    **_embedding.RULES,
+    **_normalization.RULES,
+    **_elementwise.RULES,
+}

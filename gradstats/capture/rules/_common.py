@@ -1,0 +1,95 @@
+"""What several families of rules need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._nodes import Node, function_name
+from gradstats.capture._tensors import node_of
+from gradstats.errors import ExampleAxisError
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Where the examples of an operation's data lie.
+
+    Attributes:
+        batch: number of examples B.
+        axis: the example axis.
+        fold: rows of ``axis`` that belong to one example; rows of one example stand together.
+    """
+
+    batch: int
+    axis: int
+    fold: int = 1
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Return a view of shape (B, *), (B, fold, *) where rows are folded."""
+        if self.fold != 1:
+            return tensor.unflatten(0, (self.batch, self.fold))
+        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
+
+
+def plain(item):
+    """Return what PyTorch's own operation should compute with in place of a tracked tensor."""
+    if torch.compiler.is_compiling():
+        return item
+    node = node_of(item)
+    return item if node is None else node.value
+
+
+def locate(
+    tracker, func, node: Node, data: Tensor, *, axis: int | None = None, folds: bool = False
+) -> Examples:
+    """Return where the examples of ``data`` lie, or raise.
+
+    Args:
+        tracker: the context.
+        func: the operation, for the message.
+        node: the tracked operand, for the message.
+        data: the operand that carries the examples.
+        axis: the example axis that the operation itself prescribes; the caller's by default.
+        folds: the rule can serve data whose examples are folded together with positions.
+    """
+    axis = tracker.batch_dim if axis is None else axis
+    batch = tracker.batch_size
+    if data.dim() > axis and data.shape[axis] == batch:
+        return Examples(batch, axis)
+    fold = tracker.fold_of(data)
+    if folds and fold > 1:
+        return Examples(batch, 0, fold)
+    raise ExampleAxisError(
+        f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
+        f"expected {batch} examples along axis {axis}, and rows are not assigned to examples by "
+        "guessing. If the examples lie along another axis, pass batch_dim=; if they are folded "
+        "together with positions, keep the example axis separate up to this operation; if the model "
+        "builds positions or masks from data, leave the parameter out by name with exclude=."
+    )
+
+
+def cast_for_autocast(data: Tensor) -> Tensor:
+    """Return data in the dtype in which autocast computes matrix products on its device.
+
+    Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
+    which caches it.
+    """
+    device = data.device.type
+    if data.is_floating_point() and torch.is_autocast_enabled(device):
+        return data.to(torch.get_autocast_dtype(device))
+    return data
+
+
+def function_variants(*names: str, dunder: bool = True, in_place: bool = True) -> list:
+    """Return the functions, methods and operators under which an operation is known to PyTorch."""
+    found = []
+    for name in names:
+        candidates = [(torch, name), (torch.Tensor, name)]
+        if in_place:
+            candidates.append((torch.Tensor, f"{name}_"))
+        if dunder:
+            candidates += [(torch.Tensor, f"__{prefix}{name}__") for prefix in ("", "r", "i")]
+        found += [getattr(owner, key) for owner, key in candidates if hasattr(owner, key)]
+    return found

@@ -1,0 +1,120 @@
+"""Convolutions and transposed convolutions in one, two and three dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._factors import Vector, compute_dtype
+from gradstats.capture._dispatch import refuse
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import ConvolutionUse, carriers_for, convolution_factor, tap
+from gradstats.capture.rules._common import cast_for_autocast, locate, plain
+
+
+def convolution(
+    dims, tracker, func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
+):
+    """Patches(x, g) for the weight, Vector(Σ_t g) for the bias."""
+    stride, dilation = _per_axis(stride, dims), _per_axis(dilation, dims)
+    if padding == "same":
+        # Stride is 1 here. Where the total is odd PyTorch pads one more at the end; doing the same
+        # beforehand leaves a convolution whose padding is the same on both sides.
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(t % 2 for t in total):
+            extra = [amount for t in reversed(total) for amount in (0, t % 2)]
+            input = functional.pad(input, extra)
+        padding = tuple(t // 2 for t in total)
+    elif padding == "valid":
+        padding = 0
+    call = (stride, _per_axis(padding, dims), dilation, False, (0,) * dims, groups)
+    return _convolution(tracker, func, dims, input, weight, bias, call)
+
+
+def transposed_convolution(
+    dims,
+    tracker,
+    func,
+    input,
+    weight,
+    bias=None,
+    stride=1,
+    padding=0,
+    output_padding=0,
+    groups=1,
+    dilation=1,
+):
+    """The factor of a convolution with input and output gradient exchanged."""
+    call = (
+        _per_axis(stride, dims),
+        _per_axis(padding, dims),
+        _per_axis(dilation, dims),
+        True,
+        _per_axis(output_padding, dims),
+        groups,
+    )
+    return _convolution(tracker, func, dims, input, weight, bias, call)
+
+
+def _convolution(tracker, func, dims, input, weight, bias, call):
+    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    if node_of(input) is not None:
+        refuse(func, node_of(input), "with a tracked input and data as its weight has no rule")
+    if input.dim() != dims + 2:
+        refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
+    locate(tracker, func, nodes[0], input, axis=0)
+    x = cast_for_autocast(input)
+    tracked = (node_of(weight) is not None, node_of(bias) is not None)
+    if tracker.settings.weight_gradients and not tracker.settings.fused:
+        result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)
+        return tap(tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x)
+    use, carriers = carriers_for(nodes)
+    return ConvolutionUse.apply(
+        use, tracker.settings, tracked, call, *_cast(x, plain(weight), plain(bias)), *carriers
+    )
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):
+    """Return the operands as autocast would have them."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    return x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class ConvolutionFactors:
+    """The factors of a convolution whose gradients PyTorch computes."""
+
+    weight: bool
+    bias: bool
+    shape: tuple[int, ...]
+    call: tuple
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        factors: list = []
+        if self.weight:
+            factors.append(convolution_factor(grad, x, self.shape, self.call))
+        if self.bias:
+            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            factors.append(Vector(values, (grad.shape[1],)))
+        return factors
+
+
+def _per_axis(value, dims: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+RULES = {
+    functional.conv1d: partial(convolution, 1),
+    functional.conv2d: partial(convolution, 2),
+    functional.conv3d: partial(convolution, 3),
+    functional.conv_transpose1d: partial(transposed_convolution, 1),
+    functional.conv_transpose2d: partial(transposed_convolution, 2),
+    functional.conv_transpose3d: partial(transposed_convolution, 3),
+}

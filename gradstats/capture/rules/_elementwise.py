@@ -1,0 +1,166 @@
+"""Operations in which a parameter is broadcast against data, or stands beside them.
+
+Each example is shown its own view of the parameter (expanded, not copied), and PyTorch's own operation
+and its own gradient do the rest: no formula for any single operation is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._nodes import Node, flatten, rebuild
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import ExampleLayout, example_view, tap
+from gradstats.capture.rules._common import function_variants, locate, plain
+
+
+def broadcast(tracker, func, *args, **kwargs):
+    """Elementwise operations of data and tracked tensors."""
+    operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name.endswith("__")
+    )
+    nodes = [node for node in map(node_of, operands) if node is not None]
+    if in_place and node_of(args[0]) is not None:
+        refuse(func, nodes[0], "would change a parameter in place, which has no rule")
+    dims = max(operand.dim() for operand in operands)
+    axes = set()
+    for operand in operands:
+        if node_of(operand) is None and tracker.is_data(operand):
+            examples = locate(tracker, func, nodes[0], operand)
+            axes.add(dims - operand.dim() + examples.axis)
+    if len(axes) != 1:
+        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
+    return _per_example(tracker, func, ExampleLayout(dims, axes.pop(), tracker.batch_size), args, kwargs)
+
+
+def join(tracker, func, *args, **kwargs):
+    """cat and stack: tracked tensors that hold one slice for each example, beside data."""
+    tensors = list(args[0] if args else kwargs["tensors"])
+    nodes = [node for node in map(node_of, tensors) if node is not None]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dims = tensors[0].dim()
+    for tensor in tensors:
+        if node_of(tensor) is None and tracker.is_data(tensor):
+            axis = locate(tracker, func, nodes[0], tensor).axis
+    if func not in STACKS and dim % dims == axis:
+        refuse(func, nodes[0], "along the example axis has no rule")
+    return _per_example(tracker, func, ExampleLayout(dims, axis, tracker.batch_size), args, kwargs)
+
+
+def prelu(tracker, func, input, weight):
+    """max(0, x) + w·min(0, x), with w of shape (1,) or (channels,)."""
+    node = node_of(weight)
+    if node is None:
+        refuse(func, node_of(input), "of a derived input has no rule")
+    channels = (1, -1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else (-1,)
+    scale = derive(tracker, Tensor.view, (weight, channels), {})
+    return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
+
+
+def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
+    """Run ``func`` with every tracked operand replaced by what each example sees of it."""
+    native = tracker.settings.weight_gradients and not tracker.settings.fused
+    name = getattr(func, "__name__", "")
+    if native and not name.endswith("_"):
+        return _tapped(tracker, func, layout, args, kwargs)
+
+    def view(item):
+        node = node_of(item)
+        return item if node is None else example_view(tracker, node, layout)
+
+    return func(*rebuild(args, view), **rebuild(kwargs, view))
+
+
+def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
+    """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
+    nodes: list[Node] = []
+    tensors: list[Tensor] = []
+
+    def keep(item):
+        if not isinstance(item, Tensor):
+            return item
+        node = node_of(item)
+        if node is not None:
+            nodes.append(node)
+        tensors.append(plain(item))
+        return Slot(len(tensors) - 1, node is not None)
+
+    call = rebuild((args, kwargs), keep)
+    result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
+    factors = RecomputedFactors(func, call, layout)
+    return tap(tracker, nodes, result, factors, *(tensor.detach() for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor in a call that will be made again."""
+
+    index: int
+    tracked: bool
+
+
+@dataclass(frozen=True)
+class RecomputedFactors:
+    """Factors of the tracked operands of a cheap operation, found by running it again."""
+
+    function: Callable[..., Any]
+    call: tuple[Any, Any]
+    layout: ExampleLayout
+
+    def __call__(self, grad: Tensor, *saved: Tensor) -> list:
+        leaves: list[Tensor] = []
+        shapes: list[tuple[int, ...]] = []
+
+        def fill(item):
+            if not isinstance(item, Slot):
+                return item
+            tensor = saved[item.index]
+            if not item.tracked:
+                return tensor
+            leaf = self.layout.view(tensor.detach()).requires_grad_()
+            leaves.append(leaf)
+            shapes.append(tuple(tensor.shape))
+            return leaf
+
+        with torch.enable_grad():
+            args, kwargs = rebuild(self.call, fill)
+            result = self.function(*args, **kwargs)
+            slices = torch.autograd.grad(result, leaves, grad)
+        return [
+            self.layout.factor(piece, shape) for piece, shape in zip(slices, shapes, strict=True)
+        ]
+
+
+ELEMENTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "maximum",
+    "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder", "hypot",
+    "logaddexp", "xlogy", "masked_fill",
+)  # fmt: skip
+
+STACKS = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
+
+RULES = {
+    **{function: broadcast for function in function_variants(*ELEMENTWISE)},
+    **{
+        getattr(Tensor, f"__{prefix}{name}__"): broadcast
+        for name in ("truediv", "rsub")
+        for prefix in ("", "r", "i")
+        if hasattr(Tensor, f"__{prefix}{name}__")
+    },
+    torch.rsub: broadcast,
+    torch.cat: join,
+    torch.concat: join,
+    torch.concatenate: join,
+    torch.stack: join,
+    functional.prelu: prelu,
+    torch.prelu: prelu,
+}

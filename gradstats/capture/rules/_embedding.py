@@ -1,0 +1,155 @@
+"""Table look-ups: embedding, embedding_bag, and a parameter indexed by integer data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._factors import Rows
+from gradstats.capture._dispatch import refuse
+from gradstats.capture._lineage import embedding_rows
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import tap
+from gradstats.capture.rules._common import Examples, locate, plain
+
+
+def embedding(
+    tracker,
+    func,
+    input,
+    weight,
+    padding_idx=None,
+    max_norm=None,
+    norm_type=2.0,
+    scale_grad_by_freq=False,
+    sparse=False,
+):
+    """Rows(ids, g), positions of ``padding_idx`` left out."""
+    node = node_of(weight)
+    _refuse_frequency_scale(func, node, scale_grad_by_freq)
+    examples = locate(tracker, func, node, input, folds=True)
+    result = func(
+        input, plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
+    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx)
+    result = tap(tracker, [node], result, factors, input)
+    tracker.mark_fold(result, examples.fold)
+    return result
+
+
+@dataclass(frozen=True)
+class EmbeddingFactors:
+    """The factor of a table that ids of shape (B, *) look up."""
+
+    examples: Examples
+    shape: tuple[int, ...]
+    padding_idx: int | None
+
+    def __call__(self, grad: Tensor, ids: Tensor) -> list:
+        ids, grad = self.examples.first(ids), self.examples.first(grad)
+        return [embedding_rows(ids, grad, self.shape, self.padding_idx)]
+
+
+def embedding_bag(
+    tracker,
+    func,
+    input,
+    weight,
+    offsets=None,
+    max_norm=None,
+    norm_type=2.0,
+    scale_grad_by_freq=False,
+    mode="mean",
+    sparse=False,
+    per_sample_weights=None,
+    include_last_offset=False,
+    padding_idx=None,
+):
+    """Rows(ids, g of the id's bag × its weight); one bag is one example."""
+    node = node_of(weight)
+    if node is None:
+        refuse(func, node_of(per_sample_weights), "with tracked per-sample weights has no rule")
+    if node_of(per_sample_weights) is not None:
+        refuse(func, node_of(per_sample_weights), "with tracked per-sample weights has no rule")
+    _refuse_frequency_scale(func, node, scale_grad_by_freq)
+    if mode == "max":
+        refuse(func, node, "with mode='max' has no rule")
+    if input.dim() == 2:
+        locate(tracker, func, node, input, axis=0)
+        bag = torch.arange(input.shape[0], device=input.device).repeat_interleave(input.shape[1])
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        locate(tracker, func, node, starts, axis=0)
+        position = torch.arange(input.shape[0], device=input.device)
+        bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
+    ids = input.reshape(-1)
+    share = torch.ones(ids.shape, dtype=weight.dtype, device=ids.device)
+    if padding_idx is not None:
+        share = share * (ids != padding_idx % weight.shape[0])
+    if mode == "mean":
+        bags = torch.zeros(tracker.batch_size, dtype=share.dtype, device=ids.device)
+        share = share / bags.index_add(0, bag, share).clamp(min=1)[bag]
+    if per_sample_weights is not None:
+        share = share * per_sample_weights.detach().reshape(-1)
+    result = func(
+        input, plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+        per_sample_weights, include_last_offset, padding_idx,
+    )  # fmt: skip
+    return tap(tracker, [node], result, BagFactors(tuple(weight.shape)), ids, bag, share)
+
+
+@dataclass(frozen=True)
+class BagFactors:
+    """The factor of a table whose rows are summed into bags with given shares."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
+        rows = grad[bag] * share.unsqueeze(1)
+        return [Rows(ids.long(), rows, bag, grad.shape[0], self.shape)]
+
+
+def index(tracker, func, input, indices):
+    """A parameter indexed by integer data along its first axis: an embedding without a module."""
+    node = node_of(input)
+    ids = indices[0] if isinstance(indices, tuple) and len(indices) == 1 else indices
+    integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if node is None or node_of(ids) is not None or not integers:
+        refuse(func, node or node_of(ids), "with other than integer indices of its first axis has no rule")
+    examples = locate(tracker, func, node, ids, folds=True)
+    result = func(plain(input), indices)
+    factors = IndexFactors(examples, tuple(input.shape))
+    return tap(tracker, [node], result, factors, ids)
+
+
+@dataclass(frozen=True)
+class IndexFactors:
+    """The factor of a parameter whose slices are looked up by ids of shape (B, *)."""
+
+    examples: Examples
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, ids: Tensor) -> list:
+        ids = self.examples.first(ids)
+        ids = torch.where(ids < 0, ids + self.shape[0], ids)
+        return [embedding_rows(ids, self.examples.first(grad), self.shape, None)]
+
+
+def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:
+    if scale_grad_by_freq:
+        refuse(
+            func,
+            node,
+            "with scale_grad_by_freq divides by counts over the whole batch, which couples examples,",
+            "Pass scale_grad_by_freq=False.",
+        )
+
+
+RULES = {
+    functional.embedding: embedding,
+    functional.embedding_bag: embedding_bag,
+    Tensor.__getitem__: index,
+}

@@ -1,0 +1,193 @@
+"""Normalisation layers: Vector(Σ_t g·x̂) for the scale and Vector(Σ_t g) for the shift.
+
+PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again from
+the input, which the layer keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._factors import Vector, compute_dtype
+from gradstats.capture._constants import check_batch_norm
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import tap
+from gradstats.capture.rules._common import Examples, locate, plain
+
+
+@dataclass(frozen=True)
+class AffineFactors:
+    """The factors of scale and shift.
+
+    Attributes:
+        examples: where the examples lie.
+        normalise: returns x̂ from what was saved.
+        channel_axis: the parameters' axis in the input (channel layers); None where the parameters
+            span the last axes.
+        scale, shift: which of the two are tracked.
+        shape: shape of both.
+    """
+
+    examples: Examples
+    normalise: Callable[..., Tensor]
+    channel_axis: int | None
+    scale: bool
+    shift: bool
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, *saved: Tensor) -> list:
+        dtype = compute_dtype(grad)
+        factors = []
+        if self.scale:
+            factors.append(self._sum(grad.to(dtype) * self.normalise(*saved).to(dtype)))
+        if self.shift:
+            factors.append(self._sum(grad.to(dtype)))
+        return factors
+
+    def _sum(self, product: Tensor) -> Vector:
+        product = self.examples.first(product)
+        batch = product.shape[0]
+        if self.channel_axis is None:
+            values = product.reshape(batch, -1, *self.shape).sum(1)
+        else:
+            values = product.reshape(batch, self.shape[0], -1).sum(2)
+        return Vector(values, self.shape)
+
+
+def _attach(tracker, func, result, weight, bias, examples, normalise, channel_axis, *saved):
+    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    shape = tuple((weight if node_of(weight) is not None else bias).shape)
+    scale, shift = node_of(weight) is not None, node_of(bias) is not None
+    factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
+    result = tap(tracker, nodes, result, factors, *saved)
+    tracker.mark_fold(result, examples.fold)
+    return result
+
+
+def layer_norm(tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Normalisation over the last axes."""
+    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, folds=True)
+    shape = tuple(normalized_shape)
+    result = func(input, shape, plain(weight), plain(bias), eps)
+    normalise = LayerNormalise(shape, eps)
+    return _attach(tracker, func, result, weight, bias, examples, normalise, None, input)
+
+
+@dataclass(frozen=True)
+class LayerNormalise:
+    shape: tuple[int, ...]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x.to(compute_dtype(x)), self.shape, None, None, self.eps)
+
+
+def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
+    """Division by the root mean square over the last axes."""
+    examples = locate(tracker, func, node_of(weight), input, folds=True)
+    shape = tuple(normalized_shape)
+    result = func(input, shape, plain(weight), eps)
+    # Without eps PyTorch takes the machine epsilon of the input's own dtype.
+    normalise = RootMeanSquareNormalise(shape, torch.finfo(input.dtype).eps if eps is None else eps)
+    return _attach(tracker, func, result, weight, None, examples, normalise, None, input)
+
+
+@dataclass(frozen=True)
+class RootMeanSquareNormalise:
+    shape: tuple[int, ...]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x.to(compute_dtype(x)), self.shape, None, self.eps)
+
+
+def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5):
+    """Normalisation over groups of channels and all positions."""
+    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    result = func(input, num_groups, plain(weight), plain(bias), eps)
+    normalise = GroupNormalise(num_groups, eps)
+    return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
+
+
+@dataclass(frozen=True)
+class GroupNormalise:
+    groups: int
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.group_norm(x.to(compute_dtype(x)), self.groups, None, None, self.eps)
+
+
+def instance_norm(
+    tracker,
+    func,
+    input,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """Normalisation over the positions of each channel of each example."""
+    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    result = func(
+        input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
+    )
+    if use_input_stats:
+        normalise: Callable[..., Tensor] = GroupNormalise(input.shape[1], eps)
+        return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
+    normalise = RunningNormalise(eps)
+    return _attach(
+        tracker, func, result, weight, bias, examples, normalise, 1, input, running_mean, running_var
+    )
+
+
+def batch_norm(
+    tracker,
+    func,
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """Normalisation by running statistics; by the batch's own it couples examples and is refused."""
+    check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    result = func(
+        input, running_mean, running_var, plain(weight), plain(bias), training, momentum, eps
+    )
+    normalise = RunningNormalise(eps)
+    return _attach(
+        tracker, func, result, weight, bias, examples, normalise, 1, input, running_mean, running_var
+    )
+
+
+@dataclass(frozen=True)
+class RunningNormalise:
+    eps: float
+
+    def __call__(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        return functional.batch_norm(
+            x.to(dtype), mean.to(dtype), variance.to(dtype), None, None, False, 0.0, self.eps
+        )
+
+
+RULES = {
+    functional.layer_norm: layer_norm,
+    functional.rms_norm: rms_norm,
+    functional.group_norm: group_norm,
+    functional.instance_norm: instance_norm,
+    functional.batch_norm: batch_norm,
+}

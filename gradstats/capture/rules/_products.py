@@ -1,0 +1,325 @@
+"""Matrix products: linear, matmul, mm, bmm, addmm, baddbmm, einsum with one tracked operand."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._cost import product
+from gradstats._factors import Outer, Vector, compute_dtype
+from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._tensors import node_of, wrap
+from gradstats.capture._uses import LinearUse, as_positions, carriers_for, tap
+from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
+from gradstats.capture.rules._elementwise import broadcast
+
+
+def linear(tracker, func, input, weight, bias=None):
+    """y = x Wᵀ + b: Outer(g, x) for the weight, Vector(Σ_t g) for the bias."""
+    if node_of(input) is not None:
+        refuse(func, node_of(input), "with a tracked input and data as its weight has no rule")
+    return _linear(
+        tracker,
+        func,
+        input,
+        weight,
+        bias,
+        lambda x: func(x, plain(weight), plain(bias)),
+    )
+
+
+def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
+    """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
+    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    examples = locate(tracker, func, nodes[0], x, folds=True)
+    x = cast_for_autocast(x)
+    tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
+    if tracker.settings.weight_gradients and not tracker.settings.fused:
+        factors = LinearFactors(*tracked, tuple(weight.shape))
+        result = tap(tracker, nodes, native(x), factors, x)
+    else:
+        use, carriers = carriers_for(nodes)
+        result = LinearUse.apply(
+            use, tracker.settings, tracked, x, plain(weight), plain(bias), *carriers
+        )
+    tracker.mark_fold(result, examples.fold)
+    return result
+
+
+@dataclass(frozen=True)
+class LinearFactors:
+    """The factors of a linear layer whose gradients PyTorch computes."""
+
+    weight: bool
+    bias: bool
+    examples: Examples
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        left = self.examples.first(grad)
+        factors: list = []
+        if self.weight:
+            right = as_positions(self.examples.first(x))
+            factors.append(Outer(as_positions(left), right, self.shape))
+        if self.bias:
+            values = left.to(compute_dtype(left)).reshape(left.shape[0], -1, left.shape[-1]).sum(1)
+            factors.append(Vector(values, (left.shape[-1],)))
+        return factors
+
+
+def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
+    """β·input + α·mat1 mat2; with β = α = 1 and a vector it is a linear layer."""
+    layer = (beta, alpha) == (1, 1) and input.dim() == 1
+    if layer and node_of(mat1) is None and tracker.is_data(mat1):
+        return _linear(
+            tracker,
+            func,
+            mat1,
+            _transposed(tracker, mat2),
+            input,
+            lambda x: func(plain(input), x, plain(mat2)),
+        )
+    return _scaled_sum(tracker, torch.mm, input, mat1, mat2, beta, alpha)
+
+
+def baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
+    """β·input + α·batch1 batch2."""
+    return _scaled_sum(tracker, torch.bmm, input, batch1, batch2, beta, alpha)
+
+
+def _scaled_sum(tracker, multiply, input, first, second, beta, alpha):
+    # Parts that no parameter or no data enters are computed as they stand.
+    def run(rule, func, *operands):
+        nodes = [node_of(item) for item in operands if isinstance(item, Tensor)]
+        data = [
+            node is None and tracker.is_data(item)
+            for node, item in zip(nodes, operands, strict=False)
+        ]
+        if not any(node is not None for node in nodes):
+            return func(*operands)
+        return rule(tracker, func, *operands) if any(data) else derive(tracker, func, operands, {})
+
+    total = run(matmul, multiply, first, second)
+    if alpha != 1:
+        total = run(broadcast, torch.mul, total, alpha)
+    if beta == 0:
+        return total
+    if beta != 1:
+        input = run(broadcast, torch.mul, input, beta)
+    return run(broadcast, torch.add, total, input)
+
+
+def matmul(tracker, func, input, other=None, **kwargs):
+    """x W, W x and their batched forms."""
+    other = kwargs.get("mat2", kwargs.get("tensor2", other)) if other is None else other
+    if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
+        weight = _transposed(tracker, other)
+        return _linear(tracker, func, input, weight, None, lambda x: func(x, plain(other)))
+    tracked_first = node_of(input) is not None
+    letters = iter(string.ascii_letters)
+    row, inner, column = next(letters), next(letters), next(letters)
+    operands = [_repeated_source(input), _repeated_source(other)]
+    specs: list[list[str]] = []
+    dims = max(operand.dim() for operand in (input, other))
+    batch = [next(letters) for _ in range(dims - 2)]
+    for operand, core in zip(operands, ((row, inner), (inner, column)), strict=True):
+        if operand.dim() < 2:
+            core = (inner,)
+        lead = operand.dim() - len(core)
+        specs.append([*(batch[len(batch) - lead :] if lead else []), *core])
+    out = [*batch, *([row] if input.dim() > 1 else []), *([column] if other.dim() > 1 else [])]
+    # An axis of size 1 is broadcast: it is not an axis of that operand at all.
+    for position, operand in enumerate(operands):
+        sizes = operand.shape
+        other_sizes = dict(zip(specs[1 - position], operands[1 - position].shape, strict=True))
+        drop = [
+            axis
+            for axis, letter in enumerate(specs[position])
+            if letter in batch and sizes[axis] == 1 and other_sizes.get(letter, 1) != 1
+        ]
+        for axis in reversed(drop):
+            squeeze = torch.squeeze
+            operands[position] = (
+                derive(tracker, squeeze, (operands[position], axis), {})
+                if node_of(operands[position]) is not None
+                else operands[position].squeeze(axis)
+            )
+            del specs[position][axis]
+    param, data = (0, 1) if tracked_first else (1, 0)
+    node = node_of(operands[param])
+    assert node is not None
+    x = cast_for_autocast(operands[data])
+    args = [plain(input), plain(other)]
+    result = func(*args)
+    spec = ProductFactor.between(
+        tracker, func, node, operands[param].shape, specs[param], x, specs[data], out
+    )
+    return tap(tracker, [node], result, spec, x)
+
+
+def einsum(tracker, func, equation, *operands):
+    """Two-operand contractions in Einstein's notation, one operand tracked."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    tracked = [index for index, operand in enumerate(operands) if node_of(operand) is not None]
+    node = node_of(operands[tracked[0]])
+    assert node is not None
+    if not isinstance(equation, str) or len(operands) != 2 or len(tracked) != 1:
+        refuse(func, node, "with other than two operands, one of them tracked, has no rule")
+    inputs, out = _parse(equation, [operand.dim() for operand in operands])
+    param, data = tracked[0], 1 - tracked[0]
+    x = cast_for_autocast(operands[data])
+    result = func(equation, *(plain(operand) for operand in operands))
+    spec = ProductFactor.between(
+        tracker, func, node, operands[param].shape, inputs[param], x, inputs[data], out
+    )
+    return tap(tracker, [node], result, spec, x)
+
+
+@dataclass(frozen=True)
+class ProductFactor:
+    """The factor of the tracked operand of a two-operand contraction.
+
+    Each index is of one kind: the example; groups K, in both operands and the result; positions T,
+    in data and result; p, in parameter and result; q, in parameter and data; and indices of the data
+    alone, which are summed away.
+
+    Attributes:
+        batch: number of examples.
+        left: order of the result's axes (example, K, T, p), and right: of the data's (example, K, T,
+            q, data alone).
+        sizes: sizes of K, p and q, axis by axis.
+        shape: shape of the parameter.
+        permutation: order of the axes (K, p, q) that gives the parameter's own.
+    """
+
+    batch: int
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    shape: tuple[int, ...]
+    permutation: tuple[int, ...]
+
+    @staticmethod
+    def between(tracker, func, node: Node, shape, param, data: Tensor, data_spec, out):
+        """Return the factor for index lists of parameter, data and result, or refuse."""
+        example = locate(tracker, func, node, data)
+        letter = data_spec[example.axis]
+        size = dict(zip(param, shape, strict=True))
+        repeated = any(len(set(spec)) != len(spec) for spec in (param, data_spec, out))
+        alone = [i for i in param if i not in data_spec and i not in out]
+        if repeated or alone:
+            refuse(func, node, f"with repeated or summed indices of the parameter ({param}) has no rule")
+        if letter in param or letter not in out:
+            refuse(func, node, "contracts the example axis with the parameter, which has no rule")
+        k = [i for i in param if i in data_spec and i in out]
+        p = [i for i in param if i in out and i not in data_spec]
+        q = [i for i in param if i in data_spec and i not in out]
+        t = [i for i in data_spec if i in out and i not in param and i != letter]
+        rest = [i for i in data_spec if i not in out and i not in param]
+        order = [*k, *p, *q]
+        return ProductFactor(
+            tracker.batch_size,
+            tuple(out.index(i) for i in [letter, *k, *t, *p]),
+            tuple(data_spec.index(i) for i in [letter, *k, *t, *q, *rest]),
+            (tuple(size[i] for i in k), tuple(size[i] for i in p), tuple(size[i] for i in q)),
+            tuple(shape),
+            tuple(order.index(i) for i in param),
+        )
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        groups, p, q = (product(sizes) for sizes in self.sizes)
+        left = grad.permute(self.left).reshape(self.batch, groups, -1, p)
+        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
+        right = x.permute(self.right)
+        if right.dim() > kept:
+            right = right.sum(tuple(range(kept, right.dim())))
+        right = right.reshape(self.batch, groups, -1, q)
+        if self.permutation == tuple(range(len(self.permutation))):
+            return [Outer(left, right, self.shape)]
+        n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
+        if groups == 1 and self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
+            return [Outer(right, left, self.shape)]
+        unfolded = tuple(size for sizes in self.sizes for size in sizes)
+        return [Outer(left, right, self.shape, self.permutation, unfolded)]
+
+
+def _transposed(tracker, matrix: Tensor) -> Tensor:
+    """Return the transpose of a matrix, derived where the matrix is tracked."""
+    if node_of(matrix) is None:
+        return matrix.t()
+    if torch.compiler.is_compiling():
+        node = node_of(matrix)
+        refuse(torch.matmul, node, "of a parameter that is not a linear layer's cannot be compiled")
+    return derive(tracker, Tensor.t, (matrix,), {})
+
+
+def _repeated_source(operand):
+    """Return what a tracked operand was before it was repeated for each example.
+
+    A product broadcasts by itself, so the repetition changes nothing but the gradient's size.
+    """
+    node = node_of(operand)
+    while (
+        isinstance(node, Derived)
+        and node.function in (Tensor.expand, Tensor.expand_as)
+        and node.parents[0].value.dim() == node.value.dim()
+    ):
+        node = node.parents[0]
+        operand = wrap(node) if isinstance(node, Derived) else node.parameter  # type: ignore[attr-defined]
+    return operand
+
+
+def _parse(equation: str, dims: list[int]) -> tuple[list[list[str]], list[str]]:
+    """Return the index lists of operands and result, with an ellipsis written out."""
+    text = equation.replace(" ", "")
+    left, _, right = text.partition("->")
+    terms = left.split(",")
+    free = [c for c in string.ascii_letters if c not in text]
+    longest = max(
+        (dim - len(term.replace("...", "")) for term, dim in zip(terms, dims, strict=True)
+         if "..." in term), default=0,
+    )  # fmt: skip
+    ellipsis = free[:longest]
+
+    def spell(term: str, dim: int | None) -> list[str]:
+        head, dots, tail = term.partition("...")
+        count = longest if dim is None else dim - len(head) - len(tail)
+        middle = ellipsis[len(ellipsis) - count :] if dots and count else []
+        return [*head, *middle, *tail]
+
+    inputs = [spell(term, dim) for term, dim in zip(terms, dims, strict=True)]
+    if "->" in text:
+        return inputs, spell(right, None)
+    letters = [letter for term in inputs for letter in term]
+    once = sorted(i for i in set(letters) if letters.count(i) == 1 and i not in ellipsis)
+    return inputs, [*ellipsis, *once]
+
+
+RULES = {
+    functional.linear: linear,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch.baddbmm: baddbmm,
+    Tensor.baddbmm: baddbmm,
+    torch.einsum: einsum,
+    functional.einsum if hasattr(functional, "einsum") else torch.einsum: einsum,
+    **{
+        getattr(owner, name): matmul
+        for owner, name in (
+            (torch, "matmul"),
+            (Tensor, "matmul"),
+            (Tensor, "__matmul__"),
+            (torch, "mm"),
+            (Tensor, "mm"),
+            (torch, "bmm"),
+            (Tensor, "bmm"),
+        )
+    },
+}

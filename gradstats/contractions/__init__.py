@@ -1,0 +1,112 @@
+"""Contractions of factors: squared norms, alone or together with the summed gradient.
+
+One table says which module contracts which pair of factors. A pair without a row in the table is
+contracted by the definition: the per-example gradients of a few examples at a time, within the
+workspace, multiplied and summed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor, Outer, Patches, Rows, Vector
+from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
+from gradstats.contractions._result import Contraction as Contraction
+
+# Relative error bound above which a result is recomputed by the direct form, whose error grows with
+# the square root of the condition number where the Gram form's grows with the number itself.
+GUARD_TOLERANCE = 1e-4
+
+SELF = {
+    Outer: _outer.sqnorm,
+    Patches: _patches.sqnorm,
+    Rows: _rows.sqnorm,
+    Vector: _vector.sqnorm,
+}
+
+WITH_SUM = {
+    Outer: _outer.sqnorm_and_sum,
+    Patches: _patches.sqnorm_and_sum,
+}
+
+CROSS = {
+    (Outer, Rows): _outer.inner_with_rows,
+}
+
+# Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
+MERGE = {
+    Outer: _outer.merge,
+    Rows: _rows.merge,
+    Vector: _vector.merge,
+}
+
+
+def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Contraction:
+    """Return ‖Σ_u F_u[i]‖² for each example i, where the F_u describe uses of one parameter.
+
+    Args:
+        factors: one factor for each use, all of the same parameter and batch.
+        workspace: bytes of scratch memory that may be allocated at once.
+        guarded: recompute examples whose error bound exceeds ``GUARD_TOLERANCE`` by the direct form.
+            This reads results back, which a compiled graph cannot do.
+
+    Returns:
+        Squared norms and their absolute error bounds, float64 of shape (B,).
+    """
+    if len(factors) == 1:
+        contract = SELF.get(type(factors[0]), _dense.sqnorm)
+        result = contract(factors[0], workspace, guarded=guarded)
+    else:
+        result = _sqnorm_of_sum(factors, workspace)
+    if guarded:
+        _recompute_suspects(result, factors, workspace)
+    return result
+
+
+def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass over the operands where that pays."""
+    result, total = WITH_SUM[type(factor)](factor, workspace)
+    _recompute_suspects(result, [factor], workspace)
+    return result, total
+
+
+def _recompute_suspects(result: Contraction, factors: list[Factor], workspace: int) -> None:
+    suspect = result.bound > GUARD_TOLERANCE * result.value.abs()
+    if bool(suspect.any()):
+        rows = suspect.nonzero().squeeze(1)
+        again = _direct([factor.select(rows) for factor in factors], workspace)
+        result.value[rows] = again.value
+        result.bound[rows] = again.bound
+
+
+def _direct(factors: list[Factor], workspace: int) -> Contraction:
+    if len(factors) == 1 and isinstance(factors[0], Outer):
+        return _outer.direct(factors[0], workspace)
+    return _dense.sqnorm_of_sum(factors, workspace)
+
+
+def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
+    kinds: dict[object, list[Factor]] = {}
+    for factor in factors:
+        # Only factors that agree in everything but their operands can be merged.
+        key = (type(factor), getattr(factor, "permutation", None), getattr(factor, "axis", None))
+        kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
+    merged: list[Factor] = [
+        group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
+    ]
+    if len(merged) == 1:
+        return SELF[type(merged[0])](merged[0], workspace, guarded=True)
+    if len(merged) > 2 or (type(merged[0]), type(merged[1])) not in CROSS:
+        merged.reverse()
+    if len(merged) > 2 or (type(merged[0]), type(merged[1])) not in CROSS:
+        return _dense.sqnorm_of_sum(merged, workspace)
+    first, second = merged
+    parts = [SELF[type(f)](f, workspace, guarded=True) for f in merged]
+    cross = CROSS[type(first), type(second)](first, second, workspace)
+    value = parts[0].value + parts[1].value + 2 * cross
+    # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
+    epsilon = torch.finfo(torch.float32).eps
+    magnitude = parts[0].value + parts[1].value + 2 * cross.abs()
+    bound = parts[0].bound + parts[1].bound + 4 * epsilon * magnitude
+    return Contraction(value, bound)

@@ -1,0 +1,38 @@
+"""The definition: per-example gradients of a few examples at a time, squared and summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradstats import _cost
+from gradstats.contractions._result import Contraction, squared, unit_roundoff
+
+
+def sqnorm(factor, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖F[i]‖² from the per-example gradients of chunks of examples."""
+    return sqnorm_of_sum([factor], workspace)
+
+
+def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
+    """Return ‖Σ_u F_u[i]‖² from the per-example gradients of chunks of examples.
+
+    Cost: the products that form the gradients; scratch of two gradients for each example of a chunk,
+    which is never less than one example.
+    """
+    batch = factors[0].batch
+    chunk = _cost.examples_per_chunk(2 * 4 * _cost.product(factors[0].shape), batch, workspace)
+    values, bounds = [], []
+    for start in range(0, batch, chunk):
+        rows = slice(start, start + chunk)
+        total = factors[0].select(rows).dense()
+        size = torch.linalg.vector_norm(total.flatten(1), dim=1).double()
+        for factor in factors[1:]:
+            part = factor.select(rows).dense()
+            size = size + torch.linalg.vector_norm(part.flatten(1), dim=1).double()
+            total = total + part
+        norms = torch.linalg.vector_norm(total.flatten(1), dim=1)
+        values.append(squared(norms))
+        bounds.append(4 * unit_roundoff(total.dtype) * size * norms.double())
+    return Contraction(torch.cat(values), torch.cat(bounds))

@@ -1,0 +1,178 @@
+"""Outer factors: G_i = Σ_t left_t right_tᵀ, in three forms that give the same number.
+
+    rank one (T = 1)  ‖G_i‖² = ‖left‖²‖right‖²                            Goodfellow, arXiv 1510.01799
+    Gram              ‖G_i‖² = Σ_{t,s} (left_t·left_s)(right_t·right_s)   Rochette et al., 1912.06015
+    direct            G_i formed tile by tile, squared at once
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Outer, Rows, compute_dtype
+from gradstats.contractions._result import Contraction, squared, unit_roundoff
+
+
+def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖G_i‖² by the form that costs least for these shapes."""
+    positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
+    form = _cost.choose_outer_form(positions, p, q, guarded=guarded)
+    if form == "rank_one":
+        return rank_one(factor)
+    if form == "gram":
+        return gram(factor, workspace)
+    return direct(factor, workspace)
+
+
+def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
+    positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
+    form = _cost.choose_outer_form(positions, p, q, with_sum=True)
+    if form == "direct":
+        return _direct(factor, workspace, with_sum=True)
+    result = rank_one(factor) if form == "rank_one" else gram(factor, workspace)
+    return result, _total(factor)
+
+
+def rank_one(factor: Outer) -> Contraction:
+    """Return Σ_k ‖left_k‖²‖right_k‖² for factors with at most one position."""
+    dtype = compute_dtype(factor.left, factor.right)
+    if factor.left.shape[2] == 0:
+        zero = factor.left.new_zeros(factor.batch, dtype=torch.float64)
+        return Contraction(zero, zero.clone())
+    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
+    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
+    value = (squared(left) * squared(right)).sum((1, 2))
+    return Contraction(value, 4 * unit_roundoff(dtype) * value)
+
+
+def gram(factor: Outer, workspace: int) -> Contraction:
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), block row by block row above the diagonal.
+
+    Cost: T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T × block tiles.
+    """
+    dtype = compute_dtype(factor.left, factor.right)
+    batch, groups, positions, p = factor.left.shape
+    q = factor.right.shape[3]
+    itemsize = torch.finfo(dtype).bits // 8
+    # Small examples are contracted whole: a second block would cost more to launch than it saves.
+    block = positions if positions < 2 * _cost.GRAM_BLOCK else _cost.GRAM_BLOCK
+    upcast = p + q if factor.left.dtype != dtype or factor.right.dtype != dtype else 0
+    chunk = _cost.examples_per_chunk(
+        groups * positions * (2 * block + upcast) * itemsize, batch, workspace
+    )
+    values = []
+    for start in range(0, batch, chunk):
+        left = factor.left[start : start + chunk].to(dtype).flatten(0, 1)  # (n·K, T, p)
+        right = factor.right[start : start + chunk].to(dtype).flatten(0, 1)
+        total = None
+        for row in range(0, positions, block):
+            here = slice(row, row + block)
+            products = (left[:, here] @ left[:, row:].mT).mul_(right[:, here] @ right[:, row:].mT)
+            # Tiles right of the diagonal tile stand for their mirror images too.
+            diagonal = products[:, :, :block].sum((1, 2), dtype=torch.float64)
+            part = 2 * products.sum((1, 2), dtype=torch.float64) - diagonal
+            total = part if total is None else total + part
+        assert total is not None
+        values.append(total.view(-1, groups).sum(1))
+    value = torch.cat(values)
+    bound = unit_roundoff(dtype) * _magnitude(factor, dtype).square().sum(1)
+    return Contraction(value, bound)
+
+
+def direct(factor: Outer, workspace: int) -> Contraction:
+    """Return Σ over tiles of ‖left_tileᵀ right‖²; never negative, well conditioned.
+
+    Cost: T·p·q multiply-adds an example; scratch of one tile.
+    """
+    return _direct(factor, workspace, with_sum=False)[0]
+
+
+def _direct(factor: Outer, workspace: int, *, with_sum: bool):
+    dtype = compute_dtype(factor.left, factor.right)
+    batch, groups, _, p = factor.left.shape
+    q = factor.right.shape[3]
+    itemsize = torch.finfo(dtype).bits // 8
+    rows = _cost.rows_per_tile(p, groups * q * itemsize, workspace)
+    chunk = _cost.examples_per_chunk(groups * rows * q * itemsize, batch, workspace)
+    total = factor.left.new_zeros(groups, p, q, dtype=dtype) if with_sum else None
+    values = []
+    for start in range(0, batch, chunk):
+        left = factor.left[start : start + chunk].to(dtype)
+        right = factor.right[start : start + chunk].to(dtype)
+        value = None
+        for row in range(0, p, rows):
+            tile = left[..., row : row + rows].mT @ right  # (n, K, rows, q)
+            part = squared(torch.linalg.vector_norm(tile, dim=(-2, -1))).sum(1)
+            value = part if value is None else value + part
+            if total is not None:
+                total[:, row : row + rows] += tile.sum(0) if tile.shape[0] > 1 else tile[0]
+        values.append(value)
+    value = torch.cat(values)
+    norms = value.sqrt()
+    magnitude = _magnitude(factor, dtype).square().sum(1).sqrt()
+    result = Contraction(value, 2 * unit_roundoff(dtype) * magnitude * norms)
+    return result, None if total is None else _arrange(total, factor)
+
+
+def merge(factors: list[Outer]) -> Outer:
+    """Return the sum of several uses as one: their positions stand one after the other."""
+    first = factors[0]
+    left = torch.cat([factor.left for factor in factors], dim=2)
+    right = torch.cat([factor.right for factor in factors], dim=2)
+    return Outer(left, right, first.shape, first.permutation, first.unfolded)
+
+
+def inner_with_rows(outer: Outer, rows: Rows, workspace: int) -> Tensor:
+    """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩ = Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t).
+
+    This is the cross term of an embedding tied to an output projection: only the columns of ``left``
+    at the example's own ids are touched, so nothing of the size of the parameter appears.
+
+    Args:
+        outer: factor with one group whose ``left`` spans the parameter's rows.
+        rows: factor over the same rows.
+        workspace: bytes of scratch.
+
+    Returns:
+        (B,) float64.
+    """
+    dtype = compute_dtype(outer.left, rows.grad)
+    positions = outer.left.shape[2]
+    itemsize = torch.finfo(dtype).bits // 8
+    chunk = max(1, workspace // max(1, 2 * (positions + rows.grad.shape[1]) * itemsize))
+    left, right = outer.left.squeeze(1), outer.right.squeeze(1)
+    result = left.new_zeros(outer.batch, dtype=torch.float64)
+    counts = torch.bincount(rows.example, minlength=outer.batch).tolist()
+    start = 0
+    for example, count in enumerate(counts):
+        for first in range(start, start + count, chunk):
+            piece = slice(first, min(first + chunk, start + count))
+            columns = left[example].index_select(1, rows.ids[piece]).to(dtype)  # (T, n)
+            gathered = columns.mT @ right[example].to(dtype)  # (n, width)
+            result[example] += (gathered * rows.grad[piece].to(dtype)).sum(dtype=torch.float64)
+        start += count
+    return result
+
+
+def _magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
+    """Return Σ_t ‖left_t‖‖right_t‖ of shape (B, K); its square bounds Σ|terms| of the Gram form."""
+    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype).double()
+    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype).double()
+    return (left * right).sum(2)
+
+
+def _total(factor: Outer) -> Tensor:
+    """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
+    left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
+    right = factor.right.transpose(0, 1).flatten(1, 2)
+    return _arrange(left.mT @ right, factor)
+
+
+def _arrange(total: Tensor, factor: Outer) -> Tensor:
+    if factor.permutation is not None:
+        assert factor.unfolded is not None
+        total = total.reshape(factor.unfolded).permute(factor.permutation)
+    return total.reshape(factor.shape)

@@ -1,0 +1,65 @@
+"""Patches factors: per-example weight gradients of convolutions.
+
+The direct form lets the backend's grouped weight-gradient kernel produce the gradients of a chunk of
+examples (the examples are the groups), which needs no patches in memory. Where an example has few
+positions, the Gram form on patches written out for a chunk costs less.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Patches, compute_dtype
+from gradstats.contractions import _outer
+from gradstats.contractions._result import Contraction, squared, unit_roundoff
+
+
+def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖G_i‖² by the form that costs least for this geometry."""
+    groups = factor.geometry.groups
+    p, q = factor.shape[0] // groups, _cost.product(factor.shape[1:])
+    form = _cost.choose_outer_form(factor.positions, p, q, guarded=guarded)
+    if form == "direct":
+        return _direct(factor, workspace, with_sum=False)[0]
+    dtype = compute_dtype(factor.input, factor.grad)
+    patches = groups * factor.positions * q * torch.finfo(dtype).bits // 8
+    chunk = _cost.examples_per_chunk(patches, factor.batch, workspace)
+    parts = [
+        _outer.sqnorm(
+            factor.select(slice(start, start + chunk)).unfolded(), workspace, guarded=guarded
+        )
+        for start in range(0, factor.batch, chunk)
+    ]
+    return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
+
+
+def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return ‖G_i‖² and Σ_i G_i from the same per-example gradients."""
+    result, total = _direct(factor, workspace, with_sum=True)
+    assert total is not None
+    return result, total
+
+
+def _direct(factor: Patches, workspace: int, *, with_sum: bool):
+    dtype = compute_dtype(factor.input, factor.grad)
+    elements = _cost.product(factor.shape)
+    itemsize = torch.finfo(dtype).bits // 8
+    # The operands are regrouped, the gradient written: all of it counts against the workspace.
+    operands = factor.input[0].numel() + factor.grad[0].numel()
+    chunk = _cost.convolution_chunk((operands + elements) * itemsize, factor.batch, workspace)
+    total = factor.input.new_zeros(factor.shape, dtype=dtype) if with_sum else None
+    values = []
+    for start in range(0, factor.batch, chunk):
+        gradient = factor.select(slice(start, start + chunk)).dense()
+        values.append(squared(torch.linalg.vector_norm(gradient.flatten(1), dim=1)))
+        if total is not None:
+            total += gradient.sum(0)
+    value = torch.cat(values)
+    # Σ_t ‖patch_t‖‖g_t‖ ≤ √taps ‖input‖‖grad‖: no element of the input is in more patches than taps.
+    taps = _cost.product(factor.shape[2:])
+    input_norm = torch.linalg.vector_norm(factor.input.flatten(1), dim=1, dtype=dtype).double()
+    grad_norm = torch.linalg.vector_norm(factor.grad.flatten(1), dim=1, dtype=dtype).double()
+    magnitude = taps**0.5 * input_norm * grad_norm
+    return Contraction(value, 2 * unit_roundoff(dtype) * magnitude * value.sqrt()), total

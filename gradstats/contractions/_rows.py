@@ -1,0 +1,48 @@
+"""Rows factors: gradients of embeddings, where only positions with equal ids meet."""
+
+from __future__ import annotations
+
+import torch
+
+from gradstats._factors import Rows, compute_dtype
+from gradstats.contractions._result import Contraction, squared, unit_roundoff
+
+
+def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
+    """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
+
+    Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
+    example. Nothing of the size of the parameter appears; all shapes are known beforehand.
+
+    Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the workspace.
+    """
+    dtype = compute_dtype(factor.grad)
+    count, width = factor.grad.shape
+    value = factor.grad.new_zeros(factor.examples, dtype=torch.float64)
+    if count == 0:
+        return Contraction(value, value.clone())
+    order = torch.argsort(factor.example * factor.shape[0] + factor.ids, stable=True)
+    ids, example = factor.ids[order], factor.example[order]
+    starts = torch.ones_like(ids)
+    starts[1:] = (ids[1:] != ids[:-1]) | (example[1:] != example[:-1])
+    run = starts.cumsum(0) - 1  # (N,) index of each row's run
+    run_example = torch.zeros_like(run).scatter(0, run, example)
+    # The width is cut, not the rows, so that no run is split between two chunks.
+    columns = max(1, min(width, workspace // (2 * count * torch.finfo(dtype).bits // 8)))
+    for start in range(0, width, columns):
+        part = factor.grad[:, start : start + columns].to(dtype)[order]
+        sums = torch.zeros_like(part).index_add_(0, run, part)
+        norms = torch.linalg.vector_norm(sums, dim=1)
+        value.index_add_(0, run_example, squared(norms))
+    longest = unit_roundoff(dtype) * max(4, count // factor.examples)
+    return Contraction(value, 2 * longest * value)
+
+
+def merge(factors: list[Rows]) -> Rows:
+    """Return the sum of several uses as one, rows in ascending order of example."""
+    example = torch.cat([factor.example for factor in factors])
+    order = torch.argsort(example, stable=True)
+    ids = torch.cat([factor.ids for factor in factors])
+    grad = torch.cat([factor.grad for factor in factors])
+    first = factors[0]
+    return Rows(ids[order], grad[order], example[order], first.examples, first.shape)

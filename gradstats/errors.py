@@ -1,0 +1,33 @@
+"""The errors of gradstats: each says what happened, what was got and expected, and what to do."""
+
+
+class GradStatsError(Exception):
+    """Base of every error that gradstats raises on purpose."""
+
+
+class LossShapeError(GradStatsError):
+    """The loss is not a vector of one unreduced, differentiable loss per example."""
+
+
+class ExampleAxisError(GradStatsError):
+    """A tensor does not say which of its rows belong to which example."""
+
+
+class CoupledExamplesError(GradStatsError):
+    """An operation mixes the examples of a batch, so per-example gradients do not exist."""
+
+
+class UnsupportedOperationError(GradStatsError):
+    """A parameter meets data in an operation for which no exact rule exists."""
+
+
+class CoverageError(GradStatsError):
+    """A parameter's gradient would be missing from, or counted twice in, the statistics."""
+
+
+class NonFiniteGradientError(GradStatsError):
+    """A per-example gradient contains NaN or infinity."""
+
+
+class TrackingError(GradStatsError):
+    """A tracking context was used in a way that it cannot serve."""

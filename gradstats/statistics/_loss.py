@@ -1,0 +1,121 @@
+"""Checks of losses and batches: what must be said by the caller is never guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._tensors import DerivedTensor
+from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
+
+
+def check_losses(losses, batch_size: int) -> Tensor:
+    """Return the losses as a plain (B,) tensor, or raise."""
+    if not isinstance(losses, Tensor):
+        raise LossShapeError(
+            f"loss_fn returned {type(losses).__name__}, expected a tensor of {batch_size} unreduced "
+            "losses, one for each example."
+        )
+    if losses.dim() == 0:
+        raise LossShapeError(
+            f"the loss is a scalar, expected shape ({batch_size},): one unreduced loss for each "
+            'example. Pass reduction="none" to the loss function; for losses of several positions, '
+            "sum or average them over the positions of each example."
+        )
+    if tuple(losses.shape) != (batch_size,):
+        raise LossShapeError(
+            f"the losses have shape {tuple(losses.shape)}, expected ({batch_size},): one loss for each "
+            "example. Reduce every axis but the example axis; if the batch has another number of "
+            "examples, pass batch_dim= or batch_size= accordingly."
+        )
+    if not losses.is_floating_point():
+        raise LossShapeError(f"the losses have dtype {losses.dtype}, expected a floating-point dtype.")
+    if not losses.requires_grad:
+        raise LossShapeError(
+            "the losses do not require grad, expected a differentiable function of the model's "
+            "parameters. Was the model run under torch.no_grad(), or were its outputs detached?"
+        )
+    if isinstance(losses, DerivedTensor):
+        raise ExampleAxisError(
+            "the losses were computed without any data: only from parameters, buffers and constants. "
+            "Make the batch before the context is opened, so that its tensors count as data."
+        )
+    return losses
+
+
+def check_batch_size(batch_size: int) -> int:
+    """Return the batch size, or raise unless it is a positive integer."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ExampleAxisError(
+            f"batch_size is {batch_size!r}, expected a positive integer: the number of examples in the "
+            "batch."
+        )
+    return batch_size
+
+
+def check_batch_dim(batch_dim: int) -> int:
+    """Return the example axis, or raise unless it is a non-negative integer."""
+    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
+        raise ExampleAxisError(
+            f"batch_dim is {batch_dim!r}, expected a non-negative integer: the example axis, counted "
+            "from the front."
+        )
+    return batch_dim
+
+
+def infer_batch_size(batch, batch_dim: int) -> int:
+    """Return the number of examples of a batch: the size of its first tensor along the example axis."""
+    for tensor in tensors_in(batch):
+        if tensor.dim() > 0:
+            size = tensor.shape[min(batch_dim, tensor.dim() - 1)]
+            if size == 0:
+                raise ExampleAxisError(
+                    f"the batch is empty: its first tensor has shape {tuple(tensor.shape)}, expected at "
+                    f"least one example along axis {batch_dim}."
+                )
+            return size
+    raise ExampleAxisError(
+        f"the batch is {type(batch).__name__} and holds no tensor with an example axis, so the number of "
+        "examples is not known. Expected a tensor, or a tuple, list, mapping or dataclass of tensors."
+    )
+
+
+def tensors_in(batch):
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from tensors_in(item)
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+
+
+def loss_weights(
+    loss_reduction: str, weights: Tensor | None, batch_size: int
+) -> Tensor | float:
+    """Return what multiplies each ℓ_i in the caller's scalar, by how they say it was formed."""
+    if weights is not None:
+        weights = torch.as_tensor(weights).detach()
+        if tuple(weights.shape) != (batch_size,) or not bool((weights != 0).all()):
+            raise LossShapeError(
+                f"weights have shape {tuple(weights.shape)}, expected ({batch_size},) non-zero numbers: "
+                "scalar = Σ weights_i ℓ_i. An example of weight zero leaves no gradient to measure: "
+                "leave it out of the batch."
+            )
+        return weights.double()
+    if loss_reduction == "mean":
+        return 1 / batch_size
+    if loss_reduction == "sum":
+        return 1.0
+    raise TrackingError(
+        f'loss_reduction is {loss_reduction!r}, expected "mean" (scalar = (1/B) Σ ℓ_i) or "sum"; for '
+        "anything else pass weights=, with scalar = Σ weights_i ℓ_i."
+    )

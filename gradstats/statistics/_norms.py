@@ -1,0 +1,223 @@
+"""Per-example gradient norms: of a batch, and inside a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
+from gradstats.capture._uses import Settings
+from gradstats.errors import TrackingError, UnsupportedOperationError
+from gradstats.statistics._loss import (
+    check_batch_dim,
+    check_batch_size,
+    check_losses,
+    infer_batch_size,
+    loss_weights,
+)
+from gradstats.statistics._result import GradientNorms, gather
+
+
+def per_example_norms(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    fallback: str | None = None,
+) -> GradientNorms:
+    """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
+
+    Args:
+        model: any module; it is left as it was found, its training mode included.
+        batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
+        batch_dim: the example axis of the data.
+        cu_seqlens: boundaries of examples packed into one row. Not supported yet.
+        parameters: fnmatch patterns over parameter names; all that require grad by default.
+        exclude: fnmatch patterns of parameters to leave out.
+        workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by default.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
+        fallback: how to serve operations without a rule. Not supported yet.
+
+    Returns:
+        GradientNorms: ``norm``, ``sqnorm``, ``loss`` (B,) each, and ``by_parameter``.
+
+    Raises:
+        LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
+        CoverageError, NonFiniteGradientError: see gradstats.errors.
+
+    Cost:
+        One forward and one backward without weight gradients, plus at most the cost of the weight
+        gradients. Memory: the plain step's and the workspace.
+
+    Source:
+        Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv 2110.05679.
+    """
+    check_batch_dim(batch_dim)
+    _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
+    _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    batch_size = infer_batch_size(batch, batch_dim)
+    tracker = Tracker(
+        model,
+        batch_size=batch_size,
+        batch_dim=batch_dim,
+        settings=Settings(
+            weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
+        ),
+        parameters=parameters,
+        exclude=exclude,
+    )
+    with torch.enable_grad():
+        tracker.open()
+        try:
+            losses = check_losses(loss_fn(model, batch), batch_size)
+            total = losses.sum()
+            tracker.before_backward(total)
+            # Only the probe's gradient is asked for, so that no weight gradient is computed.
+            (tracker.probe.grad,) = torch.autograd.grad(total, [tracker.probe], allow_unused=True)
+        finally:
+            tracker.close()
+    return gather(tracker, losses, 1.0, nonfinite)
+
+
+class track:
+    """Measure per-example gradient norms inside your own training step.
+
+    ``param.grad`` is what it is without tracking: to the bit with ``fused=False``, and up to the
+    rounding of a reordered sum by default.
+
+        with gs.track(model, batch_size=len(x)) as tracker:
+            tracker.backward(F.cross_entropy(model(x), y, reduction="none"))
+        tracker.stats.norm
+
+    Args:
+        model: any module; outside the context it is as it was.
+        batch_size: number of examples B.
+        batch_dim: the example axis of the data.
+        loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean" says
+            scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i is B/N
+            times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted: it cannot
+            be detected.
+        weights: (B,) instead, scalar = Σ weights_i ℓ_i.
+        scaler: the torch.amp.GradScaler that scales the loss; its scale is divided out.
+        fused: let weight gradients come from the same pass over the data as the norms.
+        parameters, exclude: fnmatch patterns over parameter names.
+        workspace: bytes of scratch memory; 256 MiB by default.
+        nonfinite: "keep" (a scaled step may overflow) or "raise" when the context closes.
+
+    Attributes:
+        stats: GradientNorms, once the context has closed.
+
+    Cost:
+        The plain step, plus for each weight whichever is least of squaring per-example tiles on the
+        way to the weight gradient and comparing positions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        batch_dim: int = 0,
+        loss_reduction: str = "mean",
+        weights: Tensor | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        fused: bool = True,
+        parameters: Sequence[str] | str | None = None,
+        exclude: Sequence[str] | str = (),
+        workspace: int | None = None,
+        nonfinite: str = "keep",
+    ):
+        self._batch_size = check_batch_size(batch_size)
+        self._weights = loss_weights(loss_reduction, weights, batch_size)
+        self._weighted = weights is not None
+        self._scaler = scaler
+        self._nonfinite = _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+        self._losses: Tensor | None = None
+        self._stats: GradientNorms | None = None
+        self._tracker = Tracker(
+            model,
+            batch_size=batch_size,
+            batch_dim=check_batch_dim(batch_dim),
+            settings=Settings(
+                weight_gradients=True, fused=fused, workspace=_check_workspace(workspace)
+            ),
+            parameters=parameters,
+            exclude=exclude,
+        )
+
+    def __enter__(self) -> track:
+        if self._tracker.closed:
+            raise TrackingError(
+                "this tracking context was used before. One context serves one batch: open a new one."
+            )
+        self._tracker.open()
+        return self
+
+    def __exit__(self, kind, value, traceback) -> None:
+        self._tracker.close()
+        if kind is None and self._tracker.probe.grad is not None:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            weights = self._weights * scale
+            self._stats = gather(self._tracker, self._losses, weights, self._nonfinite)
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward of the mean of ``losses`` (of Σ weights_i losses_i where weights are given).
+
+        Args:
+            losses: (B,) unreduced losses.
+        """
+        if self._tracker.closed:
+            raise TrackingError(
+                "tracker.backward was called outside its context. Call it inside the with block."
+            )
+        losses = check_losses(losses, self._batch_size)
+        if self._weighted:
+            total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
+        else:
+            total = losses.mean()
+            self._weights = 1 / self._batch_size
+        if self._scaler is not None:
+            total = self._scaler.scale(total)
+        self._losses = losses.detach()
+        total.backward()
+
+    @property
+    def stats(self) -> GradientNorms:
+        """The statistics of the step that ran inside the context."""
+        if self._stats is None:
+            self._tracker.reports()
+            raise TrackingError(
+                "the statistics are complete once the context has closed without an exception: read "
+                "tracker.stats after the with block."
+            )
+        return self._stats
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
+    return value
+
+
+def _check_workspace(workspace: int | None) -> int:
+    if workspace is None:
+        return DEFAULT_WORKSPACE
+    if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
+        raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
+    return workspace
+
+
+def _not_yet(**options) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")

@@ -1,0 +1,82 @@
+"""What the calls of gradstats return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._nodes import BOUND, VALUE
+from gradstats.capture._tracker import Tracker
+from gradstats.errors import NonFiniteGradientError
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
+
+    Attributes:
+        sqnorm: (B,) squared norms, float32 (float64 for float64 models), in units of loss².
+        loss: (B,) the losses; None where the caller ran the backward of a scalar of their own.
+        by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
+        error_bound: (B,) relative bound on what rounding in the contractions may have done to
+            ``sqnorm``.
+    """
+
+    sqnorm: Tensor
+    loss: Tensor | None
+    by_parameter: Mapping[str, Tensor]
+    error_bound: Tensor
+
+    @property
+    def norm(self) -> Tensor:
+        """(B,) norms."""
+        return self.sqnorm.sqrt()
+
+    def __repr__(self) -> str:
+        norm = self.norm
+        return (
+            f"GradientNorms(examples={len(norm)}, parameters={len(self.by_parameter)}, "
+            f"norm={norm.min().item():.4g}…{norm.max().item():.4g})"
+        )
+
+
+def gather(
+    tracker: Tracker, loss: Tensor | None, weights: Tensor | float, nonfinite: str
+) -> GradientNorms:
+    """Return the statistics that a tracker's backward reported.
+
+    Args:
+        tracker: the context after its backward.
+        loss: (B,) losses or None.
+        weights: what multiplied each loss in the scalar that was differentiated; divided out.
+        nonfinite: "raise" or "keep".
+    """
+    reports = tracker.reports()
+    scale = torch.as_tensor(weights, dtype=torch.float64, device=reports.device).square()
+    values = reports[:, VALUE] / scale
+    total = values.sum(0)
+    bound = reports[:, BOUND].sum(0) / scale
+    if nonfinite == "raise" and not bool(total.isfinite().all()):
+        bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
+        names = [
+            root.name
+            for root, row in zip(tracker.roots, values, strict=True)
+            if not bool(row.isfinite().all())
+        ]
+        raise NonFiniteGradientError(
+            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite (first in "
+            f"parameter {names[-1]!r}, {len(names)} of {len(tracker.roots)} parameters). Look at these "
+            'examples and their losses, or pass nonfinite="keep" to have the values returned.'
+        )
+    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
+    dtype = torch.float64 if wide else torch.float32
+    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
+    by_parameter = {
+        root.name: row.to(dtype) for root, row in zip(tracker.roots, values, strict=True)
+    }
+    return GradientNorms(
+        total.to(dtype), None if loss is None else loss.detach(), by_parameter, relative.to(dtype)
+    )

@@ -1,0 +1,30 @@
+"""This lane runs kernels in Triton's interpreter, which must be chosen before triton loads."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config):
+    asked = any("kernels/interpreter" in str(argument) for argument in config.args)
+    if asked and os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError(
+            "tests/kernels/interpreter needs its own process: "
+            "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
+        )
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch):
+    """Fills torch.empty with NaN, so that an output element that no program writes is seen."""
+    import torch
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", poisoned)

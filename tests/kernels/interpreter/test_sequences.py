@@ -1,0 +1,125 @@
+"""Norms and the fused weight gradient of sequences, against float64, on tiles of 16."""
+
+import pytest
+import torch
+
+from gradstats.kernels import _check, direct, gram, vector, weight_gradient
+from gradstats.kernels._config import TileConfig
+from tests.kernels import reference
+from tests.kernels.cases import CASES, cancelling, dense, random
+from tests.kernels.reference import assert_close
+
+BLOCK = 16
+TILE = TileConfig(BLOCK, BLOCK, BLOCK, num_warps=1, num_stages=1)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def names(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.fixture(params=DTYPES, ids=names)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=CASES)
+def case(request, dtype):
+    return CASES[request.param](dtype, BLOCK, "cpu")
+
+
+def test_gram(case):
+    a, g, cu_seqlens = case
+    got = gram.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, bias=True, config=TILE)
+    magnitude = reference.magnitude_reference(a, g, cu_seqlens)
+    bias_magnitude = reference.bias_magnitude_reference(g, cu_seqlens)
+    assert_close(got[0], reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
+    assert_close(got[1], magnitude)
+    assert_close(got[2], reference.bias_sqnorm_reference(g, cu_seqlens), bias_magnitude)
+    assert_close(got[3], bias_magnitude)
+
+
+def test_direct(case):
+    a, g, cu_seqlens = case
+    got = direct.direct_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens))
+
+
+def test_vector(case):
+    _, g, cu_seqlens = case
+    config = TileConfig(1, 16, 8, 1, 1)
+    got = vector.vector_sqnorm(g, cu_seqlens=cu_seqlens, config=config)
+    magnitude = reference.bias_magnitude_reference(g, cu_seqlens)
+    assert_close(got, reference.bias_sqnorm_reference(g, cu_seqlens), magnitude)
+
+
+def test_vector_inner(dtype):
+    a, g, _ = CASES["prime"](dtype, BLOCK, "cpu")
+    first, second = a, g[..., : a.shape[-1]]
+    got = vector.vector_inner(first, second, config=TileConfig(1, 16, 8, 1, 1))
+    sums = reference.bias_gradients(first), reference.bias_gradients(second)
+    assert_close(got, (sums[0] * sums[1]).sum(1), sums[0].norm(dim=1) * sums[1].norm(dim=1) * 4)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_weight_gradient(case, splits):
+    a, g, cu_seqlens = case
+    gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
+        a, g, cu_seqlens=cu_seqlens, config=TILE, splits=splits, gradient_dtype=torch.float32
+    )
+    assert_close(sqnorm, reference.sqnorm_reference(a, g, cu_seqlens))
+    terms = reference.gradients(a.abs(), g.abs(), cu_seqlens).sum(0)
+    assert_close(gradient, reference.weight_gradient_reference(a, g, cu_seqlens), terms)
+
+
+@pytest.mark.parametrize("name", ["one position", "block", "block + 1", "prime"])
+def test_weight_gradient_with_descriptors(dtype, name):
+    positions = CASES[name](dtype, BLOCK, "cpu")[0].shape[1]
+    a, g, _ = dense(3, positions, 48, 32)(dtype, BLOCK, "cpu")
+    gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
+        a, g, config=TILE, descriptors=True, gradient_dtype=torch.float32
+    )
+    assert_close(sqnorm, reference.sqnorm_reference(a, g))
+    terms = reference.gradients(a.abs(), g.abs()).sum(0)
+    assert_close(gradient, reference.weight_gradient_reference(a, g), terms)
+
+
+def test_weight_gradient_keeps_the_operands_dtype(dtype):
+    a, g, _ = CASES["prime"](dtype, BLOCK, "cpu")
+    for splits in (1, 2):
+        gradient, _ = weight_gradient.weight_gradient_sqnorm(a, g, config=TILE, splits=splits)
+        assert gradient.dtype == dtype
+        want = reference.weight_gradient_reference(a, g)
+        terms = reference.gradients(a.abs(), g.abs()).sum(0)
+        rounding = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps * want.abs()
+        assert_close(gradient, want, 32 * terms + rounding, factor=1)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 5, 3, 20), (0, 5, 19, 26), (-1, 5, 19, 20), (0, 1, 20, 20)], ids=str
+)
+def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch, bounds):
+    """Decreasing, past the rows, before the rows, longer than promised: NaN there, right beside."""
+    monkeypatch.setattr(_check, "check_segments", lambda cu_seqlens, rows, max_seqlen: max_seqlen)
+    a, g = random((20, 17), torch.float32, "cpu"), random((20, 18), torch.float32, "cpu")
+    valid = [0 <= s <= e <= 20 and e - s <= 16 for s, e in zip(bounds, bounds[1:], strict=False)]
+    assert not all(valid)
+    options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": 16, "config": TILE}
+    gradient, fused = weight_gradient.weight_gradient_sqnorm(a, g, splits=2, **options)
+    assert gradient.isnan().all()
+    for got in (fused, direct.direct_sqnorm(a, g, **options), *gram.gram_sqnorm(a, g, **options)):
+        assert got.isfinite().tolist() == valid
+
+
+def test_cancelling_halves(dtype):
+    """The Gram form errs by its magnitude, the direct form by the norm: that is why both exist."""
+    a, g, _ = cancelling(dtype, BLOCK, "cpu")
+    want = reference.sqnorm_reference(a, g)
+    magnitude = reference.magnitude_reference(a, g)
+    assert (magnitude > 1e4 * want).all()
+    sqnorm, got_magnitude = gram.gram_sqnorm(a, g, config=TILE)
+    assert_close(sqnorm, want, magnitude)
+    assert_close(got_magnitude, magnitude)
+    terms = reference.gradients(a.abs(), g.abs()).square().sum((1, 2))
+    # an element's error is eps times its absolute terms; squared and summed, twice their product
+    assert_close(direct.direct_sqnorm(a, g, config=TILE), want, 2 * (terms * want).sqrt())
