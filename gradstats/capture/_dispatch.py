@@ -105,17 +105,16 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         if not result.requires_grad:
             return result
         return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
-    if isinstance(result, (tuple, list)):
+    if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
             wrap(Derived(tracker, item, func, node_args, node_kwargs, index))
             if isinstance(item, Tensor) and item.requires_grad
             else item
             for index, item in enumerate(result)
         ]
-        if hasattr(result, "_fields") or type(result) not in (tuple, list):
-            return type(result)(wrapped)
-        return type(result)(wrapped)
-    return result
+        return wrapped if type(result) is list else type(result)(wrapped)
+    # A question about the tensor (is it a view? where is its memory?) is about the object itself.
+    return func(*args, **kwargs)
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):

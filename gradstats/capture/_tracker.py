@@ -47,15 +47,9 @@ class Tracker:
         self._backward_ran = False
         self._mode = ConstantTracking(self)
         named = select_parameters(model, parameters, exclude)
-        device = next(iter(named.values())).device
-        self.probe = torch.zeros(
-            len(named), 3, batch_size, dtype=torch.float64, device=device, requires_grad=True
-        )
-        with torch.enable_grad():
-            slices = self.probe.unbind()
         self.roots = [
-            Root(self, name, parameter, piece)
-            for (name, parameter), piece in zip(named.items(), slices, strict=True)
+            Root(self, name, parameter, _probe(batch_size, parameter.device))
+            for name, parameter in named.items()
         ]
         tracked = {id(parameter) for parameter in named.values()}
         # Buffers and parameters that are not tracked belong to no example.
@@ -129,6 +123,19 @@ class Tracker:
             return
         self.mark_fold(result, rows // batch)
 
+    @property
+    def reported(self) -> bool:
+        """Whether a backward has reached any tracked parameter."""
+        return any(root.probe.grad is not None for root in self.roots)
+
+    def backward_without_gradients(self, total: Tensor) -> None:
+        """Run a backward that computes the reports and nothing else: no weight gradient."""
+        self.before_backward(total)
+        probes = [root.probe for root in self.roots]
+        grads = torch.autograd.grad(total, probes, allow_unused=True)
+        for probe, grad in zip(probes, grads, strict=True):
+            probe.grad = grad
+
     def contract(self, factors: Sequence[Factor | Pulled]) -> Contraction:
         """Return the squared norms of the sum of one root's factors."""
         workspace = self.settings.workspace
@@ -178,12 +185,15 @@ class Tracker:
 
     def reports(self) -> Tensor:
         """Return what the backward reported, (parameters, 3, B) float64; zeros for unused ones."""
-        reports = self.probe.grad
-        if reports is None:
+        if not self.reported:
             raise TrackingError(
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
                 "own loss.backward(), inside the context, on losses computed inside it."
             )
+        device = self.roots[0].probe.device
+        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=device)
+        grads = [root.probe.grad for root in self.roots]
+        reports = torch.stack([unused if grad is None else grad.to(device) for grad in grads])
         if bool((reports[:, COUNT] > 1).any()):
             counts = reports[:, COUNT].amax(1).tolist()
             names = [r.name for r, n in zip(self.roots, counts, strict=True) if n > 1]
@@ -193,6 +203,10 @@ class Tracker:
                 "graph cannot do. Run this step without torch.compile."
             )
         return reports
+
+
+def _probe(batch_size: int, device: torch.device) -> Tensor:
+    return torch.zeros(3, batch_size, dtype=torch.float64, device=device, requires_grad=True)
 
 
 def _accounts_for(node, root: Root) -> bool:

@@ -80,10 +80,7 @@ def per_example_norms(
         tracker.open()
         try:
             losses = check_losses(loss_fn(model, batch), batch_size)
-            total = losses.sum()
-            tracker.before_backward(total)
-            # Only the probe's gradient is asked for, so that no weight gradient is computed.
-            (tracker.probe.grad,) = torch.autograd.grad(total, [tracker.probe], allow_unused=True)
+            tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()
     return gather(tracker, losses, 1.0, nonfinite)
@@ -165,7 +162,7 @@ class track:
 
     def __exit__(self, kind, value, traceback) -> None:
         self._tracker.close()
-        if kind is None and self._tracker.probe.grad is not None:
+        if kind is None and self._tracker.reported:
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             weights = self._weights * scale
             self._stats = gather(self._tracker, self._losses, weights, self._nonfinite)

@@ -82,14 +82,14 @@ def cast_for_autocast(data: Tensor) -> Tensor:
     return data
 
 
-def function_variants(*names: str, dunder: bool = True, in_place: bool = True) -> list:
-    """Return the functions, methods and operators under which an operation is known to PyTorch."""
-    found = []
-    for name in names:
-        candidates = [(torch, name), (torch.Tensor, name)]
-        if in_place:
-            candidates.append((torch.Tensor, f"{name}_"))
-        if dunder:
-            candidates += [(torch.Tensor, f"__{prefix}{name}__") for prefix in ("", "r", "i")]
-        found += [getattr(owner, key) for owner, key in candidates if hasattr(owner, key)]
-    return found
+def function_variants(*names: str) -> list:
+    """Return the functions, methods and operators under which an operation returns a new tensor."""
+    keys = [(owner, name) for name in names for owner in (torch, torch.Tensor)]
+    keys += [(torch.Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
+    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
+
+
+def in_place_variants(*names: str) -> list:
+    """Return the methods and operators under which an operation changes its first operand."""
+    keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
+    return [getattr(torch.Tensor, key) for key in keys if hasattr(torch.Tensor, key)]

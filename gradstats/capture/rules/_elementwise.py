@@ -18,18 +18,19 @@ from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import ExampleLayout, example_view, tap
-from gradstats.capture.rules._common import function_variants, locate, plain
+from gradstats.capture.rules._common import (
+    function_variants,
+    in_place_variants,
+    locate,
+    plain,
+)
 
 
 def broadcast(tracker, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
     operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name.endswith("__")
-    )
     nodes = [node for node in map(node_of, operands) if node is not None]
-    if in_place and node_of(args[0]) is not None:
+    if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
     dims = max(operand.dim() for operand in operands)
     axes = set()
@@ -51,7 +52,7 @@ def join(tracker, func, *args, **kwargs):
     for tensor in tensors:
         if node_of(tensor) is None and tracker.is_data(tensor):
             axis = locate(tracker, func, nodes[0], tensor).axis
-    if func not in STACKS and dim % dims == axis:
+    if func is not torch.stack and dim % dims == axis:
         refuse(func, nodes[0], "along the example axis has no rule")
     return _per_example(tracker, func, ExampleLayout(dims, axis, tracker.batch_size), args, kwargs)
 
@@ -69,8 +70,7 @@ def prelu(tracker, func, input, weight):
 def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it."""
     native = tracker.settings.weight_gradients and not tracker.settings.fused
-    name = getattr(func, "__name__", "")
-    if native and not name.endswith("_"):
+    if native and func not in IN_PLACE:
         return _tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
@@ -141,22 +141,17 @@ class RecomputedFactors:
 
 
 ELEMENTWISE = (
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "maximum",
-    "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder", "hypot",
-    "logaddexp", "xlogy", "masked_fill",
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
+    "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
+    "hypot", "logaddexp", "xlogy",
 )  # fmt: skip
 
-STACKS = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
+IN_PLACE = frozenset(in_place_variants(*ELEMENTWISE))
 
 RULES = {
-    **{function: broadcast for function in function_variants(*ELEMENTWISE)},
-    **{
-        getattr(Tensor, f"__{prefix}{name}__"): broadcast
-        for name in ("truediv", "rsub")
-        for prefix in ("", "r", "i")
-        if hasattr(Tensor, f"__{prefix}{name}__")
-    },
+    **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
     torch.rsub: broadcast,
+    Tensor.__rsub__: broadcast,
     torch.cat: join,
     torch.concat: join,
     torch.concatenate: join,
