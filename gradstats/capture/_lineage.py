@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats import _cost
 from gradstats._factors import Factor, Outer, Rows, Vector, compute_dtype
 from gradstats.capture._nodes import Derived, Node, Root, flatten
 from gradstats.contractions import Contraction, sqnorm
-from gradstats.contractions._result import squared, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
         node = node.parents[0]
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
-    elements = max(factor.root.parameter.numel(), factor.node.value.numel())
-    chunk = _cost.examples_per_chunk(2 * 4 * elements, factor.batch, workspace)
-    parts = [
-        torch.linalg.vector_norm(factor.select(slice(i, i + chunk)).dense().flatten(1), dim=1)
-        for i in range(0, factor.batch, chunk)
-    ]
-    value = squared(torch.cat(parts))
-    return Contraction(value, 8 * unit_roundoff(parts[0].dtype) * value)
+    return sqnorm([factor], workspace)  # type: ignore[list-item]
 
 
 def _is_isometric(node: Derived) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from gradstats import _cost
-from gradstats.contractions._result import Contraction, squared, unit_roundoff
+from gradstats.contractions._result import Contraction, squared_norms, unit_roundoff
 
 
 def sqnorm(factor, workspace: int, *, guarded: bool) -> Contraction:
@@ -27,12 +28,18 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     for start in range(0, batch, chunk):
         rows = slice(start, start + chunk)
         total = factors[0].select(rows).dense()
-        size = torch.linalg.vector_norm(total.flatten(1), dim=1).double()
+        dtype = total.dtype
+        size = _rows_squared_norms(total).sqrt()
         for factor in factors[1:]:
             part = factor.select(rows).dense()
-            size = size + torch.linalg.vector_norm(part.flatten(1), dim=1).double()
+            size = size + _rows_squared_norms(part).sqrt()
             total = total + part
-        norms = torch.linalg.vector_norm(total.flatten(1), dim=1)
-        values.append(squared(norms))
-        bounds.append(4 * unit_roundoff(total.dtype) * size * norms.double())
+        value = _rows_squared_norms(total)
+        values.append(value)
+        # Where the uses cancel each other, what is left is rounded relative to their sizes.
+        bounds.append(4 * unit_roundoff(dtype) * size * value.sqrt())
     return Contraction(torch.cat(values), torch.cat(bounds))
+
+
+def _rows_squared_norms(gradients: Tensor) -> Tensor:
+    return squared_norms(gradients.reshape(gradients.shape[0], -1, max(1, gradients.shape[-1])), gradients.dtype)

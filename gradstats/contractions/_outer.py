@@ -12,7 +12,12 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, compute_dtype
-from gradstats.contractions._result import Contraction, squared, unit_roundoff
+from gradstats.contractions._result import (
+    Contraction,
+    squared_norms,
+    unit_roundoff,
+    well_conditioned,
+)
 
 
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
@@ -44,8 +49,7 @@ def rank_one(factor: Outer) -> Contraction:
         return Contraction(zero, zero.clone())
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    value = (squared(left) * squared(right)).sum((1, 2))
-    return Contraction(value, 4 * unit_roundoff(dtype) * value)
+    return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
 
 
 def gram(factor: Outer, workspace: int) -> Contraction:
@@ -72,8 +76,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
             here = slice(row, row + block)
             products = (left[:, here] @ left[:, row:].mT).mul_(right[:, here] @ right[:, row:].mT)
             # Tiles right of the diagonal tile stand for their mirror images too.
-            diagonal = products[:, :, :block].sum((1, 2), dtype=torch.float64)
-            part = 2 * products.sum((1, 2), dtype=torch.float64) - diagonal
+            part = 2 * products.sum((1, 2)).double() - products[:, :, :block].sum((1, 2))
             total = part if total is None else total + part
         assert total is not None
         values.append(total.view(-1, groups).sum(1))
@@ -105,15 +108,12 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool):
         value = None
         for row in range(0, p, rows):
             tile = left[..., row : row + rows].mT @ right  # (n, K, rows, q)
-            part = squared(torch.linalg.vector_norm(tile, dim=(-2, -1))).sum(1)
+            part = squared_norms(tile, dtype)
             value = part if value is None else value + part
             if total is not None:
                 total[:, row : row + rows] += tile.sum(0) if tile.shape[0] > 1 else tile[0]
         values.append(value)
-    value = torch.cat(values)
-    norms = value.sqrt()
-    magnitude = _magnitude(factor, dtype).square().sum(1).sqrt()
-    result = Contraction(value, 2 * unit_roundoff(dtype) * magnitude * norms)
+    result = well_conditioned(torch.cat(values), dtype)
     return result, None if total is None else _arrange(total, factor)
 
 
@@ -166,6 +166,8 @@ def _magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
 
 def _total(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
+    if factor.left.shape[1] == 1:
+        return _arrange(factor.left.flatten(0, 2).t() @ factor.right.flatten(0, 2), factor)
     left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
     right = factor.right.transpose(0, 1).flatten(1, 2)
     return _arrange(left.mT @ right, factor)

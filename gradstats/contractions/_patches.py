@@ -13,7 +13,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer
-from gradstats.contractions._result import Contraction, squared, unit_roundoff
+from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 
 
 def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
@@ -53,13 +53,7 @@ def _direct(factor: Patches, workspace: int, *, with_sum: bool):
     values = []
     for start in range(0, factor.batch, chunk):
         gradient = factor.select(slice(start, start + chunk)).dense()
-        values.append(squared(torch.linalg.vector_norm(gradient.flatten(1), dim=1)))
+        values.append(squared_norms(gradient.flatten(2), dtype))
         if total is not None:
             total += gradient.sum(0)
-    value = torch.cat(values)
-    # Σ_t ‖patch_t‖‖g_t‖ ≤ √taps ‖input‖‖grad‖: no element of the input is in more patches than taps.
-    taps = _cost.product(factor.shape[2:])
-    input_norm = torch.linalg.vector_norm(factor.input.flatten(1), dim=1, dtype=dtype).double()
-    grad_norm = torch.linalg.vector_norm(factor.grad.flatten(1), dim=1, dtype=dtype).double()
-    magnitude = taps**0.5 * input_norm * grad_norm
-    return Contraction(value, 2 * unit_roundoff(dtype) * magnitude * value.sqrt()), total
+    return well_conditioned(torch.cat(values), dtype), total

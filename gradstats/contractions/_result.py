@@ -14,12 +14,18 @@ class Contraction:
 
     Attributes:
         value: (B,) float64.
-        bound: (B,) float64, absolute: the products and sums of the contraction may be off by this
-            much, given their operands.
+        bound: (B,) float64, absolute: how far ``value`` may be from the squared norm of the gradient
+            as the accumulation dtype forms it. Direct forms add a few roundings to that gradient;
+            the Gram form may lose all digits where its terms cancel, and says so here.
     """
 
     value: Tensor
     bound: Tensor
+
+
+def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
+    """Return a result whose terms are squares, so that rounding is relative to the result itself."""
+    return Contraction(value, 4 * unit_roundoff(dtype) * value)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -27,6 +33,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def squared(norms: Tensor) -> Tensor:
-    """Return squared norms in float64, the dtype in which sums over parameters are kept."""
-    return norms.double().square()
+def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ‖tensor[i]‖² in float64, for any number of axes after the first.
+
+    The last axis is reduced in the accumulation dtype and everything before it in float64: a single
+    float32 reduction over a million elements would be off by 1e-5.
+    """
+    norms = torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).double().square()
+    return norms.flatten(1).sum(1) if norms.dim() > 1 else norms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradstats._factors import Rows, compute_dtype
-from gradstats.contractions._result import Contraction, squared, unit_roundoff
+from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 
 
 def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
@@ -32,10 +32,8 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     for start in range(0, width, columns):
         part = factor.grad[:, start : start + columns].to(dtype)[order]
         sums = torch.zeros_like(part).index_add_(0, run, part)
-        norms = torch.linalg.vector_norm(sums, dim=1)
-        value.index_add_(0, run_example, squared(norms))
-    longest = unit_roundoff(dtype) * max(4, count // factor.examples)
-    return Contraction(value, 2 * longest * value)
+        value.index_add_(0, run_example, squared_norms(sums, dtype))
+    return well_conditioned(value, dtype)
 
 
 def merge(factors: list[Rows]) -> Rows:

@@ -7,15 +7,16 @@ from functools import reduce
 import torch
 
 from gradstats._factors import Vector, compute_dtype
-from gradstats.contractions._result import Contraction, squared, unit_roundoff
+from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 
 
 def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖values[i]‖²."""
     dtype = compute_dtype(factor.values)
-    norms = torch.linalg.vector_norm(factor.values.reshape(factor.batch, -1), dim=1, dtype=dtype)
-    value = squared(norms)
-    return Contraction(value, 4 * unit_roundoff(dtype) * value)
+    values = factor.values
+    if values.dim() == 1:
+        values = values.unsqueeze(1)
+    return well_conditioned(squared_norms(values, dtype), dtype)
 
 
 def merge(factors: list[Vector]) -> Vector:

@@ -42,7 +42,14 @@ def plain(item):
 
 
 def locate(
-    tracker, func, node: Node, data: Tensor, *, axis: int | None = None, folds: bool = False
+    tracker,
+    func,
+    node: Node,
+    data: Tensor,
+    *,
+    axis: int | None = None,
+    folds: bool = False,
+    trailing: int = 0,
 ) -> Examples:
     """Return where the examples of ``data`` lie, or raise.
 
@@ -53,11 +60,18 @@ def locate(
         data: the operand that carries the examples.
         axis: the example axis that the operation itself prescribes; the caller's by default.
         folds: the rule can serve data whose examples are folded together with positions.
+        trailing: number of last axes that the operation sums or normalises over.
     """
     axis = tracker.batch_dim if axis is None else axis
     batch = tracker.batch_size
     if data.dim() > axis and data.shape[axis] == batch:
-        return Examples(batch, axis)
+        if axis < data.dim() - trailing:
+            return Examples(batch, axis)
+        raise ExampleAxisError(
+            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of data "
+            f"of shape {tuple(data.shape)}, expected the examples along another axis than {axis}: "
+            "otherwise it mixes them. Give each example a row of its own, or pass batch_dim=."
+        )
     fold = tracker.fold_of(data)
     if folds and fold > 1:
         return Examples(batch, 0, fold)

@@ -15,29 +15,31 @@ from gradstats._factors import Outer, Vector, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import node_of, wrap
-from gradstats.capture._uses import LinearUse, as_positions, carriers_for, tap
+from gradstats.capture._uses import ExampleLayout, LinearUse, as_positions, carriers_for, tap
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
-from gradstats.capture.rules._elementwise import broadcast
 
 
 def linear(tracker, func, input, weight, bias=None):
     """y = x Wᵀ + b: Outer(g, x) for the weight, Vector(Σ_t g) for the bias."""
     if node_of(input) is not None:
         refuse(func, node_of(input), "with a tracked input and data as its weight has no rule")
-    return _linear(
-        tracker,
-        func,
-        input,
-        weight,
-        bias,
-        lambda x: func(x, plain(weight), plain(bias)),
-    )
+    if bias is None or bias.shape == weight.shape[:1]:
+        return _linear(
+            tracker, func, input, weight, bias, lambda x: func(x, plain(weight), plain(bias))
+        )
+    x = cast_for_autocast(input)
+    parts = []
+    if node_of(weight) is not None:
+        examples = locate(tracker, func, node_of(weight), x, trailing=1)
+        parts.append(Part(node_of(weight), LinearFactors(True, False, examples, tuple(weight.shape))))
+    result = func(x, plain(weight), plain(bias))
+    return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
 
 def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
-    examples = locate(tracker, func, nodes[0], x, folds=True)
+    examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     x = cast_for_autocast(x)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
@@ -74,8 +76,8 @@ class LinearFactors:
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
-    """β·input + α·mat1 mat2; with β = α = 1 and a vector it is a linear layer."""
-    layer = (beta, alpha) == (1, 1) and input.dim() == 1
+    """β·input + α·mat1 mat2; with β = α = 1 and a vector of the result's width it is a linear layer."""
+    layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
     if layer and node_of(mat1) is None and tracker.is_data(mat1):
         return _linear(
             tracker,
@@ -85,34 +87,105 @@ def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
             input,
             lambda x: func(plain(input), x, plain(mat2)),
         )
-    return _scaled_sum(tracker, torch.mm, input, mat1, mat2, beta, alpha)
+    return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
 
 def baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
     """β·input + α·batch1 batch2."""
-    return _scaled_sum(tracker, torch.bmm, input, batch1, batch2, beta, alpha)
+    return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
 
 
-def _scaled_sum(tracker, multiply, input, first, second, beta, alpha):
-    # Parts that no parameter or no data enters are computed as they stand.
-    def run(rule, func, *operands):
-        nodes = [node_of(item) for item in operands if isinstance(item, Tensor)]
-        data = [
-            node is None and tracker.is_data(item)
-            for node, item in zip(nodes, operands, strict=False)
+def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
+    tracked = [node_of(item) is not None for item in (first, second)]
+    constant = [not tracker.is_data(item) for item in (first, second)]
+    x = None
+    parts: list[Part] = []
+    terms: list[tuple[Tensor, float | None]] = [(input, beta)]
+    if any(tracked) and all(t or c for t, c in zip(tracked, constant, strict=True)):
+        # The product belongs to no example: a derived tensor is added to data.
+        terms.append((derive(tracker, multiply, (first, second), {}), alpha))
+    elif any(tracked):
+        first, second = _cast_data(first), _cast_data(second)
+        node, x, factors = _product_factors(tracker, func, first, second)
+        parts.append(Part(node, factors, alpha))
+        terms.append((x, None))
+    else:
+        for item, summed in ((first, -1), (second, -2)):
+            terms.append((item, None))
+            if not tracker.is_data(item):
+                continue
+            if locate(tracker, func, node_of(input), item).axis == item.dim() + summed:
+                refuse(func, node_of(input), "sums over the examples of its data, which has no rule")
+    result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
+    return _summed(tracker, func, result, x, parts, *terms)
+
+
+def _summed(tracker, func, result, x, parts, *terms):
+    """Attach the factors of ``parts`` and of the tracked terms that are added to them.
+
+    Args:
+        result: what the operation returned.
+        x: the data that the parts' factors need, None without parts.
+        parts: the factors of a product that is one of the terms.
+        terms: operands with the number that multiplies them; None for operands of a product, which
+            only say where the examples lie.
+    """
+    nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
+    axes = {
+        result.dim() - term.dim() + locate(tracker, func, nodes[0], term).axis
+        for term, _ in terms
+        if node_of(term) is None and tracker.is_data(term)
+    }
+    if len(axes) != 1:
+        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
+    layout = ExampleLayout(result.dim(), axes.pop(), tracker.batch_size)
+    for term, scale in terms:
+        node = node_of(term)
+        if node is not None:
+            parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
+    factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
+    return tap(tracker, [part.node for part in parts], result, factors, x)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tracked operand of a sum, with its factors and the number that multiplies it."""
+
+    node: Node
+    factors: Callable[..., list]
+    scale: float = 1
+
+
+@dataclass(frozen=True)
+class SumFactors:
+    """The factors of a sum of scaled terms."""
+
+    factors: tuple[Callable[..., list], ...]
+    scales: tuple[float, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor | None) -> list:
+        return [
+            factor
+            for factors, scale in zip(self.factors, self.scales, strict=True)
+            for factor in factors(grad if scale == 1 else grad * scale, x)
         ]
-        if not any(node is not None for node in nodes):
-            return func(*operands)
-        return rule(tracker, func, *operands) if any(data) else derive(tracker, func, operands, {})
 
-    total = run(matmul, multiply, first, second)
-    if alpha != 1:
-        total = run(broadcast, torch.mul, total, alpha)
-    if beta == 0:
-        return total
-    if beta != 1:
-        input = run(broadcast, torch.mul, input, beta)
-    return run(broadcast, torch.add, total, input)
+
+@dataclass(frozen=True)
+class BroadcastFactors:
+    """The factor of a term that was broadcast to the result's shape."""
+
+    layout: ExampleLayout
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor | None) -> list:
+        sizes = self.layout.padded(self.shape)
+        repeated = [
+            axis for axis, size in enumerate(sizes) if size == 1 and axis != self.layout.axis
+        ]
+        if repeated:
+            grad = grad.sum(repeated, keepdim=True)
+        return [self.layout.factor(grad, self.shape)]
 
 
 def matmul(tracker, func, input, other=None, **kwargs):
@@ -121,7 +194,18 @@ def matmul(tracker, func, input, other=None, **kwargs):
     if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
         weight = _transposed(tracker, other)
         return _linear(tracker, func, input, weight, None, lambda x: func(x, plain(other)))
-    tracked_first = node_of(input) is not None
+    input, other = _cast_data(input), _cast_data(other)
+    node, x, factors = _product_factors(tracker, func, input, other)
+    result = func(plain(input), plain(other))
+    return tap(tracker, [node], result, factors, x)
+
+
+def _cast_data(item: Tensor) -> Tensor:
+    return cast_for_autocast(item) if node_of(item) is None else item
+
+
+def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
+    """Return the tracked operand's node and the factors of a product, with the data they need."""
     letters = iter(string.ascii_letters)
     row, inner, column = next(letters), next(letters), next(letters)
     operands = [_repeated_source(input), _repeated_source(other)]
@@ -151,16 +235,14 @@ def matmul(tracker, func, input, other=None, **kwargs):
                 else operands[position].squeeze(axis)
             )
             del specs[position][axis]
-    param, data = (0, 1) if tracked_first else (1, 0)
+    param, data = (0, 1) if node_of(input) is not None else (1, 0)
     node = node_of(operands[param])
     assert node is not None
-    x = cast_for_autocast(operands[data])
-    args = [plain(input), plain(other)]
-    result = func(*args)
-    spec = ProductFactor.between(
+    x = operands[data]
+    factors = ProductFactor.between(
         tracker, func, node, operands[param].shape, specs[param], x, specs[data], out
     )
-    return tap(tracker, [node], result, spec, x)
+    return node, x, factors
 
 
 def einsum(tracker, func, equation, *operands):
@@ -269,7 +351,8 @@ def _repeated_source(operand):
     while (
         isinstance(node, Derived)
         and node.function in (Tensor.expand, Tensor.expand_as)
-        and node.parents[0].value.dim() == node.value.dim()
+        and node.parents[0].value.dim() >= 2
+        and node.parents[0].shape[-2:] == node.shape[-2:]
     ):
         node = node.parents[0]
         operand = wrap(node) if isinstance(node, Derived) else node.parameter  # type: ignore[attr-defined]

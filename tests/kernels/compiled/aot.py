@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 POINTER_TYPES = {
     torch.float32: "*fp32",
@@ -91,6 +92,9 @@ def source_of(launch: Launch) -> ASTSource:
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
+        elif isinstance(value, TensorDescriptor):
+            element = POINTER_TYPES[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTER_TYPES[value.dtype]
             if value.data_ptr() % 16 == 0:

@@ -1,0 +1,1 @@
+"""Benchmarks: one script for each question, run as ``python -m benchmarks.NAME``."""

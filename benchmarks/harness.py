@@ -1,0 +1,120 @@
+"""Paired, interleaved timing: every variant runs once in each round, in rotating order.
+
+A machine's speed drifts by more than the differences of interest. Ratios are therefore taken within a
+round, between neighbours in time, and their median is given with a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+import gradstats
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one variant, and their ratio to the reference of the same round.
+
+    Attributes:
+        milliseconds: median time of one run.
+        ratio, low, high: median of the ratios and its 95 % bootstrap interval.
+    """
+
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+def interleave(
+    variants: dict[str, Callable[[], object]], reference: str, rounds: int = 31, warmup: int = 3
+) -> dict[str, Timing]:
+    """Time several variants of the same work against one of them.
+
+    Args:
+        variants: name → a call that does the whole work once.
+        reference: the variant that stands as 1.00.
+        rounds: how many times each variant is timed.
+        warmup: how many rounds are not counted.
+
+    Returns:
+        name → Timing.
+    """
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        order = names[number % len(names) :] + names[: number % len(names)]
+        for name in order:
+            start = time.perf_counter()
+            variants[name]()
+            elapsed = time.perf_counter() - start
+            if number >= warmup:
+                seconds[name].append(elapsed)
+    base = numpy.array(seconds[reference])
+    generator = numpy.random.default_rng(0)
+    picks = generator.integers(0, rounds, size=(2000, rounds))
+    timings = {}
+    for name in names:
+        ratios = numpy.array(seconds[name]) / base
+        medians = numpy.median(ratios[picks], axis=1)
+        low, high = numpy.percentile(medians, [2.5, 97.5])
+        timings[name] = Timing(
+            float(numpy.median(seconds[name]) * 1e3), float(numpy.median(ratios)), low, high
+        )
+    return timings
+
+
+def machine() -> str:
+    """Return the name of the processor or GPU and the number of threads in use."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """Return the short hash of the checkout, "unknown" outside one."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
+
+
+def write_csv(name: str, rows: Iterable[dict[str, object]]) -> Path:
+    """Append rows to ``results/NAME.csv``, each with the machine, versions, commit and date."""
+    stamp = {
+        "machine": machine(),
+        "torch": torch.__version__,
+        "gradstats": gradstats.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.csv"
+    rows = [{**row, **stamp} for row in rows]
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+    return path

@@ -1,0 +1,62 @@
+"""A ledger of every tensor that is created, and of the bytes alive at each moment, on any device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryLedger(TorchDispatchMode):
+    """Records the storages that operations allocate inside the context.
+
+    Attributes:
+        peak: most bytes alive at once, counting only storages allocated inside the context.
+        largest: elements of the largest tensor created, views and expansions not counted.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.alive = 0
+        self.peak = 0
+        self.largest = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {
+            item.untyped_storage()._cdata
+            for item in tree_leaves((args, kwargs))
+            if isinstance(item, torch.Tensor)
+        }
+        for item in tree_leaves(result):
+            if isinstance(item, torch.Tensor):
+                storage = item.untyped_storage()
+                if storage._cdata not in inputs:
+                    self._enter(storage, item.element_size())
+        return result
+
+    def _enter(self, storage, itemsize: int) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        self.largest = max(self.largest, size // itemsize)
+        weakref.finalize(storage, self._leave, key, size)
+
+    def _leave(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+def peak_memory(run) -> MemoryLedger:
+    """Return the ledger of one call of ``run``, garbage of earlier work left out."""
+    gc.collect()
+    with MemoryLedger() as ledger:
+        run()
+    return ledger

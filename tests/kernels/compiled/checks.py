@@ -1,0 +1,45 @@
+"""What a compiled kernel must satisfy, as functions that raise AssertionError."""
+
+from __future__ import annotations
+
+import re
+
+from tests.kernels.compiled.aot import Compiled
+
+TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+WARP_LEVEL = r"\bmma\.sync"
+
+
+def check_shared(compiled: Compiled, limit: int) -> None:
+    assert compiled.shared <= limit, f"{compiled.name}: {compiled.shared} bytes of shared memory"
+
+
+def check_spills(compiled: Compiled, allowed: int = 0) -> None:
+    assert compiled.spilled_bytes <= allowed, (
+        f"{compiled.name}: {compiled.spilled_bytes} bytes spilled at {compiled.registers} registers"
+    )
+
+
+def check_tensor_cores(compiled: Compiled, architecture: int, rows: int) -> None:
+    """Tiles of at least 64 rows must use the architecture's own instruction, smaller ones any."""
+    pattern = TENSOR_CORES[architecture] if rows >= 64 else WARP_LEVEL
+    found = re.search(pattern, compiled.ptx) or (rows < 64 and re.search("mma", compiled.ptx))
+    assert found, f"{compiled.name}: no {pattern} for sm_{architecture}"
+
+
+def check_no_atomics(compiled: Compiled) -> None:
+    found = re.search(r"^\s*(?:@%p\d+ )?(atom|red)\.", compiled.ptx, re.MULTILINE)
+    assert not found and "tt.atomic" not in compiled.ttir, f"{compiled.name}: atomic operation"
+
+
+def check_offsets(compiled: Compiled) -> None:
+    """No 32-bit product contains a stride, directly or after it was spread over a tile."""
+    narrow = set(re.findall(r"%stride\w*", compiled.ttir))
+    for line in compiled.ttir.splitlines():
+        spread = re.match(r"\s*(%\w+) = tt\.(?:splat|broadcast|expand_dims) (%\w+)\b.*i32>?", line)
+        if spread and spread[2] in narrow:
+            narrow.add(spread[1])
+        product = re.match(r"\s*%\w+ = arith\.muli (%\w+), (%\w+).*: (?:i32|tensor<\w*xi32>)", line)
+        assert not (product and narrow & {product[1], product[2]}), (
+            f"{compiled.name}: 32-bit offset: {line.strip()}"
+        )

@@ -1,0 +1,93 @@
+"""What every launcher launches, recorded on meta tensors for one configuration."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from gradstats.kernels import (
+    _check,
+    _config,
+    direct,
+    direction,
+    gram,
+    pairwise,
+    rank_one,
+    vector,
+    weight_gradient,
+)
+from tests.kernels.compiled import aot
+
+ALIGNED, UNALIGNED = 1024, 1001
+DTYPES = {"half": torch.bfloat16, "ieee": torch.float32, "tf32x3": torch.float32}
+DTYPES["tf32"] = torch.float32
+
+
+def factor(dtype, aligned, layout, batch=8, positions=1024):
+    """(a, g, cu_seqlens, max_seqlen) on the meta device, where allocation and launch cost nothing.
+
+    Layout: "dense", "ragged", or "transposed" (features outermost, so positions are adjacent).
+    """
+    features = ALIGNED if aligned else UNALIGNED
+    shape = (batch, positions, features)
+    if layout == "transposed":
+        a = torch.empty((batch, features, positions), dtype=dtype, device="meta").mT
+        return a, a.clone(memory_format=torch.preserve_format), None, None
+    a, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+    if layout == "dense":
+        return a, g, None, None
+    cu_seqlens = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    return a.flatten(0, 1), g.flatten(0, 1), cu_seqlens, positions
+
+
+def launches(
+    operation: str,
+    config: _config.TileConfig,
+    dtype: torch.dtype,
+    aligned: bool,
+    layout: str = "dense",
+) -> list[aot.Launch]:
+    """The launches of `operation` with every optional output that its kernel can have."""
+    a, g, cu_seqlens, max_seqlen = factor(dtype, aligned, layout)
+    one = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "config": config}
+    two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
+    two["config"] = config
+    modules = (rank_one, vector, gram, direct, weight_gradient, pairwise, direction)
+    with (
+        aot.recorded(*modules) as recorded,
+        mock.patch.object(_check, "_runs_here", lambda device: True),
+    ):
+        if operation == "rank_one":
+            a, g = (operand.flatten(0, -2) for operand in (a, g))
+            rank_one.rank_one_sqnorm(a, g, config=config)
+            rank_one.rank_one_inner(a, g, a, g, config=config)
+        elif operation == "vector":
+            vector.vector_sqnorm(g, **one)
+            vector.vector_inner(g, g, **one)
+            vector.vector_sum(g, **one)
+        elif operation == "gram":
+            gram.gram_sqnorm(a, g, bias=True, **one)
+            pairwise.diagonal_gram(a, g, a, g, bias=True, **two)
+        elif operation == "direct":
+            direct.direct_sqnorm(a, g, **one)
+        elif operation == "diagonal":
+            direct.direct_inner(a, g, a, g, **two)
+        elif operation == "weight_gradient":
+            weight_gradient.weight_gradient_sqnorm(a, g, splits=1, **one)
+            weight_gradient.weight_gradient_sqnorm(a, g, splits=4, **one)
+        elif operation == "weight_gradient_descriptor":
+            weight_gradient.weight_gradient_sqnorm(a, g, splits=1, descriptors=True, **one)
+        elif operation == "pairwise":
+            pairwise.pairwise_gram(a, g, a, g, bias=True, splits=1, **two)
+            if layout == "dense":
+                short = a[:, :5], g[:, :5]
+                pairwise.pairwise_gram(*short, *short, bias=True, splits=1, **two)
+        elif operation == "example_tiles":
+            pairwise.pairwise_direct(a, g, a, g, workspace=2**40, **two)
+        elif operation == "direction":
+            weight = torch.empty((g.shape[-1], a.shape[-1]), dtype=dtype, device="meta")
+            direction.direction_inner(a, g, weight, bias_direction=weight[:, 0], **one)
+        else:
+            raise AssertionError(operation)
+    return recorded

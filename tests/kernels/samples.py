@@ -1,0 +1,44 @@
+"""Sample arguments for every registered operator."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kernels.cases import random
+
+
+def operator_samples(dtype, device="cpu"):
+    """Yields (operator name, positional arguments, keyword arguments)."""
+    a, g = random((3, 5, 18), dtype, device, 1), random((3, 5, 20), dtype, device, 2)
+    # permuted strides: fakes must allocate contiguous results all the same
+    a2, g2 = random((18, 7, 4), dtype, device, 3).permute(2, 1, 0), random((4, 7, 20), dtype, device, 4)
+    bounds = torch.tensor([1, 4, 4, 15], dtype=torch.int32, device=device)
+    bounds2 = torch.tensor([0, 20, 28], dtype=torch.int32, device=device)
+    packed = a.flatten(0, 1), g.flatten(0, 1)
+    packed2 = a2.reshape(28, 18), g2.reshape(28, 20)
+    segments = {"cu_seqlens": bounds, "max_seqlen": 11}
+    two_segments = {"cu_seqlens1": bounds, "cu_seqlens2": bounds2}
+    weight, bias = random((20, 18), dtype, device, 5), random((20,), dtype, device, 6)
+
+    yield "rank_one_sqnorm", (a[:, 0], g[:, 0]), {}
+    yield "rank_one_inner", (a[:, 0], g[:, 0], a[:, 1], g[:, 1]), {}
+    yield "vector_sqnorm", (g,), {}
+    yield "vector_sqnorm", (packed[1],), segments
+    yield "vector_inner", (g, g.flip(0)), {}
+    for name in ("gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
+        yield name, (a, g), {}
+        yield name, (a2, g2), {}
+        yield name, packed, segments
+    yield "weight_gradient_sqnorm", (a, g), {"gradient_dtype": torch.float32}
+    for name in ("direct_inner", "diagonal_gram"):
+        yield name, (a, g, a.flip(0), g.flip(1)), {}
+        yield name, (*packed, *packed), {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
+    yield "diagonal_gram", (a, g, a.flip(0), g.flip(1)), {"bias": True}
+    for name in ("pairwise_gram", "pairwise_direct"):
+        yield name, (a, g, a2, g2), {}
+        yield name, (a, g, a2, g2), {"bias": True}
+        yield name, (*packed, *packed2), two_segments
+    yield "pairwise_direct", (a, g, a2, g2), {"workspace": 1000}
+    yield "direction_inner", (a, g, weight), {}
+    yield "direction_inner", (a, g, weight, bias), {}
+    yield "direction_inner", (*packed, weight), segments | {"bias_direction": bias}

@@ -1,0 +1,113 @@
+"""The registered operators: schemas, fakes, compiled use, values on the CPU, lazy imports."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gradstats.kernels import operators
+from tests.kernels import reference
+from tests.kernels.reference import assert_close
+from tests.kernels.samples import operator_samples
+
+SAMPLES = list(operator_samples(torch.float64))
+IDS = [f"{index}-{name}" for index, (name, *_) in enumerate(SAMPLES)]
+
+
+def test_every_operator_has_a_sample():
+    assert {name for name, *_ in SAMPLES} == set(operators.SCHEMAS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("index", range(len(SAMPLES)), ids=IDS)
+def test_opcheck(index, dtype):
+    name, arguments, options = list(operator_samples(dtype))[index]
+    result = torch.library.opcheck(getattr(operators, name), arguments, options)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_compiles_into_one_graph(sample):
+    name, arguments, options = sample
+    operator = getattr(operators, name)
+
+    def doubled(*operands):
+        return torch.utils._pytree.tree_map(lambda out: out * 2, operator(*operands, **options))
+
+    torch.compiler.reset()
+    compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")(*arguments)
+    torch.testing.assert_close(compiled, doubled(*arguments))
+
+
+def test_values_on_the_cpu():
+    wants = {
+        "rank_one_sqnorm": lambda a, g: reference.sqnorm_reference(a[:, None], g[:, None]),
+        "vector_sqnorm": reference.bias_sqnorm_reference,
+        "gram_sqnorm": reference.sqnorm_reference,
+        "direct_sqnorm": reference.sqnorm_reference,
+        "weight_gradient_sqnorm": reference.weight_gradient_reference,
+        "direct_inner": reference.diagonal_reference,
+        "pairwise_gram": reference.pairwise_reference,
+        "pairwise_direct": reference.pairwise_reference,
+        "direction_inner": lambda a, g, v, bias_direction=None, cu_seqlens=None: (
+            reference.direction_reference(a, g, v, cu_seqlens, bias_direction)
+        ),
+    }
+    ignored = ("max_seqlen", "workspace", "gradient_dtype")
+    checked = set()
+    for name, arguments, options in SAMPLES:
+        if name not in wants:
+            continue
+        got = getattr(operators, name)(*arguments, **options)
+        got = got[0] if isinstance(got, tuple) else got
+        kept = {key: value for key, value in options.items() if key not in ignored}
+        want = wants[name](*arguments, **kept)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        checked.add(name)
+    assert checked == set(wants)
+
+
+def test_second_results_on_the_cpu():
+    a, g = next(arguments for name, arguments, _ in SAMPLES if name == "gram_sqnorm")
+    _, magnitude, bias_sqnorm, bias_magnitude = operators.gram_sqnorm(a, g)
+    assert_close(magnitude, reference.magnitude_reference(a, g))
+    assert_close(bias_sqnorm, reference.bias_sqnorm_reference(g))
+    assert_close(bias_magnitude, reference.bias_magnitude_reference(g))
+    _, sqnorm = operators.weight_gradient_sqnorm(a, g)
+    assert_close(sqnorm, reference.sqnorm_reference(a, g))
+    paired, _ = operators.diagonal_gram(a, g, a, g, bias=True)
+    assert_close(paired, reference.sqnorm_reference(a, g) + bias_sqnorm)
+
+
+def test_bad_segments_are_refused_on_the_cpu():
+    a, g = torch.ones(4, 2), torch.ones(4, 3)
+    with pytest.raises(ValueError, match="must not decrease"):
+        operators.direct_sqnorm(a, g, torch.tensor([0, 3, 2]))
+    with pytest.raises(ValueError, match="within the 4 packed rows"):
+        operators.direct_sqnorm(a, g, torch.tensor([0, 3, 5]))
+
+
+def test_importing_operators_imports_no_triton_and_cuda_without_it_says_so():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from gradstats.kernels import operators\n"
+        "launch = operators._launch('direct_sqnorm', *operators.LAUNCHERS['direct_sqnorm'])\n"
+        "try:\n"
+        "    launch(None, None)\n"
+        "except RuntimeError as error:\n"
+        "    assert 'install triton' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('no error without triton')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    program = (
+        "import sys\n"
+        "before = 'triton' in sys.modules\n"
+        "import torch\n"
+        "loaded_by_torch = 'triton' in sys.modules\n"
+        "from gradstats.kernels import operators\n"
+        "assert loaded_by_torch or 'triton' not in sys.modules\n"
+        "assert not any(name.startswith('gradstats.kernels.gram') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,136 @@
+"""The oracle: float64, one example at a time, plain autograd. Everything is compared with this."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradstats as gs
+
+
+def to_float64(batch):
+    """Return a batch with its floating-point tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: to_float64(item) for key, item in batch.items()}
+    return tuple(to_float64(item) for item in batch)
+
+
+def oracle_gradients(
+    model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+) -> dict[str, Tensor]:
+    """Return the per-example gradients (B, *shape) of every parameter that requires grad."""
+    model = copy.deepcopy(model).double()
+    losses = loss_fn(model, to_float64(batch))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor]] = {name: [] for name in named}
+    for loss in losses:
+        gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+    return {name: torch.stack(gradients) for name, gradients in rows.items()}
+
+
+def oracle_sqnorms(model, batch, loss_fn) -> dict[str, Tensor]:
+    """Return the squared norms (B,) of every parameter's per-example gradients, float64."""
+    gradients = oracle_gradients(model, batch, loss_fn)
+    return {name: gradient.reshape(len(gradient), -1).square().sum(1) for name, gradient in gradients.items()}
+
+
+def assert_sqnorms(got: gs.GradientNorms, expected: dict[str, Tensor], rtol: float) -> None:
+    """Compare every parameter's squared norms and their sum with the oracle's.
+
+    A parameter's error counts relative to its own squared norm, plus a millionth of the whole: a
+    gradient that is zero but for rounding has no correct digits.
+    """
+    total = sum(expected.values())
+    assert set(got.by_parameter) == set(expected)
+    for name, value in expected.items():
+        actual = got.by_parameter[name].double()
+        allowed = rtol * (value + 1e-6 * total)
+        assert bool(((actual - value).abs() <= allowed).all()), (
+            f"{name}: got {actual.tolist()}, expected {value.tolist()}"
+        )
+    torch.testing.assert_close(got.sqnorm.double(), total, rtol=rtol, atol=0)
+
+
+def check_model(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    rtol: float = 1e-9,
+    gradient_rtol: float = 1e-12,
+    **options: Any,
+) -> None:
+    """Check norms alone, norms beside training (fused and not), and the training gradients.
+
+    Args:
+        model: in the dtype to test; tolerances default to float64's.
+        batch, loss_fn: as for gs.per_example_norms.
+        rtol: tolerance of squared norms.
+        gradient_rtol: tolerance of ``param.grad`` with fusing, relative to all gradients' norm.
+        options: passed on to both calls.
+    """
+    expected = oracle_sqnorms(model, batch, loss_fn)
+    state = snapshot(model)
+    stats = gs.per_example_norms(model, batch, loss_fn, **options)
+    assert_sqnorms(stats, expected, rtol)
+    assert_unchanged(model, state)
+
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    losses = loss_fn(plain, batch)
+    losses.mean().backward()
+    torch.testing.assert_close(stats.loss, losses.detach(), rtol=rtol, atol=rtol)
+    size = sum(p.grad.norm() ** 2 for p in plain.parameters() if p.grad is not None) ** 0.5
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(model, batch_size=len(losses), fused=fused, **options) as tracker:
+            tracker.backward(loss_fn(model, batch))
+        assert_sqnorms(tracker.stats, expected, rtol)
+        for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if want.grad is None:
+                assert got.grad is None or not got.grad.any(), name
+            elif fused:
+                assert (got.grad - want.grad).norm() <= gradient_rtol * size, name
+            else:
+                assert torch.equal(got.grad, want.grad), f"{name}: not bit-identical unfused"
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Return everything of a model that tracking must leave alone."""
+    return {
+        "parameters": {
+            name: (id(p), type(p), p.requires_grad, dict(p.__dict__), p.detach().clone())
+            for name, p in model.named_parameters()
+        },
+        "buffers": {name: (id(b), b.clone()) for name, b in model.named_buffers()},
+        "training": {name: m.training for name, m in model.named_modules()},
+        "hooks": {
+            name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for name, m in model.named_modules()
+        },
+    }
+
+
+def assert_unchanged(model: nn.Module, state: dict[str, Any]) -> None:
+    """Raise unless the model is as the snapshot says and has no gradients."""
+    now = snapshot(model)
+    assert now["training"] == state["training"]
+    assert now["hooks"] == state["hooks"]
+    for name, (identity, kind, flag, attributes, value) in state["parameters"].items():
+        assert now["parameters"][name][:3] == (identity, kind, flag), name
+        assert now["parameters"][name][3].keys() == attributes.keys(), name
+        assert torch.equal(now["parameters"][name][4], value), name
+    for name, (identity, value) in state["buffers"].items():
+        assert now["buffers"][name][0] == identity, name
+        assert torch.equal(now["buffers"][name][1], value), name
+    assert all(p.grad is None for p in model.parameters())

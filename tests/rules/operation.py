@@ -1,0 +1,94 @@
+"""Models of a single operation, checked with every choice of what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradstats as gs
+from tests.oracle import check_model
+
+
+class Operation(nn.Module):
+    """``function(model, *data)`` with parameters as attributes.
+
+    Attributes:
+        upstream: a scalar that floating-point data are multiplied by first, so that the operation's
+            gradient with respect to its data is checked too; None for data that need no gradient.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], parameters: dict[str, Any], upstream: bool):
+        super().__init__()
+        self.function = function
+        self.upstream = nn.Parameter(torch.tensor(1.25).double()) if upstream else None
+        for name, value in parameters.items():
+            if isinstance(value, nn.Module):
+                value = value.double()
+            elif value is not None:
+                value = value if isinstance(value, Tensor) else torch.randn(value)
+                value = nn.Parameter(value.double())
+            setattr(self, name, value)
+
+    def forward(self, *data):
+        if self.upstream is not None:
+            data = [x * self.upstream if x.is_floating_point() else x for x in data]
+        return self.function(self, *data)
+
+
+def uneven_loss(model: nn.Module, batch) -> Tensor:
+    """Return losses whose gradient differs from output to output."""
+    out = model(*batch)
+    out = out.reshape(out.shape[0], -1)
+    slope = torch.linspace(0.5, 1.5, out.shape[1], dtype=out.dtype)
+    return (out * slope + out.square() / 3).sum(1)
+
+
+def check_operation(
+    function: Callable[..., Tensor],
+    parameters: dict[str, Any],
+    *data: Tensor,
+    loss_fn: Callable[[nn.Module, Any], Tensor] = uneven_loss,
+    **options: Any,
+) -> None:
+    """Compare with the oracle: all trained, each parameter frozen in turn, data with and without gradient.
+
+    Args:
+        function: called as function(model, *data).
+        parameters: name → shape, tensor or module.
+        data: batch; floating-point tensors in float64.
+        loss_fn: how a loss is made of the result.
+        options: passed on to gradstats.
+    """
+    for upstream in (True, False):
+        if upstream and not any(x.is_floating_point() for x in data):
+            continue
+        model = Operation(function, parameters, upstream)
+        names = [name for name, _ in model.named_parameters() if name != "upstream"]
+        for frozen in (None, *(names if len(names) > 1 and not upstream else ())):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name != frozen)
+            check_model(model, data, loss_fn, **options)
+
+
+def check_refused(
+    function: Callable[..., Tensor],
+    parameters: dict[str, Any],
+    *data: Tensor,
+    error: type[gs.GradStatsError] = gs.UnsupportedOperationError,
+    match: str,
+    **options: Any,
+) -> None:
+    """Expect an error, and the model as it was."""
+    model = Operation(function, parameters, upstream=False)
+    with pytest.raises(error, match=match):
+        gs.per_example_norms(model, data, uneven_loss, **options)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def normal(*shape: int) -> Tensor:
+    """Return data in float64."""
+    return torch.randn(shape, dtype=torch.float64)

@@ -1,0 +1,304 @@
+"""Matrix products with one tracked operand."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import check_operation, check_refused, normal
+
+size = st.integers(1, 4)
+
+
+@settings(max_examples=25)
+@given(st.lists(size, max_size=3), size, size, size, st.booleans())
+def test_linear_on_inputs_of_two_to_five_dimensions(between, batch, inputs, outputs, bias):
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(batch, *between, inputs))
+
+
+def test_linear_with_more_positions_than_a_gram_block():
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Linear(70, 60)}, normal(2, 150, 70))
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Linear(3, 2)}, normal(2, 150, 3))
+
+
+def test_linear_along_another_example_axis():
+    options = {"batch_dim": 1, "loss_fn": lambda m, b: m(*b).square().sum((0, 2))}
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Linear(4, 2)}, normal(5, 3, 4), **options)
+    # As many positions as examples: only batch_dim tells them apart.
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Linear(4, 2)}, normal(3, 3, 4), **options)
+
+
+def test_linear_that_sums_over_the_examples_is_refused():
+    x = normal(3)
+    check_refused(
+        lambda m, x: m.layer(x).expand(3),
+        {"layer": nn.Linear(3, 1)},
+        x,
+        error=gs.ExampleAxisError,
+        match="layer",
+    )
+    check_refused(
+        lambda m, x: m.layer(x).mT,
+        {"layer": nn.Linear(3, 3)},
+        normal(5, 3),
+        error=gs.ExampleAxisError,
+        match="layer",
+        batch_dim=1,
+    )
+
+
+def test_linear_whose_weight_is_data_is_refused():
+    check_refused(
+        lambda m, x: functional.linear(m.w, x).mT, {"w": (2, 4)}, normal(3, 4), match=r"linear.*'w'"
+    )
+
+
+SPELLINGS = {
+    "matmul": torch.matmul,
+    "method": lambda x, w: x.matmul(w),
+    "operator": lambda x, w: x @ w,
+    "keyword": lambda x, w: torch.matmul(x, other=w),
+}
+MATRIX_SPELLINGS = {
+    "mm": torch.mm,
+    "mm method": lambda x, w: x.mm(w),
+    "mm keyword": lambda x, w: torch.mm(x, mat2=w),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5, 4), (3, 3, 4), (3, 2, 5, 4)], ids=str)
+def test_data_times_matrix(spelling, shape):
+    check_operation(lambda m, x: spelling(x, m.w), {"w": (4, 2)}, normal(*shape))
+
+
+@pytest.mark.parametrize("spelling", MATRIX_SPELLINGS.values(), ids=MATRIX_SPELLINGS)
+def test_two_dimensional_products(spelling):
+    check_operation(lambda m, x: spelling(x, m.w), {"w": (4, 2)}, normal(3, 4))
+
+
+MATMUL_CASES = {
+    # name: (parameter, data, function)
+    "matrix times data": ((5, 4), (3, 4, 2), lambda w, x: w @ x),
+    "matrix times square data": ((3, 3), (3, 3, 3), lambda w, x: w @ x),
+    "matrix times four axes": ((5, 4), (3, 2, 4, 2), lambda w, x: w @ x),
+    "data times vector": ((4,), (3, 4), lambda w, x: x @ w),
+    "positions times vector": ((4,), (3, 5, 4), lambda w, x: x @ w),
+    "vector times data": ((4,), (3, 4, 5), lambda w, x: w @ x),
+    "head by head": ((2, 4, 5), (3, 2, 6, 4), lambda w, x: x @ w),
+    "head by head, weight first": ((2, 5, 4), (3, 2, 4, 6), lambda w, x: w @ x),
+    "broadcast head of the weight": ((1, 4, 5), (3, 2, 6, 4), lambda w, x: x @ w),
+    "broadcast head of the data": ((2, 4, 5), (3, 1, 6, 4), lambda w, x: x @ w),
+    "as many heads as examples": ((3, 4, 5), (3, 3, 6, 4), lambda w, x: x @ w),
+    "leading one": ((1, 4, 5), (3, 6, 4), lambda w, x: x @ w),
+    "expanded for bmm": ((4, 5), (3, 6, 4), lambda w, x: torch.bmm(x, w.expand(3, 4, 5))),
+    "unsqueezed for bmm": ((4, 5), (3, 6, 4), lambda w, x: x.bmm(w[None].expand(3, -1, -1))),
+    "bmm, weight first": ((6, 4), (3, 4, 5), lambda w, x: torch.bmm(w.expand(3, 6, 4), x)),
+    "column": ((4, 1), (3, 5, 4), lambda w, x: x @ w),
+    "data reused by every head": ((2, 4, 5), (3, 6, 4), lambda w, x: x.unsqueeze(1) @ w),
+}
+
+
+@pytest.mark.parametrize("case", MATMUL_CASES.values(), ids=MATMUL_CASES)
+def test_matmul_shapes(case):
+    parameter, data, function = case
+    check_operation(lambda m, x: function(m.w, x), {"w": parameter}, normal(*data))
+
+
+def test_one_weight_for_each_example_is_refused():
+    check_refused(
+        lambda m, x: torch.bmm(x, m.w), {"w": (3, 4, 2)}, normal(3, 5, 4), match="bmm.*example.*'w'"
+    )
+    check_refused(
+        lambda m, x: torch.einsum("btd,bde->bte", x, m.w),
+        {"w": (3, 4, 5)},
+        normal(3, 6, 4),
+        match="einsum.*example.*'w'",
+    )
+
+
+ODD_BIASES = [(1,), (), (1, 2), (5, 2), (3, 5, 2), (5, 1)]
+
+
+@pytest.mark.parametrize("bias", ODD_BIASES, ids=str)
+def test_linear_with_a_bias_that_broadcasts(bias):
+    parameters = {"w": (2, 4), "b": bias}
+    check_operation(lambda m, x: functional.linear(x, m.w, m.b), parameters, normal(3, 5, 4))
+
+
+@pytest.mark.parametrize("alpha, beta", [(1, 1), (2.5, 1), (1, -0.5), (0.25, 3), (2, 0), (0, 1)])
+@pytest.mark.parametrize("bias", [(2,), (1, 2), (1,), (3, 2), (3, 1)], ids=str)
+def test_addmm(alpha, beta, bias):
+    def function(m, x):
+        return torch.addmm(m.b, x, m.w, alpha=alpha, beta=beta)
+
+    check_operation(function, {"w": (4, 2), "b": bias}, normal(3, 4))
+
+
+def test_addmm_as_a_method_and_with_data_as_the_sum():
+    check_operation(lambda m, x: m.b.addmm(x, m.w), {"w": (4, 2), "b": (2,)}, normal(3, 4))
+    data = normal(3, 4), normal(3, 2)
+    check_operation(lambda m, x, y: torch.addmm(y, x, m.w, beta=2), {"w": (4, 2)}, *data)
+    check_operation(lambda m, x, y: y.addmm(x, m.w), {"w": (4, 2)}, *data)
+    check_operation(lambda m, x: torch.addmm(m.b, x, matrix(), alpha=2), {"b": (2,)}, data[0])
+    # The product belongs to no example; the sum does.
+    parameters = {"v": (3, 4), "w": (4, 2)}
+    check_operation(lambda m, y: torch.addmm(y, m.v, m.w, alpha=2), parameters, data[1])
+
+
+def test_addmm_that_sums_over_the_examples_is_refused():
+    check_refused(
+        lambda m, x: torch.addmm(m.b, matrix(), x), {"b": (4,)}, normal(2, 4), match="addmm sums.*'b'"
+    )
+
+
+def matrix():
+    """Return a constant of shape (4, 2)."""
+    return torch.arange(8.0, dtype=torch.float64).view(4, 2).sin()
+
+
+@pytest.mark.parametrize("positions", [1, 3, 5])
+def test_addmm_on_rows_of_examples_and_positions_folded(positions):
+    def conv1d(m, x):
+        out = torch.addmm(m.b, x.view(-1, x.size(-1)), m.w)
+        return out.view(*x.shape[:-1], m.b.shape[0])
+
+    check_operation(conv1d, {"w": (4, 2), "b": (2,)}, normal(3, positions, 4))
+
+
+@pytest.mark.parametrize("fold", ["view", "reshape", "flatten", "torch.reshape"])
+def test_layers_on_folded_rows(fold):
+    def function(m, x):
+        rows = {
+            "view": lambda: x.view(-1, 4),
+            "reshape": lambda: x.reshape(10 * 3, 4),
+            "flatten": lambda: x.flatten(0, 1),
+            "torch.reshape": lambda: torch.reshape(x, (-1, 4)),
+        }[fold]()
+        return m.second(m.norm(m.first(rows))).view(3, 10, 2)
+
+    layers = {
+        "first": nn.Linear(4, 4),
+        "norm": nn.LayerNorm(4),
+        "second": nn.Linear(4, 2, bias=False),
+    }
+    check_operation(function, layers, normal(3, 10, 4))
+
+
+def test_rows_folded_elsewhere_are_refused():
+    check_refused(
+        lambda m, x: m.layer(x.transpose(0, 1).reshape(-1, 4)).reshape(5, 3, 2).transpose(0, 1),
+        {"layer": nn.Linear(4, 2)},
+        normal(3, 5, 4),
+        error=gs.ExampleAxisError,
+        match=r"layer.*\(15, 4\)",
+    )
+
+
+@pytest.mark.parametrize("alpha, beta", [(1, 1), (2.5, -0.5), (2, 0)])
+@pytest.mark.parametrize("bias", [(3, 5, 2), (1, 5, 2), (5, 2), (2,), (1, 1, 1)], ids=str)
+def test_baddbmm(alpha, beta, bias):
+    def function(m, x):
+        return torch.baddbmm(m.b, x, m.w.expand(3, 4, 2), alpha=alpha, beta=beta)
+
+    check_operation(function, {"w": (4, 2), "b": bias}, normal(3, 5, 4))
+
+
+EINSUM_CASES = {
+    # equation: (parameter, data); the parameter stands first or last as the equation says
+    "bd,de->be": ((4, 5), (3, 4)),
+    "btd,de->bte": ((4, 5), (3, 6, 4)),
+    "btd,ed->bte": ((5, 4), (3, 6, 4)),
+    "bthd,hde->bthe": ((2, 4, 5), (3, 6, 2, 4)),
+    "bthd,hde->bte": ((2, 4, 5), (3, 6, 2, 4)),
+    "bthd,dhe->bte": ((4, 2, 5), (3, 6, 2, 4)),
+    "bthd,hed->bhte": ((2, 5, 4), (3, 6, 2, 4)),
+    "bthd,edh->bthe": ((5, 4, 2), (3, 6, 2, 4)),
+    "btd,dhe->bhte": ((4, 2, 5), (3, 6, 4)),
+    "btd,edh->bhte": ((5, 4, 2), (3, 6, 4)),
+    "btd,d->btd": ((4,), (3, 6, 4)),
+    "btd,d->bt": ((4,), (3, 6, 4)),
+    "btd,t->bd": ((6,), (3, 6, 4)),
+    "btd,e->bte": ((5,), (3, 6, 4)),
+    "btd,td->b": ((6, 4), (3, 6, 4)),
+    "btd,st->bsd": ((5, 6), (3, 6, 4)),
+    "btd,ts->bsd": ((6, 5), (3, 6, 4)),
+    "...d,de->...e": ((4, 5), (3, 6, 2, 4)),
+    "...d,de": ((4, 5), (3, 6, 4)),
+    "b...d,ed->b...e": ((5, 4), (3, 6, 2, 4)),
+    "btd,de": ((4, 5), (3, 6, 4)),
+    " b t d , d e -> b e t ": ((4, 5), (3, 6, 4)),
+}
+EINSUM_PARAMETER_FIRST = {
+    "de,bd->be": ((4, 5), (3, 4)),
+    "hde,bthd->bthe": ((2, 4, 5), (3, 6, 2, 4)),
+    "st,btd->bsd": ((5, 6), (3, 6, 4)),
+    "t...,bt...->b...": ((6, 2, 4), (3, 6, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", EINSUM_CASES)
+def test_einsum(equation):
+    parameter, data = EINSUM_CASES[equation]
+    check_operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": parameter}, normal(*data))
+
+
+@pytest.mark.parametrize("equation", EINSUM_PARAMETER_FIRST)
+def test_einsum_with_the_parameter_first(equation):
+    parameter, data = EINSUM_PARAMETER_FIRST[equation]
+    check_operation(lambda m, x: torch.einsum(equation, m.w, x), {"w": parameter}, normal(*data))
+
+
+def test_einsum_of_a_list_of_operands():
+    check_operation(
+        lambda m, x: torch.einsum("btd,de->bte", [x, m.w]), {"w": (4, 5)}, normal(3, 6, 4)
+    )
+
+
+def test_einsum_with_as_many_of_everything_as_examples():
+    check_operation(
+        lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), {"w": (3, 3, 3)}, normal(3, 3, 3, 3)
+    )
+
+
+def test_einsum_that_sums_over_the_examples_is_refused():
+    check_refused(
+        lambda m, x: torch.einsum("bd,ed->e", x, m.w), {"w": (3, 4)}, normal(3, 4), match="einsum.*'w'"
+    )
+
+
+def test_einsum_of_three_operands_is_refused():
+    check_refused(
+        lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y),
+        {"w": (4, 5)},
+        normal(3, 4),
+        normal(3, 5),
+        match="einsum.*'w'",
+    )
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_einsum_sweep(data):
+    """Every choice of groups, positions and widths, in every order of every operand's axes."""
+    kinds = data.draw(st.lists(st.sampled_from("ktpqr"), min_size=1, max_size=4))
+    letters = dict(zip("cdefg", kinds, strict=False))
+    sizes = {letter: data.draw(size) for letter in (*letters, "b")}
+    members = {
+        "parameter": [i for i, kind in letters.items() if kind in "kpq"],
+        "data": ["b", *(i for i, kind in letters.items() if kind in "ktqr")],
+        "result": [i for i, kind in letters.items() if kind in "ktp"],
+    }
+    parameter = data.draw(st.permutations(members["parameter"]))
+    result = ["b", *data.draw(st.permutations(members["result"]))]
+    operand = ["b", *data.draw(st.permutations(members["data"][1:]))]
+    equation = f"{''.join(operand)},{''.join(parameter)}->{''.join(result)}"
+    check_operation(
+        lambda m, x: torch.einsum(equation, x, m.w),
+        {"w": tuple(sizes[i] for i in parameter)},
+        normal(*(sizes[i] for i in operand)),
+    )
