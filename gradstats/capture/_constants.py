@@ -61,11 +61,19 @@ class ConstantTracking(TorchFunctionMode):
         if func is torch.nn.functional.batch_norm:
             check_batch_norm(*args, **kwargs)
         elif func is Tensor.backward:
-            self.tracker.before_backward(args[0], kwargs.get("inputs"))
+            return self._backward(*args, **kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result
+
+    def _backward(
+        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
+    ) -> None:
+        self.tracker.before_backward(loss)
+        # A mode is off while it handles a call; checkpoints that compute again need it on.
+        with self:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,30 +57,31 @@ READS_ONLY_FIRST = frozenset(
 )
 
 
-def dispatch(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run one operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
-        nodes = [node for node in map(node_of, operands) if node is not None]
-        if not nodes or nodes[0].tracker.closed:
-            return func(*args, **kwargs)
-        tracker = nodes[0].tracker
+        nodes, data = [], False
+        for item in flatten((args, kwargs)):
+            if isinstance(item, Tensor):
+                node = node_of(item)
+                if node is not None:
+                    nodes.append(node)
+                elif not data:
+                    data = tracker.is_data(item)
         if any(node.tracker is not tracker for node in nodes):
             raise TrackingError(
                 f"{function_name(func)} combines {nodes[0].describe()} with a parameter that another "
-                "open tracking context owns. Track both models in turn, not at once."
+                "tracking context owns. Track both models in turn, not at once."
             )
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
-        if not any(node_of(t) is None and tracker.is_data(t) for t in operands):
+        if not data:
             return derive(tracker, func, args, kwargs)
-        from gradstats.capture.rules import RULES
-
-        rule = RULES.get(func)
+        rule = rules.get(func)
         if rule is not None:
             return rule(tracker, func, *args, **kwargs)
         return _without_rule(func, nodes, args, kwargs)

@@ -83,6 +83,11 @@ class Root(Node):
         """The autograd node of the alias, None if the parameter was not used."""
         return None if self._alias is None else self._alias.grad_fn
 
+    @property
+    def hub_node(self):
+        """The autograd node of the hub, None if the parameter was not used."""
+        return None if self._carrier is None else self._carrier.grad_fn
+
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
         return f"parameter {self.name!r} (of {f'module {module!r}' if module else 'the model'})"
@@ -120,9 +125,8 @@ class Root(Node):
         factors = [factor for owner, factor in self._delivered if owner == task]
         self._delivered.clear()
         if factors:
+            # The uses that delivered these reported zeros, so that the parameter counts once.
             report = report + make_report(self.tracker.contract(factors))
-        report = report.clone()
-        report[COUNT] = 1
         return report
 
 

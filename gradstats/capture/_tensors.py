@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Derived, Node, flatten
 
 
 class TrackedParameter(torch.nn.Parameter):
@@ -12,9 +12,7 @@ class TrackedParameter(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        from gradstats.capture._dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 class DerivedTensor(torch.Tensor):
@@ -22,9 +20,17 @@ class DerivedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        from gradstats.capture._dispatch import dispatch
+        return _run(func, args, kwargs or {})
 
-        return dispatch(func, args, kwargs or {})
+
+def _run(func, args, kwargs):
+    # The context that owns the first tracked operand decides; a copy of a parameter has none.
+    for item in flatten((args, kwargs)):
+        node = node_of(item)
+        if node is not None and not node.tracker.closed:
+            return node.tracker.dispatch(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def node_of(item) -> Node | None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from gradstats._factors import Factor
 from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._dispatch import dispatch
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root, function_name
+from gradstats.capture._nodes import COUNT, Root
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.capture._uses import Settings
+from gradstats.capture.rules import RULES
 from gradstats.contractions import Contraction, sqnorm
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
@@ -22,6 +24,10 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+ACCUMULATE_GRAD = type(
+    torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+)
 
 # Reshapes that may fold the example axis together with the positions that follow it.
 RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
@@ -78,6 +84,10 @@ class Tracker:
             parameter.__class__ = original
         self._classes.clear()
         self.closed = True
+
+    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        """Run one operation on a tensor that this context tracks."""
+        return dispatch(self, RULES, func, args, kwargs)
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
@@ -143,7 +153,7 @@ class Tracker:
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(list(factors), workspace)  # type: ignore[arg-type]
 
-    def before_backward(self, loss: Tensor, inputs: Any = None) -> None:
+    def before_backward(self, loss: Tensor) -> None:
         """Check, before a backward changes anything, that it can be accounted for."""
         if self._backward_ran:
             raise TrackingError(
@@ -161,27 +171,29 @@ class Tracker:
         show in the autograd graph as an edge to the parameter that does not come from its alias.
         """
         roots = {id(root.parameter): root for root in self.roots}
+        # Tracked uses lead to an alias or a carrier; there the walk can stop.
+        known = {root.alias_node for root in self.roots} | {root.hub_node for root in self.roots}
         assert loss.grad_fn is not None
         seen = {loss.grad_fn}
         stack = [loss.grad_fn]
         while stack:
             node = stack.pop()
             for child, _ in node.next_functions:
-                if child is None:
+                if child is None or child in known or child in seen:
                     continue
-                variable = getattr(child, "variable", None)
-                if variable is not None:
-                    root = roots.get(id(variable))
-                    if root is not None and not _accounts_for(node, root):
-                        raise UnsupportedOperationError(
-                            f"{node.name()} uses {root.describe()} without passing through a PyTorch "
-                            "operation that can be tracked (a custom autograd Function?), so its "
-                            "per-example gradient is not known. Exclude the parameter by name with "
-                            f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
-                        )
-                if child not in seen:
+                if type(child) is not ACCUMULATE_GRAD:
                     seen.add(child)
                     stack.append(child)
+                    continue
+                root = roots.get(id(child.variable))  # type: ignore[attr-defined]
+                # A compiled graph takes the parameter itself: inside it every use is tracked.
+                if root is not None and node.name() != "CompiledFunctionBackward":
+                    raise UnsupportedOperationError(
+                        f"{node.name()} uses {root.describe()} without passing through a PyTorch "
+                        "operation that can be tracked (a custom autograd Function?), so its "
+                        "per-example gradient is not known. Exclude the parameter by name with "
+                        f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
+                    )
 
     def reports(self) -> Tensor:
         """Return what the backward reported, (parameters, 3, B) float64; zeros for unused ones."""
@@ -207,11 +219,6 @@ class Tracker:
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:
     return torch.zeros(3, batch_size, dtype=torch.float64, device=device, requires_grad=True)
-
-
-def _accounts_for(node, root: Root) -> bool:
-    # A compiled graph takes the parameter itself: inside it every use is tracked.
-    return node is root.alias_node or node.name() == "CompiledFunctionBackward"
 
 
 def select_parameters(
@@ -283,5 +290,3 @@ def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-
-__all__ = ["BOUND", "VALUE", "Tracker", "function_name"]

@@ -118,6 +118,24 @@ def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None
     return use.reports(factors)
 
 
+def unseen(backward):
+    """Make a backward of (ctx, grad, *saved) whose operations no function mode has to look at.
+
+    Saved tensors are read first: reading them makes a checkpoint compute its part again, and that
+    must be seen.
+    """
+
+    def run(ctx, grad):
+        saved = ctx.saved_tensors
+        if ctx.use is None:
+            return backward(ctx, grad, *saved)
+        ctx.use.refuse_derivatives()
+        with torch._C.DisableTorchFunction():
+            return backward(ctx, grad, *saved)
+
+    return run
+
+
 class Tap(torch.autograd.Function):
     """Identity on an operation's result that turns its gradient into reports.
 
@@ -133,10 +151,8 @@ class Tap(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        if ctx.use is not None:
-            ctx.use.refuse_derivatives()
+    @unseen
+    def backward(ctx, grad, *saved):
         reports = _reports(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
 
@@ -171,13 +187,11 @@ class LinearUse(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+    @unseen
+    def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked, examples = ctx.tracked
         shape, weight_dtype, bias_dtype = ctx.shapes
-        if use is not None:
-            use.refuse_derivatives()
         grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
         grad_weight = grad_bias = None
         want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
@@ -221,12 +235,10 @@ class ConvolutionUse(torch.autograd.Function):
         return torch.ops.aten.convolution(x, weight, bias, *call)
 
     @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+    @unseen
+    def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked = ctx.tracked
-        if use is not None:
-            use.refuse_derivatives()
         wanted = [
             ctx.needs_input_grad[4],
             ctx.needs_input_grad[5] and settings.weight_gradients,

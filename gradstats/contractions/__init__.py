@@ -13,10 +13,7 @@ from torch import Tensor
 from gradstats._factors import Factor, Outer, Patches, Rows, Vector
 from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
 from gradstats.contractions._result import Contraction as Contraction
-
-# Relative error bound above which a result is recomputed by the direct form, whose error grows with
-# the square root of the condition number where the Gram form's grows with the number itself.
-GUARD_TOLERANCE = 1e-4
+from gradstats.contractions._result import recompute_suspects, unit_roundoff
 
 SELF = {
     Outer: _outer.sqnorm,
@@ -48,42 +45,24 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
     Args:
         factors: one factor for each use, all of the same parameter and batch.
         workspace: bytes of scratch memory that may be allocated at once.
-        guarded: recompute examples whose error bound exceeds ``GUARD_TOLERANCE`` by the direct form.
-            This reads results back, which a compiled graph cannot do.
+        guarded: results that rounding may have spoilt can be recomputed. This reads results back,
+            which a compiled graph cannot do: there only forms that need no guard are used.
 
     Returns:
         Squared norms and their absolute error bounds, float64 of shape (B,).
     """
     if len(factors) == 1:
         contract = SELF.get(type(factors[0]), _dense.sqnorm)
-        result = contract(factors[0], workspace, guarded=guarded)
-    else:
-        result = _sqnorm_of_sum(factors, workspace)
-    if guarded:
-        _recompute_suspects(result, factors, workspace)
-    return result
+        return contract(factors[0], workspace, guarded=guarded)
+    result = _sqnorm_of_sum(factors, workspace)
+    return recompute_suspects(
+        result, lambda rows: _dense.sqnorm_of_sum([f.select(rows) for f in factors], workspace)
+    )
 
 
 def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass over the operands where that pays."""
-    result, total = WITH_SUM[type(factor)](factor, workspace)
-    _recompute_suspects(result, [factor], workspace)
-    return result, total
-
-
-def _recompute_suspects(result: Contraction, factors: list[Factor], workspace: int) -> None:
-    suspect = result.bound > GUARD_TOLERANCE * result.value.abs()
-    if bool(suspect.any()):
-        rows = suspect.nonzero().squeeze(1)
-        again = _direct([factor.select(rows) for factor in factors], workspace)
-        result.value[rows] = again.value
-        result.bound[rows] = again.bound
-
-
-def _direct(factors: list[Factor], workspace: int) -> Contraction:
-    if len(factors) == 1 and isinstance(factors[0], Outer):
-        return _outer.direct(factors[0], workspace)
-    return _dense.sqnorm_of_sum(factors, workspace)
+    return WITH_SUM[type(factor)](factor, workspace)
 
 
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
@@ -106,7 +85,6 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     cross = CROSS[type(first), type(second)](first, second, workspace)
     value = parts[0].value + parts[1].value + 2 * cross
     # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
-    epsilon = torch.finfo(torch.float32).eps
     magnitude = parts[0].value + parts[1].value + 2 * cross.abs()
-    bound = parts[0].bound + parts[1].bound + 4 * epsilon * magnitude
+    bound = parts[0].bound + parts[1].bound + 4 * unit_roundoff(torch.float32) * magnitude
     return Contraction(value, bound)

@@ -14,6 +14,7 @@ from gradstats import _cost
 from gradstats._factors import Outer, Rows, compute_dtype
 from gradstats.contractions._result import (
     Contraction,
+    recompute_suspects,
     squared_norms,
     unit_roundoff,
     well_conditioned,
@@ -27,7 +28,7 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
-        return gram(factor, workspace)
+        return guarded_gram(factor, workspace)
     return direct(factor, workspace)
 
 
@@ -37,7 +38,7 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     form = _cost.choose_outer_form(positions, p, q, with_sum=True)
     if form == "direct":
         return _direct(factor, workspace, with_sum=True)
-    result = rank_one(factor) if form == "rank_one" else gram(factor, workspace)
+    result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
     return result, _total(factor)
 
 
@@ -50,6 +51,13 @@ def rank_one(factor: Outer) -> Contraction:
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
     return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
+
+
+def guarded_gram(factor: Outer, workspace: int) -> Contraction:
+    """Return the Gram form's result, examples that its rounding may have spoilt by the direct form."""
+    return recompute_suspects(
+        gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)
+    )
 
 
 def gram(factor: Outer, workspace: int) -> Contraction:

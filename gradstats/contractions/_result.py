@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+# Relative error bound above which a result is recomputed by the direct form, whose error grows with
+# the square root of the condition number where the Gram form's grows with the number itself.
+GUARD_TOLERANCE = 1e-4
 
 
 @dataclass
@@ -41,3 +47,14 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     norms = torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).double().square()
     return norms.flatten(1).sum(1) if norms.dim() > 1 else norms
+
+
+def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
+    """Replace results whose error bound is too large by ``again`` of their examples (ascending)."""
+    suspect = result.bound > GUARD_TOLERANCE * result.value
+    if bool(suspect.any()):
+        rows = suspect.nonzero().squeeze(1)
+        better = again(rows)
+        result.value[rows] = better.value
+        result.bound[rows] = better.bound
+    return result

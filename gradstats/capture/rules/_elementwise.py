@@ -69,8 +69,7 @@ def prelu(tracker, func, input, weight):
 
 def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it."""
-    native = tracker.settings.weight_gradients and not tracker.settings.fused
-    if native and func not in IN_PLACE:
+    if tracker.settings.weight_gradients and not tracker.settings.fused:
         return _tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
@@ -95,9 +94,13 @@ def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
         return Slot(len(tensors) - 1, node is not None)
 
     call = rebuild((args, kwargs), keep)
+    saved = [tensor.detach() for tensor in tensors]
+    if func in IN_PLACE:
+        saved[0] = saved[0].clone()
     result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
-    factors = RecomputedFactors(func, call, layout)
-    return tap(tracker, nodes, result, factors, *(tensor.detach() for tensor in tensors))
+    # The tap changes nothing, so an operation that needs its own result in backward may find it.
+    with torch.autograd._unsafe_preserve_version_counter(result):
+        return tap(tracker, nodes, result, RecomputedFactors(func, call, layout), *saved)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class RecomputedFactors:
                 return item
             tensor = saved[item.index]
             if not item.tracked:
-                return tensor
+                return tensor.clone() if self.function in IN_PLACE and item.index == 0 else tensor
             leaf = self.layout.view(tensor.detach()).requires_grad_()
             leaves.append(leaf)
             shapes.append(tuple(tensor.shape))

@@ -138,6 +138,17 @@ class IndexFactors:
         return [embedding_rows(ids, self.examples.first(grad), self.shape, None)]
 
 
+def index_select(tracker, func, input, dim, index):
+    """The same look-up with the axis given by number."""
+    node = node_of(input)
+    if node is None or node_of(index) is not None or dim % input.dim() != 0:
+        refuse(func, node or node_of(index), "along another than the parameter's first axis has no rule")
+    examples = locate(tracker, func, node, index, folds=True)
+    result = func(plain(input), dim, index)
+    factors = IndexFactors(examples, tuple(input.shape))
+    return tap(tracker, [node], result, factors, index)
+
+
 def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:
     if scale_grad_by_freq:
         refuse(
@@ -152,4 +163,6 @@ RULES = {
     functional.embedding: embedding,
     functional.embedding_bag: embedding_bag,
     Tensor.__getitem__: index,
+    Tensor.index_select: index_select,
+    torch.index_select: index_select,
 }

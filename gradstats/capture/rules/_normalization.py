@@ -71,8 +71,9 @@ def _attach(tracker, func, result, weight, bias, examples, normalise, channel_ax
 
 def layer_norm(tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """Normalisation over the last axes."""
-    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, folds=True)
     shape = tuple(normalized_shape)
+    node = node_of(weight) or node_of(bias)
+    examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
     result = func(input, shape, plain(weight), plain(bias), eps)
     normalise = LayerNormalise(shape, eps)
     return _attach(tracker, func, result, weight, bias, examples, normalise, None, input)
@@ -89,8 +90,8 @@ class LayerNormalise:
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
-    examples = locate(tracker, func, node_of(weight), input, folds=True)
     shape = tuple(normalized_shape)
+    examples = locate(tracker, func, node_of(weight), input, folds=True, trailing=len(shape))
     result = func(input, shape, plain(weight), eps)
     # Without eps PyTorch takes the machine epsilon of the input's own dtype.
     normalise = RootMeanSquareNormalise(shape, torch.finfo(input.dtype).eps if eps is None else eps)
