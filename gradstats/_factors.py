@@ -112,7 +112,8 @@ class Patches:
         spatial = self.input.shape[2:]
         x = self.input.to(dtype).reshape(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).reshape(1, examples * self.shape[0], *self.grad.shape[2:])
-        weight = x.new_empty(examples * self.shape[0], *self.shape[1:])  # only its shape is read
+        # Only the weight's shape is read: one number stands for all of it.
+        weight = x.new_empty(1).expand(examples * self.shape[0], *self.shape[1:])
         gradient = torch.ops.aten.convolution_backward(
             g,
             x,

@@ -62,18 +62,34 @@ class ConstantTracking(TorchFunctionMode):
             check_batch_norm(*args, **kwargs)
         elif func is Tensor.backward:
             return self._backward(*args, **kwargs)
+        elif func is torch.autograd.backward:
+            losses = args[0] if args else kwargs["tensors"]
+            self.tracker.before_backward([losses] if isinstance(losses, Tensor) else losses)
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result
 
     def _backward(
-        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
+        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=()
     ) -> None:
-        self.tracker.before_backward(loss)
-        # A mode is off while it handles a call; checkpoints that compute again need it on.
+        self.tracker.before_backward([loss])
+        if gradient is None:
+            gradient = torch.ones_like(loss)
+        if retain_graph is None:
+            retain_graph = create_graph
+        # A mode is off while it handles a call, and every public way into the engine would come back
+        # here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,),
+                (gradient,),
+                retain_graph,
+                create_graph,
+                (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker

@@ -140,11 +140,7 @@ class Tracker:
 
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
-        self.before_backward(total)
-        probes = [root.probe for root in self.roots]
-        grads = torch.autograd.grad(total, probes, allow_unused=True)
-        for probe, grad in zip(probes, grads, strict=True):
-            probe.grad = grad
+        total.backward(inputs=[root.probe for root in self.roots])
 
     def contract(self, factors: Sequence[Factor | Pulled]) -> Contraction:
         """Return the squared norms of the sum of one root's factors."""
@@ -153,19 +149,18 @@ class Tracker:
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(list(factors), workspace)  # type: ignore[arg-type]
 
-    def before_backward(self, loss: Tensor) -> None:
+    def before_backward(self, losses: Sequence[Tensor]) -> None:
         """Check, before a backward changes anything, that it can be accounted for."""
         if self._backward_ran:
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one batch "
                 "and one backward; to accumulate gradients, open one context for each micro-batch."
             )
-        if loss.grad_fn is not None:
-            self.check_coverage(loss)
+        self.check_coverage([loss.grad_fn for loss in losses if loss.grad_fn is not None])
         self._backward_ran = True
 
-    def check_coverage(self, loss: Tensor) -> None:
-        """Raise if the loss reaches a tracked parameter other than through its tracked uses.
+    def check_coverage(self, start: list) -> None:
+        """Raise if the graph from ``start`` reaches a tracked parameter other than through its tracked uses.
 
         Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
         show in the autograd graph as an edge to the parameter that does not come from its alias.
@@ -173,9 +168,8 @@ class Tracker:
         roots = {id(root.parameter): root for root in self.roots}
         # Tracked uses lead to an alias or a carrier; there the walk can stop.
         known = {root.alias_node for root in self.roots} | {root.hub_node for root in self.roots}
-        assert loss.grad_fn is not None
-        seen = {loss.grad_fn}
-        stack = [loss.grad_fn]
+        stack = list(start)
+        seen = set(start)
         while stack:
             node = stack.pop()
             for child, _ in node.next_functions:

@@ -42,4 +42,5 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
 
 
 def _rows_squared_norms(gradients: Tensor) -> Tensor:
-    return squared_norms(gradients.reshape(gradients.shape[0], -1, max(1, gradients.shape[-1])), gradients.dtype)
+    width = gradients.shape[-1] if gradients.dim() > 1 else 1
+    return squared_norms(gradients.reshape(len(gradients), -1, max(1, width)), gradients.dtype)

@@ -66,10 +66,11 @@ def gather(
             for root, row in zip(tracker.roots, values, strict=True)
             if not bool(row.isfinite().all())
         ]
+        listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise NonFiniteGradientError(
-            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite (first in "
-            f"parameter {names[-1]!r}, {len(names)} of {len(tracker.roots)} parameters). Look at these "
-            'examples and their losses, or pass nonfinite="keep" to have the values returned.'
+            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in {len(names)} "
+            f"of {len(tracker.roots)} parameters ({listed}). Look at these examples and their losses, or "
+            'pass nonfinite="keep" to have the values returned.'
         )
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
     dtype = torch.float64 if wide else torch.float32

@@ -1,0 +1,110 @@
+"""The table, what it says in words, and the scores as CSV."""
+
+from __future__ import annotations
+
+import csv
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradstats.demo._experiment import Outcome, Ranked
+from gradstats.demo._metrics import chance_halfwidth
+from gradstats.demo._scores import GRAND_AT_INITIALISATION, SELF_INFLUENCE
+
+# AUROCs that differ by no more are called close.
+CLOSE = 0.01
+WIDTH = 88
+
+
+def report(outcome: Outcome) -> str:
+    """Return the printed report of a run."""
+    data = outcome.data
+    introduction = (
+        f"{len(data.ids)} training digits, {data.flipped.sum()} of them with a flipped label "
+        f"(seed {outcome.settings.seed}). After {outcome.checkpoints[-1].epoch} epochs the network "
+        f"has memorised {outcome.memorised:.0%} of the flipped labels, and is right on "
+        f"{outcome.held_out_accuracy:.1%} of {len(data.held_out_labels)} held-out digits."
+    )
+    conclusion = verdict(outcome.ranking)
+    sanity = chance(outcome.ranking, chance_halfwidth(data.flipped))
+    paragraphs = [textwrap.fill(text, WIDTH) for text in (introduction, conclusion, sanity)]
+    return "\n\n".join([paragraphs[0], table(outcome.ranking), *paragraphs[1:]])
+
+
+def table(ranking: Sequence[Ranked]) -> str:
+    """Return the scores in the order given, one aligned line each."""
+    header = ("score", "needs", "AUROC", "recall at noise rate")
+    rows = [
+        (
+            ranked.score.title,
+            "forward passes" if ranked.score.forward_only else "gradient norms",
+            f"{ranked.detection.auroc:.4f}",
+            f"{ranked.detection.recall_at_noise_rate:.3f}",
+        )
+        for ranked in ranking
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        f"{title:<{widths[0]}}  {needs:<{widths[1]}}  {auroc:>{widths[2]}}  {recall:>{widths[3]}}"
+        for title, needs, auroc, recall in [header, tuple("-" * width for width in widths), *rows]
+    ]
+    return "\n".join(lines)
+
+
+def verdict(ranking: Sequence[Ranked]) -> str:
+    """Return one sentence that sets self-influence against the scores that need no gradient."""
+    own = _find(ranking, SELF_INFLUENCE)
+    baselines = [ranked for ranked in ranking if ranked.score.forward_only]
+    best = max(baselines, key=lambda ranked: ranked.detection.auroc)
+    ahead = sum(ranked.detection.auroc >= own.detection.auroc for ranked in baselines)
+    if ahead == 0:
+        return (
+            f"Self-influence ({_numbers(own)}) is ahead of all {len(baselines)} cheap baselines; "
+            f"the best of them is {best.score.title} ({_numbers(best)})."
+        )
+    gap = best.detection.auroc - own.detection.auroc
+    distance = "close to but not better than" if gap <= CLOSE else "behind"
+    which = "the cheap baselines" if ahead == len(baselines) else "the best cheap baseline"
+    return (
+        f"Self-influence ({_numbers(own)}) is {distance} {which}: {best.score.title} gets "
+        f"{_numbers(best)} from forward passes alone."
+    )
+
+
+def chance(ranking: Sequence[Ranked], halfwidth: float) -> str:
+    """Return one sentence on whether GraNd at initialisation differs from a random ranking.
+
+    Args:
+        ranking: the scores.
+        halfwidth: AUROCs this close to 0.5 are what random rankings get.
+    """
+    auroc = _find(ranking, GRAND_AT_INITIALISATION).detection.auroc
+    if abs(auroc - 0.5) <= halfwidth:
+        relation = "no better than chance"
+    else:
+        relation = "above chance" if auroc > 0.5 else "below chance"
+    return (
+        f"GraNd at initialisation (AUROC {auroc:.4f}) is {relation}: random rankings of this many "
+        f"labels get 0.500 +- {halfwidth:.3f}."
+    )
+
+
+def write_csv(path: Path, outcome: Outcome) -> None:
+    """Write one line for each training digit: labels, whether flipped, prediction, every score."""
+    data = outcome.data
+    header = ["id", "given_label", "true_label", "flipped", "predicted_label"]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header + [ranked.score.name for ranked in outcome.scores])
+        columns = [data.ids, data.given, data.true, data.flipped.astype(int), outcome.predicted]
+        columns += [ranked.score.values for ranked in outcome.scores]
+        writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _find(ranking: Sequence[Ranked], name: str) -> Ranked:
+    return next(ranked for ranked in ranking if ranked.score.name == name)
+
+
+def _numbers(ranked: Ranked) -> str:
+    detection = ranked.detection
+    return f"AUROC {detection.auroc:.4f}, recall {detection.recall_at_noise_rate:.3f}"

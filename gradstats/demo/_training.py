@@ -1,0 +1,79 @@
+"""A small convolutional network and its training, with the weights kept at some epochs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from gradstats.demo._settings import Settings
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights after an epoch.
+
+    Attributes:
+        epoch: counted from 1.
+        learning_rate: the step size of the epochs that led here.
+        state: the network's state dict.
+    """
+
+    epoch: int
+    learning_rate: float
+    state: dict[str, Tensor]
+
+
+def digit_network(seed: int) -> nn.Sequential:
+    """Return a network (B, 1, 8, 8) → (B, 10) with weights drawn from ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 10),
+        )
+
+
+def train(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    random: np.random.Generator,
+) -> list[Checkpoint]:
+    """Train in place with SGD on the mean cross-entropy.
+
+    Args:
+        model: the network.
+        images: (N, 1, 8, 8).
+        labels: (N,) given labels.
+        settings: epochs, checkpoints and the optimizer's numbers.
+        random: source of the order of the examples.
+
+    Returns:
+        list[Checkpoint]: one for each of ``settings.checkpoints``.
+    """
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+    )
+    checkpoints = []
+    for epoch in tqdm(range(1, settings.epochs + 1), desc="training", unit="epoch"):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate_at(epoch)
+        order = torch.from_numpy(random.permutation(len(images)))
+        for chosen in order.split(settings.batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            optimizer.step()
+        if epoch in settings.checkpoints:
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            checkpoints.append(Checkpoint(epoch, settings.learning_rate_at(epoch), state))
+    return checkpoints

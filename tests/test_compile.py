@@ -1,0 +1,86 @@
+"""Tracking traces under torch.compile(fullgraph=True), and steps do not recompile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+B = 6
+
+
+def losses_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.expand = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, ids):
+        hidden = self.norm(self.embed(ids)) * self.scale
+        return self.head(functional.gelu(self.expand(hidden))).mean(1)
+
+
+def models():
+    labels = torch.randint(3, (B,))
+    yield nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), (torch.randn(B, 5), labels)
+    convolutional = nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 4, 3, stride=2, groups=2), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(4, 3),
+    ).eval()  # fmt: skip
+    yield convolutional, (torch.randn(B, 2, 9, 9), labels)
+    yield Tokens(), (torch.randint(11, (B, 5)), labels)
+
+
+# Inductor compiles C++ for half a minute on two cores: one model shows that it takes the graph.
+@pytest.mark.parametrize(
+    ("number", "backend"),
+    [(0, "aot_eager"), (1, "aot_eager"), (2, "aot_eager"), (2, "inductor")],
+)
+def test_fullgraph(number, backend):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, batch = list(models())[number]
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(3):
+        batch = tuple(part.clone() for part in batch)
+        stats = gs.per_example_norms(compiled, batch, losses_of)
+        assert_sqnorms(stats, expected, 1e-5)
+        model.zero_grad()
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        losses_of(model, batch).mean().backward()
+        for got, want in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, want.grad, rtol=1e-4, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_shared_parameter_in_a_graph_is_refused():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(self.layer(x).tanh())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Shared(), fullgraph=True, backend="aot_eager")
+    batch = torch.randn(B, 4), torch.randint(4, (B,))
+    with pytest.raises(gs.CoverageError, match=r"'layer.weight', 'layer.bias'.*more than once"):
+        gs.per_example_norms(compiled, batch, losses_of)

@@ -1,0 +1,263 @@
+"""Every contract has its own error, and an error costs the user nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_unchanged, snapshot
+
+B = 5
+
+
+def per_example_cross_entropy(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(B, 4), torch.randint(3, (B,))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda m, b: functional.cross_entropy(m(b[0]), b[1]), r'scalar.*reduction="none"'),
+        (lambda m, b: m(b[0]), r"shape \(5, 3\), expected \(5,\)"),
+        (lambda m, b: m(b[0])[:3, 0], r"shape \(3,\), expected \(5,\)"),
+        (lambda m, b: m(b[0]).argmax(1), r"dtype torch.int64"),
+        (lambda m, b: m(b[0]).sum(1).detach(), r"do not require grad.*no_grad"),
+        (lambda m, b: [0.0] * B, r"returned list"),
+    ],
+)
+def test_losses_that_are_not_one_per_example(model, batch, loss_fn, message):
+    state = snapshot(model)
+    with pytest.raises(gs.LossShapeError, match=message):
+        gs.per_example_norms(model, batch, loss_fn)
+    assert_unchanged(model, state)
+
+
+def test_rows_that_are_not_examples(model, batch):
+    def drops_an_example(m, b):
+        return functional.pad(m(b[0][1:]).sum(1), (1, 0))
+
+    state = snapshot(model)
+    with pytest.raises(
+        gs.ExampleAxisError, match=r"parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim"
+    ):
+        gs.per_example_norms(model, batch, drops_an_example)
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_batch_norm_in_training_mode(affine, frozen):
+    norm = nn.BatchNorm1d(6, affine=affine)
+    norm.requires_grad_(not frozen)
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3)).train()
+    batch = torch.randn(B, 4), torch.randint(3, (B,))
+    with pytest.raises(gs.CoupledExamplesError, match=r"training mode.*eval\(\).*GroupNorm"):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert norm.num_batches_tracked == 1  # counted by the module before the operation was refused
+
+
+class Kernel(torch.autograd.Function):
+    """A user's own Function that takes a parameter: no PyTorch operation sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class UsesKernel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = nn.Module()
+        self.scale.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return Kernel.apply(self.layer(x), self.scale.weight)
+
+
+def test_a_function_that_hides_its_parameter_is_refused(batch):
+    model = UsesKernel()
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"KernelBackward.*'scale.weight'.*exclude"
+    ):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=r"KernelBackward.*'scale.weight'"),
+        gs.track(model, batch_size=B),
+    ):
+        per_example_cross_entropy(model, batch).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    stats = gs.per_example_norms(
+        model, batch, per_example_cross_entropy, exclude=["scale.*"]
+    )
+    assert list(stats.by_parameter) == ["layer.weight", "layer.bias"]
+
+
+class UsesCumulative(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Module()
+        self.embed.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        return torch.cdist(x, self.embed.weight.t())
+
+
+def test_an_operation_without_a_rule_is_named(batch):
+    model = UsesCumulative()
+    with pytest.raises(
+        gs.UnsupportedOperationError,
+        match=r"cdist.*parameter 'embed.weight' \(of module 'embed'\).*exclude=\['embed.weight'\]",
+    ):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+
+
+def test_a_gradient_that_is_not_finite_is_named(model, batch):
+    batch[0][2, 1] = float("nan")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"example \[2\].*'0.weight'.*keep"):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    kept = gs.per_example_norms(model, batch, per_example_cross_entropy, nonfinite="keep")
+    assert kept.sqnorm.isnan().nonzero().flatten().tolist() == [2]
+    clean = torch.arange(B) != 2
+    alone = gs.per_example_norms(
+        model, (batch[0][clean], batch[1][clean]), per_example_cross_entropy
+    )
+    torch.testing.assert_close(kept.sqnorm[clean], alone.sqnorm)
+
+
+def test_no_parameter_that_requires_grad(model, batch):
+    model.requires_grad_(False)
+    with pytest.raises(gs.CoverageError, match="no parameter that requires grad"):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("bad_batch", "message"),
+    [
+        ((torch.randn(0, 4), torch.zeros(0, dtype=torch.long)), r"empty.*\(0, 4\)"),
+        (3, r"batch is int and holds no tensor"),
+        ((), r"holds no tensor"),
+        ({"x": "text"}, r"holds no tensor"),
+    ],
+)
+def test_batches_without_examples(model, bad_batch, message):
+    with pytest.raises(gs.ExampleAxisError, match=message):
+        gs.per_example_norms(model, bad_batch, per_example_cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_dim": -1}, gs.ExampleAxisError, "batch_dim is -1"),
+        ({"workspace": 0}, gs.TrackingError, "workspace is 0"),
+        ({"nonfinite": "drop"}, gs.TrackingError, "nonfinite is 'drop'"),
+        ({"exclude": ["decoder.*"]}, gs.CoverageError, r"'decoder.\*' matches no parameter.*0.weight"),
+        ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
+        ({"fallback": "vmap"}, gs.UnsupportedOperationError, "not supported yet"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, gs.UnsupportedOperationError, "not supported yet"),
+    ],
+)
+def test_options(model, batch, options, error, message):
+    with pytest.raises(error, match=message):
+        gs.per_example_norms(model, batch, per_example_cross_entropy, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, gs.ExampleAxisError, "batch_size is 0"),
+        ({"batch_size": 5.0}, gs.ExampleAxisError, "batch_size is 5.0"),
+        ({"batch_size": 5, "loss_reduction": "max"}, gs.TrackingError, "loss_reduction is 'max'"),
+        ({"batch_size": 5, "weights": torch.ones(4)}, gs.LossShapeError, r"\(4,\), expected \(5,\)"),
+        ({"batch_size": 5, "weights": torch.zeros(5)}, gs.LossShapeError, "non-zero"),
+    ],
+)
+def test_track_options(model, options, error, message):
+    with pytest.raises(error, match=message):
+        gs.track(model, **options)
+
+
+def test_one_context_one_backward(model, batch):
+    with gs.track(model, batch_size=B) as tracker:
+        losses = per_example_cross_entropy(model, batch)
+        losses.mean().backward(retain_graph=True)
+        gradient = model[0].weight.grad.clone()
+        with pytest.raises(gs.TrackingError, match="second backward.*each micro-batch"):
+            losses.mean().backward()
+        assert torch.equal(model[0].weight.grad, gradient)
+    assert tracker.stats.sqnorm.isfinite().all()
+
+
+def test_a_backward_after_the_context_closed(model, batch):
+    with gs.track(model, batch_size=B) as tracker:
+        losses = per_example_cross_entropy(model, batch)
+    with pytest.raises(gs.TrackingError, match="after its tracking context was closed"):
+        losses.mean().backward()
+    with pytest.raises(gs.TrackingError, match="no backward reached"):
+        _ = tracker.stats
+    with pytest.raises(gs.TrackingError, match="outside its context"):
+        tracker.backward(losses)
+    with pytest.raises(gs.TrackingError, match="used before"), tracker:
+        pass
+
+
+def test_nested_contexts(model, batch):
+    with (
+        gs.track(model, batch_size=B),
+        pytest.raises(gs.TrackingError, match="'0.weight'.*already tracked"),
+    ):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    gs.per_example_norms(model, batch, per_example_cross_entropy)
+
+
+def test_a_loss_without_data(model):
+    with (
+        gs.track(model, batch_size=B) as tracker,
+        pytest.raises(gs.ExampleAxisError, match="without any data"),
+    ):
+        tracker.backward(model(torch.zeros(B, 4)).sum(1))
+
+
+def test_derivatives_of_the_network_are_refused(model):
+    x = torch.randn(B, 4, requires_grad=True)
+
+    def gradient_penalty(m, batch):
+        (slope,) = torch.autograd.grad(m(batch).sum(), batch, create_graph=True)
+        return slope.square().sum(1)
+
+    with pytest.raises(gs.UnsupportedOperationError, match="derivatives of the network"):
+        gs.per_example_norms(model, x, gradient_penalty)
+
+
+class ScaledParameter(nn.Parameter):
+    """A subclass of the user's: it may compute with values that its data do not show."""
+
+
+def test_parameter_subclasses_are_refused(model, batch):
+    model[0].weight = ScaledParameter(torch.randn(6, 4))
+    with pytest.raises(
+        gs.UnsupportedOperationError, match="'0.weight'.*ScaledParameter.*exclude"
+    ):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    assert type(model[0].weight) is ScaledParameter
+    assert type(model[2].weight) is nn.Parameter

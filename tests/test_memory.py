@@ -1,0 +1,89 @@
+"""Memory: no tensor of B·d elements, and no more than the plain step needs plus the workspace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.ledger import MemoryLedger, peak_memory
+from benchmarks.workloads import Transformer, classification, next_token
+
+MIB = 1024 * 1024
+
+
+def test_the_ledger_sees_what_is_allocated():
+    with MemoryLedger() as ledger:
+        kept = torch.zeros(1000)
+        for _ in range(3):
+            torch.ones(5000).add_(1).view(50, 100).expand(9, 50, 100)
+    assert ledger.largest == 5000
+    assert ledger.peak == 4 * 6000
+    assert ledger.alive == 4000
+    del kept
+    assert ledger.alive == 0
+
+
+def workloads():
+    """Return (model, batch, loss_fn, workspace) whose per-example gradients dwarf everything else."""
+    mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10))
+    yield "mlp", mlp, (torch.randn(64, 64), torch.randint(10, (64,))), classification, 1 * MIB
+    cnn = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3, stride=2), nn.ReLU(),
+        nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+    yield "cnn", cnn, (torch.randn(32, 3, 12, 12), torch.randint(10, (32,))), classification, 2 * MIB
+    gpt = Transformer(layers=2, width=64, heads=2, vocabulary=500, positions=24)
+    gpt.head.weight = gpt.tokens.weight
+    tokens = torch.randint(500, (24, 25))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    yield "gpt", gpt, batch, next_token, 2 * MIB
+
+
+@pytest.mark.parametrize("work", list(workloads()), ids=lambda work: work[0])
+def test_lean(work):
+    _, model, batch, loss_fn, workspace = work
+    batch_size = len(batch[0])
+    elements = sum(p.numel() for p in model.parameters())
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    def norms():
+        gs.per_example_norms(model, batch, loss_fn, workspace=workspace)
+
+    def training():
+        with gs.track(model, batch_size=batch_size, workspace=workspace) as tracker:
+            tracker.backward(loss_fn(model, batch))
+
+    peaks = {}
+    for run in (plain, norms, training):
+        model.zero_grad()
+        ledger = peak_memory(run)
+        peaks[run] = ledger.peak
+        assert ledger.largest < batch_size * elements / 8, run.__name__
+    # Reports and their intermediates: a few float64 numbers for each example and parameter.
+    reports = 64 * 8 * batch_size * len(list(model.parameters()))
+    assert peaks[norms] <= peaks[plain] + workspace + reports
+    assert peaks[training] <= peaks[plain] + workspace + reports
+
+
+def test_memory_does_not_grow_with_the_width_of_the_gradient():
+    """Doubling d at equal activations may cost what the plain step costs, and no more."""
+    extra = []
+    for width in (256, 512):
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 10))
+        batch = torch.randn(32, width), torch.randint(10, (32,))
+
+        def plain(model=model, batch=batch):
+            losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+            losses.mean().backward()
+
+        def norms(model=model, batch=batch):
+            gs.per_example_norms(model, batch, classification)
+
+        baseline = peak_memory(plain).peak
+        extra.append(peak_memory(norms).peak - baseline)
+    assert extra[0] <= 0 and extra[1] <= 0

@@ -1,0 +1,195 @@
+"""Norms inside the user's own training step: nothing of the step changes, and the scale is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
+
+B = 6
+
+
+def losses_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 3)
+    ).double()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(B, 1, 8, 8, dtype=torch.float64), torch.randint(3, (B,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_scale_of_a_scalar_loss_is_divided_out(model, batch, reduction):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=B, loss_reduction=reduction) as tracker:
+        functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction).backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert tracker.stats.loss is None
+
+
+def test_weights(model, batch):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    weights = torch.rand(B) + 0.5
+    with gs.track(model, batch_size=B, weights=weights) as tracker:
+        (losses_of(model, batch) * weights).sum().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    gradient = model[3].weight.grad.clone()
+    model.zero_grad()
+    with gs.track(model, batch_size=B, weights=weights) as tracker:
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    torch.testing.assert_close(model[3].weight.grad, gradient)
+
+
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gs.track(model, batch_size=B, scaler=scaler) as tracker:
+        losses = losses_of(model, batch)
+        if own_backward:
+            scaler.scale(losses.mean()).backward()
+        else:
+            tracker.backward(losses)
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    losses_of(plain, batch).mean().backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_training_run_is_the_same_with_and_without(model, batch, fused):
+    """Clipping and the optimizer run inside the context, for several steps."""
+    plain = copy.deepcopy(model)
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1) for m in (model, plain)
+    ]
+    for _ in range(4):
+        optimizers[1].zero_grad()
+        losses_of(plain, batch).mean().backward()
+        size = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizers[1].step()
+
+        expected = oracle_sqnorms(model, batch, losses_of)
+        with gs.track(model, batch_size=B, fused=fused) as tracker:
+            optimizers[0].zero_grad()
+            tracker.backward(losses_of(model, batch))
+            tracked_size = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizers[0].step()
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        torch.testing.assert_close(tracked_size, size, rtol=1e-12, atol=0)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        if fused:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        else:
+            assert torch.equal(got, want)
+
+
+def test_gradients_accumulate_over_contexts(model, batch):
+    plain = copy.deepcopy(model)
+    losses_of(plain, batch).mean().backward()
+    halves = [tuple(part[rows] for part in batch) for rows in (slice(0, 3), slice(3, 6))]
+    collected = []
+    for half in halves:
+        with gs.track(model, batch_size=3, weights=torch.full((3,), 1 / B)) as tracker:
+            tracker.backward(losses_of(model, half))
+        collected.append(tracker.stats.sqnorm)
+    expected = sum(oracle_sqnorms(plain, batch, losses_of).values())
+    torch.testing.assert_close(torch.cat(collected), expected, rtol=1e-9, atol=0)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_hooks_and_gradients_of_the_user_are_left_alone(model, batch):
+    seen = []
+    handle = model[3].weight.register_hook(lambda grad: seen.append(grad.clone()))
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    gs.per_example_norms(model, batch, losses_of)
+    assert seen == ["forward"]  # no weight gradient was made, so nothing called its hook
+    assert all(p.grad is None for p in model.parameters())
+    with gs.track(model, batch_size=B) as tracker:
+        tracker.backward(losses_of(model, batch))
+    assert seen[1] == "forward"
+    torch.testing.assert_close(seen[2], model[3].weight.grad)
+    handle.remove()
+
+
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_an_exception_leaves_nothing_behind(model, batch, where):
+    state = snapshot(model)
+    kind = RuntimeError("the user's own")
+
+    def fails(m, b):
+        if where == "forward":
+            handle = m[3].register_forward_hook(lambda *_: (_ for _ in ()).throw(kind))
+            try:
+                return losses_of(m, b)
+            finally:
+                handle.remove()
+        losses_of(m, b)
+        raise kind
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        gs.per_example_norms(model, batch, fails)
+    assert_unchanged(model, state)
+    with pytest.raises(RuntimeError, match="the user's own"), gs.track(model, batch_size=B):
+        fails(model, batch)
+    assert_unchanged(model, state)
+    assert_sqnorms(
+        gs.per_example_norms(model, batch, losses_of), oracle_sqnorms(model, batch, losses_of), 1e-9
+    )
+
+
+def test_frozen_parameters_and_patterns(model, batch):
+    model[0].weight.requires_grad_(False)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert "0.weight" not in expected
+    assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-9)
+    some = gs.per_example_norms(model, batch, losses_of, parameters=["3.*", "4.*"], exclude="*.bias")
+    assert_sqnorms(some, {n: expected[n] for n in ("3.weight", "4.weight")}, 1e-9)
+
+
+def test_a_layer_that_is_skipped_reports_zeros_afterwards(batch):
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(64, 64)
+            self.head = nn.Linear(64, 3)
+            self.skip = False
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.head(x if self.skip else self.body(x).tanh())
+
+    model = Skips().double()
+    assert (gs.per_example_norms(model, batch, losses_of).by_parameter["body.weight"] > 0).all()
+    model.skip = True
+    stats = gs.per_example_norms(model, batch, losses_of)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses_of), 1e-9)
+    assert not stats.by_parameter["body.weight"].any()
+
+
+def test_the_result(model, batch):
+    stats = gs.per_example_norms(model.float(), (batch[0].float(), batch[1]), losses_of)
+    assert stats.sqnorm.dtype == stats.norm.dtype == torch.float32
+    torch.testing.assert_close(stats.norm**2, stats.sqnorm)
+    torch.testing.assert_close(stats.sqnorm, sum(stats.by_parameter.values()))
+    assert list(stats.by_parameter) == [name for name, _ in model.named_parameters()]
+    assert (stats.error_bound >= 0).all() and (stats.error_bound < 1e-5).all()
+    assert not stats.loss.requires_grad
