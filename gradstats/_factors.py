@@ -60,6 +60,18 @@ class Outer:
             gradient = gradient.permute(0, *(axis + 1 for axis in self.permutation))
         return gradient.reshape(self.batch, *self.shape)
 
+    @property
+    def layout(self) -> tuple:
+        """What two factors must share for their positions to stand one after the other."""
+        sizes = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
+        return (*sizes, self.permutation, self.unfolded)
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether ``left`` spans the first axis of the parameter and nothing else."""
+        one_group = self.left.shape[1] == 1 and self.permutation is None
+        return one_group and self.left.shape[3] == self.shape[0]
+
     def transposed(self) -> Outer:
         """Return the factor of the transpose of a two-dimensional parameter."""
         return Outer(self.right, self.left, (self.shape[1], self.shape[0]))

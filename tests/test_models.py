@@ -164,3 +164,65 @@ def test_examples_along_another_axis():
         batch = torch.randn(positions, B, 4, dtype=torch.float64), torch.randint(3, (B,))
         losses = lambda m, b: functional.cross_entropy(m(b[0]), b[1], reduction="none")  # noqa: E731
         check_model(model, batch, losses, batch_dim=1)
+
+
+class Transposes(nn.Module):
+    """Works sequence first inside, as torch.nn's own sequence modules do by default."""
+
+    def __init__(self, last: str):
+        super().__init__()
+        self.expand = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.shift = nn.Parameter(torch.randn(8))
+        self.head = nn.Linear(8, 3)
+        self.last = last
+
+    def forward(self, x):
+        x = self.expand(x.transpose(0, 1)).tanh()
+        x = self.norm(x.permute(1, 0, 2)).movedim(0, 1) + self.shift
+        if self.last == "fold":
+            positions, batch, width = x.shape
+            x = self.head(x.transpose(0, 1).reshape(batch * positions, width).relu())
+            return x.view(batch, positions, -1).mean(1)
+        if self.last == "back":
+            return self.head(x.transpose(0, 1)).mean(1)
+        return self.head(x.sum(0))
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("positions", [3, B])
+@pytest.mark.parametrize("last", ["fold", "back"])
+def test_a_transposed_example_axis_is_followed(positions, last):
+    batch = torch.randn(B, positions, 4, dtype=torch.float64), torch.randint(3, (B,))
+    check_model(Transposes(last).double(), batch, classify)
+
+
+def test_a_lost_example_axis_is_refused_only_where_shape_is_ambiguous():
+    model = Transposes("sum").double()
+    batch = torch.randn(B, 3, 4, dtype=torch.float64), torch.randint(3, (B,))
+    check_model(model, batch, classify)
+    batch = torch.randn(B, B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    with pytest.raises(gs.ExampleAxisError, match=r"'head.weight'.*\(6, 8\).*moved to another axis"):
+        gs.per_example_norms(model, batch, classify)
+
+
+def test_reordered_rows_are_refused():
+    """As in expert routing: rows of the folded batch in another order belong to other examples."""
+
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            flat = x.reshape(-1, 4)
+            order = flat.sum(1).argsort()
+            out = self.layer(flat[order])
+            return torch.zeros(len(flat), 3).index_copy(0, order, out).view(*x.shape[:2], 3).mean(1)
+
+    batch = torch.randn(B, 4, 4), torch.randint(3, (B,))
+    with pytest.raises(gs.ExampleAxisError, match=r"'layer.weight'.*\(24, 4\)"):
+        gs.per_example_norms(Routes(), batch, classify)

@@ -93,21 +93,21 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        for item in args:
-            # Almost every operation has data as its first operand, and is done here.
-            if isinstance(item, Tensor) and node_of(item) is None and tracker.is_data(item):
-                self._forget_overwritten(func, args, kwargs)
-                if isinstance(result, Tensor):
-                    tracker.follow_fold(func, item, result)
-                return
-        operands = [t for t in flatten((args, kwargs)) if isinstance(t, Tensor)]
-        if any(node_of(t) is None and tracker.is_data(t) for t in operands):
+        results = flatten(result) if isinstance(result, (tuple, list)) else [result]
+        results = [t for t in results if isinstance(t, Tensor) and node_of(t) is None]
+        operands = [t for t in flatten(args) if isinstance(t, Tensor) and node_of(t) is None]
+        operands += [t for t in kwargs.values() if isinstance(t, Tensor) and node_of(t) is None]
+        data = [t for t in operands if tracker.is_data(t)]
+        if data:
             self._forget_overwritten(func, args, kwargs)
+            # The operand whose layout is out of the ordinary decides; in doubt the first.
+            source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
+            for tensor in results:
+                if tensor is not source:
+                    tracker.follow_layout(func, source, tensor)
             return
-        for tensor in flatten(result if isinstance(result, (tuple, list)) else (result,)):
-            if isinstance(tensor, Tensor) and node_of(tensor) is None:
-                if func in CALLERS_VALUES and tracker.has_example_axis(tensor):
-                    continue
+        for tensor in results:
+            if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                 tracker.mark_constant(tensor)
 
     def _forget_overwritten(self, func, args, kwargs) -> None:

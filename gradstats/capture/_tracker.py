@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradstats._factors import Factor
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._dispatch import dispatch
+from gradstats.capture._layout import MOVES, RESHAPES, Examples, follow
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, Root
 from gradstats.capture._tensors import TrackedParameter
@@ -28,9 +29,6 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 ACCUMULATE_GRAD = type(
     torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 )
-
-# Reshapes that may fold the example axis together with the positions that follow it.
-RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten})
 
 
 class Tracker:
@@ -49,6 +47,7 @@ class Tracker:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.settings = settings
+        self._contract = Examples(batch_size, batch_dim)
         self.closed = False
         self._backward_ran = False
         self._mode = ConstantTracking(self)
@@ -111,27 +110,29 @@ class Tracker:
             del tensor._gradstats_constant  # type: ignore[attr-defined]
         self._constant_ids.discard(id(tensor))
 
-    def fold_of(self, tensor: Tensor) -> int:
-        """Return how many rows of axis 0 belong to each example, 1 where that is not known."""
-        if torch.compiler.is_compiling():
-            return 1
-        owner, fold = getattr(tensor, "_gradstats_fold", (None, 1))
-        return fold if owner is self else 1
+    def layout_of(self, tensor: Tensor) -> Examples | None:
+        """Return where the examples of a tensor of data lie, None where that is not known."""
+        if not torch.compiler.is_compiling():
+            owner, layout = getattr(tensor, "_gradstats_layout", (None, None))
+            if owner is self:
+                return layout
+        return self._contract if self.has_example_axis(tensor) else None
 
-    def mark_fold(self, tensor: Tensor, fold: int) -> None:
-        """Remember that each example has ``fold`` adjacent rows of axis 0."""
-        if fold != 1:
-            tensor._gradstats_fold = (self, fold)  # type: ignore[attr-defined]
-
-    def follow_fold(self, func, source: Tensor, result: Tensor) -> None:
-        """Note where a reshape folds (B, s, ...) into (B·s, ...): rows stay in order of examples."""
-        if func not in RESHAPES or self.batch_dim != 0 or result.dim() == 0:
+    def follow_layout(self, func, source: Tensor, result: Tensor) -> None:
+        """Note where the examples lie in the result of an operation on data."""
+        marked = getattr(source, "_gradstats_layout", (None, None))[0] is self
+        if not marked and func not in MOVES and func not in RESHAPES:
             return
-        batch, rows = self.batch_size, result.shape[0]
-        known = self.fold_of(source)
-        if (known == 1 and not self.has_example_axis(source)) or rows % batch or rows == batch:
+        layout = self.layout_of(source)
+        if layout is None and not marked:
             return
-        self.mark_fold(result, rows // batch)
+        after = follow(func, source, layout, result)
+        if after is None and layout is not None and self.has_example_axis(result):
+            # Where nothing else has the batch's size, shape can decide after all.
+            if sum(size == self.batch_size for size in source.shape) == 1:
+                return
+        if after != self._contract or not self.has_example_axis(result):
+            result._gradstats_layout = (self, after)  # type: ignore[attr-defined]
 
     @property
     def reported(self) -> bool:

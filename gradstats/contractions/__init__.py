@@ -68,8 +68,8 @@ def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     kinds: dict[object, list[Factor]] = {}
     for factor in factors:
-        # Only factors that agree in everything but their operands can be merged.
-        key = (type(factor), getattr(factor, "permutation", None), getattr(factor, "axis", None))
+        # Only factors that agree in everything but their positions can be merged.
+        key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
         kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
     merged: list[Factor] = [
         group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
@@ -78,9 +78,11 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
         return SELF[type(merged[0])](merged[0], workspace, guarded=True)
     if len(merged) > 2 or (type(merged[0]), type(merged[1])) not in CROSS:
         merged.reverse()
-    if len(merged) > 2 or (type(merged[0]), type(merged[1])) not in CROSS:
+    first, second = merged[:2]
+    if isinstance(first, Outer) and not first.spans_rows:
         return _dense.sqnorm_of_sum(merged, workspace)
-    first, second = merged
+    if len(merged) > 2 or (type(first), type(second)) not in CROSS:
+        return _dense.sqnorm_of_sum(merged, workspace)
     parts = [SELF[type(f)](f, workspace, guarded=True) for f in merged]
     cross = CROSS[type(first), type(second)](first, second, workspace)
     value = parts[0].value + parts[1].value + 2 * cross

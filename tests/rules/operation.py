@@ -52,6 +52,7 @@ def check_operation(
     parameters: dict[str, Any],
     *data: Tensor,
     loss_fn: Callable[[nn.Module, Any], Tensor] = uneven_loss,
+    gradient_of_data: bool = True,
     **options: Any,
 ) -> None:
     """Compare with the oracle: all trained, each parameter frozen in turn, data with and without gradient.
@@ -61,10 +62,11 @@ def check_operation(
         parameters: name → shape, tensor or module.
         data: batch; floating-point tensors in float64.
         loss_fn: how a loss is made of the result.
+        gradient_of_data: whether floating-point data may have a gradient.
         options: passed on to gradstats.
     """
     for upstream in (True, False):
-        if upstream and not any(x.is_floating_point() for x in data):
+        if upstream and not (gradient_of_data and any(x.is_floating_point() for x in data)):
             continue
         model = Operation(function, parameters, upstream)
         names = [name for name, _ in model.named_parameters() if name != "upstream"]

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from gradstats.capture._layout import Examples as Examples
 from gradstats.capture._nodes import Node, function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import ExampleAxisError
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Where the examples of an operation's data lie.
-
-    Attributes:
-        batch: number of examples B.
-        axis: the example axis.
-        fold: rows of ``axis`` that belong to one example; rows of one example stand together.
-    """
-
-    batch: int
-    axis: int
-    fold: int = 1
-
-    def first(self, tensor: Tensor) -> Tensor:
-        """Return a view of shape (B, *), (B, fold, *) where rows are folded."""
-        if self.fold != 1:
-            return tensor.unflatten(0, (self.batch, self.fold))
-        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
 
 def plain(item):
@@ -62,26 +40,25 @@ def locate(
         folds: the rule can serve data whose examples are folded together with positions.
         trailing: number of last axes that the operation sums or normalises over.
     """
-    axis = tracker.batch_dim if axis is None else axis
-    batch = tracker.batch_size
-    if data.dim() > axis and data.shape[axis] == batch:
-        if axis < data.dim() - trailing:
-            return Examples(batch, axis)
+    layout = tracker.layout_of(data)
+    expected = tracker.batch_dim if axis is None else axis
+    usable = layout is not None and (axis is None or layout.axis == axis)
+    if layout is None or not usable or (layout.fold != 1 and not folds):
+        raise ExampleAxisError(
+            f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
+            f"expected {tracker.batch_size} examples along axis {expected}, and rows are not assigned to "
+            "examples by guessing. If the examples lie along another axis, pass batch_dim=; if they "
+            "are folded together with positions or moved to another axis, keep the example axis as it "
+            "is up to this operation; otherwise leave the parameter out by name with exclude=."
+        )
+    if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of data "
-            f"of shape {tuple(data.shape)}, expected the examples along another axis than {axis}: "
-            "otherwise it mixes them. Give each example a row of its own, or pass batch_dim=."
+            f"of shape {tuple(data.shape)}, expected the examples along another axis than "
+            f"{layout.axis}: otherwise it mixes them. Give each example a row of its own, or pass "
+            "batch_dim=."
         )
-    fold = tracker.fold_of(data)
-    if folds and fold > 1:
-        return Examples(batch, 0, fold)
-    raise ExampleAxisError(
-        f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
-        f"expected {batch} examples along axis {axis}, and rows are not assigned to examples by "
-        "guessing. If the examples lie along another axis, pass batch_dim=; if they are folded "
-        "together with positions, keep the example axis separate up to this operation; if the model "
-        "builds positions or masks from data, leave the parameter out by name with exclude=."
-    )
+    return layout
 
 
 def cast_for_autocast(data: Tensor) -> Tensor:

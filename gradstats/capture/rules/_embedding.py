@@ -35,9 +35,7 @@ def embedding(
         input, plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx)
-    result = tap(tracker, [node], result, factors, input)
-    tracker.mark_fold(result, examples.fold)
-    return result
+    return tap(tracker, [node], result, factors, input)
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,7 @@ def _attach(tracker, func, result, weight, bias, examples, normalise, channel_ax
     shape = tuple((weight if node_of(weight) is not None else bias).shape)
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    result = tap(tracker, nodes, result, factors, *saved)
-    tracker.mark_fold(result, examples.fold)
-    return result
+    return tap(tracker, nodes, result, factors, *saved)
 
 
 def layer_norm(tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5):

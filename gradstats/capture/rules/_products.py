@@ -50,7 +50,6 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
         result = LinearUse.apply(
             use, tracker.settings, tracked, x, plain(weight), plain(bias), *carriers
         )
-    tracker.mark_fold(result, examples.fold)
     return result
 
 

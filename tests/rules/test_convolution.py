@@ -1,0 +1,189 @@
+"""Convolutions and transposed convolutions in one, two and three dimensions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import check_operation, check_refused, normal
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+FUNCTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+
+
+def check_layer(layer: nn.Module, *shape: int) -> None:
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(*shape))
+
+
+@st.composite
+def geometry(draw, dims):
+    """Return keyword arguments of a layer, and the shape of an input that they fit."""
+
+    def each(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(dims))
+
+    groups = draw(st.integers(1, 3))
+    options = {
+        "kernel_size": each(1, 3),
+        "stride": each(1, 3),
+        "padding": each(0, 2),
+        "dilation": each(1, 2),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+        "in_channels": groups * draw(st.integers(1, 2)),
+        "out_channels": groups * draw(st.integers(1, 2)),
+    }
+    extents = [
+        max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 4 if dims < 3 else 2))
+        for d, k, p in zip(
+            options["dilation"], options["kernel_size"], options["padding"], strict=True
+        )
+    ]
+    return options, (draw(st.integers(1, 4)), options["in_channels"], *extents)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution_sweep(dims):
+    @settings(max_examples=25)
+    @given(geometry(dims))
+    def check(case):
+        options, shape = case
+        check_layer(CONVOLUTIONS[dims](**options), *shape)
+
+    check()
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolution_sweep(dims):
+    @settings(max_examples=25)
+    @given(geometry(dims), st.data())
+    def check(case, data):
+        options, shape = case
+        # The output must keep at least one element, and output_padding stay below the stride.
+        options["padding"] = tuple(
+            min(p, d * (k - 1) // 2)
+            for p, d, k in zip(
+                options["padding"], options["dilation"], options["kernel_size"], strict=True
+            )
+        )
+        options["output_padding"] = tuple(
+            data.draw(st.integers(0, stride - 1)) for stride in options["stride"]
+        )
+        check_layer(TRANSPOSED[dims](**options), *shape)
+
+    check()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@settings(max_examples=25)
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.integers(1, 3),
+    st.sampled_from(["same", "valid"]),
+    st.booleans(),
+)
+def test_padding_given_as_a_word(kernel, dilation, padding, bias):
+    # Even kernels need one more element at the end than at the start.
+    layer = nn.Conv2d(2, 3, kernel, padding=padding, dilation=dilation, bias=bias)
+    check_layer(layer, 3, 2, 10, 11)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate", "zeros"])
+def test_padding_modes(dims, mode):
+    layer = CONVOLUTIONS[dims](2, 2, 3, padding=2, padding_mode=mode, groups=2)
+    check_layer(layer, 2, 2, *(4 for _ in range(dims)))
+    layer = CONVOLUTIONS[dims](2, 2, 2, padding="same", padding_mode=mode)
+    check_layer(layer, 2, 2, *(4 for _ in range(dims)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_depthwise_and_grouped(groups, transposed):
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    check_layer(kind(4, 8, 3, groups=groups, padding=1), 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"stride": 2}, {"padding": 1}], ids=str)
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_one_by_one(kind, options):
+    dims = 1 if kind is nn.Conv1d else 3 if kind is nn.Conv3d else 2
+    check_layer(kind(4, 6, 1, **options), 3, 4, *range(3, dims + 3))
+
+
+def test_many_positions_and_many_channels():
+    check_layer(nn.Conv2d(1, 2, 3), 2, 1, 14, 15)  # as many positions as make the direct form cheaper
+    check_layer(nn.Conv2d(24, 32, 3), 2, 24, 4, 4)  # few positions: patches against patches
+    check_layer(nn.Conv2d(24, 32, 3, stride=2, groups=2), 40, 24, 6, 6)
+
+
+def test_channels_last():
+    data = normal(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    layer = nn.Conv2d(4, 6, 3, groups=2).to(memory_format=torch.channels_last)
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, data)
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Conv2d(4, 6, 1)}, data)
+    transposed = nn.ConvTranspose2d(4, 6, 3, groups=2)
+    check_operation(lambda m, x: m.layer(x), {"layer": transposed}, data)
+
+
+def test_data_that_are_not_contiguous():
+    data = normal(3, 6, 5, 4).transpose(1, 3)[:, :, ::2]
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Conv2d(4, 6, 2, groups=2)}, data)
+    expanded = normal(3, 1, 5, 6).expand(3, 4, 5, 6)
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.Conv2d(4, 6, 2)}, expanded)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_functional_calls_with_keywords_and_lists(dims):
+    convolve = FUNCTIONS[dims]
+    shape = (3, 2, *(5 for _ in range(dims)))
+    parameters = {"w": (4, 1, *(2 for _ in range(dims))), "b": (4,)}
+    check_operation(
+        lambda m, x: convolve(input=x, weight=m.w, bias=m.b, stride=[2], groups=2),
+        parameters,
+        normal(*shape),
+    )
+    check_operation(
+        lambda m, x: convolve(x, m.w, m.b, 1, [1] * dims, 2, 2), parameters, normal(*shape)
+    )
+    check_operation(lambda m, x: torch.flip(convolve(x, m.w, groups=2), (2,)), {"w": parameters["w"]},
+                    normal(*shape))  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_torch_level_functions(dims):
+    convolve = getattr(torch, f"conv{dims}d")
+    parameters = {"w": (4, 2, *(2 for _ in range(dims))), "b": (4,)}
+    check_operation(
+        lambda m, x: convolve(x, m.w, m.b), parameters, normal(3, 2, *(4 for _ in range(dims)))
+    )
+
+
+def test_an_image_without_a_batch_axis_is_refused():
+    check_refused(
+        lambda m, x: m.layer(x), {"layer": nn.Conv2d(3, 3, 2)}, normal(3, 5, 5), match="unbatched.*layer"
+    )
+
+
+def test_a_tracked_image_is_refused():
+    check_refused(
+        lambda m, x: functional.conv2d(m.image.expand(3, 2, 5, 5), x).flatten(1),
+        {"image": (1, 2, 5, 5)},
+        normal(3, 2, 2, 2),
+        match="conv2d.*'image'",
+    )
+
+
+def test_examples_along_another_axis_are_refused():
+    check_refused(
+        lambda m, x: m.layer(x),
+        {"layer": nn.Conv1d(3, 3, 2)},
+        normal(4, 3, 5),
+        batch_dim=1,
+        error=gs.ExampleAxisError,
+        match="layer",
+    )

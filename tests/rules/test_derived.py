@@ -1,0 +1,415 @@
+"""Tensors computed from parameters before they meet data, and parameters used more than once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+
+import gradstats as gs
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+BATCH, POSITIONS, WIDTH = 3, 5, 4
+
+# name: (shape of the parameter, what makes a (WIDTH, 2) matrix of it)
+MATRICES = {
+    "t": ((2, WIDTH), lambda w: w.t()),
+    "T": ((2, WIDTH), lambda w: w.T),
+    "mT": ((2, WIDTH), lambda w: w.mT),
+    "transpose": ((2, WIDTH), lambda w: w.transpose(0, 1)),
+    "transpose back": ((2, WIDTH), lambda w: w.transpose(-1, 0).transpose(1, -1)),
+    "transpose of an axis with itself": ((WIDTH, 2), lambda w: w.transpose(0, -2)),
+    "permute": ((2, WIDTH), lambda w: w.permute(1, 0)),
+    "swapaxes": ((2, WIDTH), lambda w: w.swapaxes(0, 1)),
+    "view": ((2 * WIDTH,), lambda w: w.view(WIDTH, 2)),
+    "reshape": ((2, WIDTH), lambda w: w.reshape(WIDTH, -1)),
+    "reshape of a transpose": ((2, WIDTH), lambda w: w.t().reshape(WIDTH, 2)),
+    "flatten and unflatten": ((WIDTH, 2), lambda w: w.flatten().unflatten(0, (WIDTH, 2))),
+    "squeeze": ((1, WIDTH, 2), lambda w: w.squeeze(0)),
+    "select": ((3, WIDTH, 2), lambda w: w.select(0, 1)),
+    "getitem": ((3, WIDTH, 2), lambda w: w[-1]),
+    "slice": ((2 * WIDTH, 3), lambda w: w[::2, 1:]),
+    "narrow": ((WIDTH, 5), lambda w: w.narrow(1, 2, 2)),
+    "index with repetition": ((3, 2), lambda w: w[torch.tensor([0, 2, 2, 1])]),
+    "list with repetition": ((3, 2), lambda w: w[[0, 2, 2, 1]]),
+    "chunk": ((WIDTH, 6), lambda w: w.chunk(3, dim=1)[1]),
+    "split": ((WIDTH, 5), lambda w: w.split([3, 2], 1)[1]),
+    "unbind": ((WIDTH, 3, 2), lambda w: w.unbind(1)[2]),
+    "two chunks": ((WIDTH, 4), lambda w: w.chunk(2, 1)[0] + 2 * w.chunk(2, 1)[1]),
+    "1 + w": ((WIDTH, 2), lambda w: 1 + w),
+    "exp": ((WIDTH, 2), lambda w: w.exp()),
+    "-exp": ((WIDTH, 2), lambda w: -torch.exp(w)),
+    "softplus": ((WIDTH, 2), functional.softplus),
+    "softmax": ((WIDTH, 2), lambda w: w.softmax(0)),
+    "w * w": ((WIDTH, 2), lambda w: w * w),
+    "norm": ((WIDTH, 2), lambda w: w / w.norm(dim=0, keepdim=True)),
+    "to": ((WIDTH, 2), lambda w: w.to(w.device, w.dtype, copy=True)),
+    "clone": ((WIDTH, 2), lambda w: w.clone().contiguous()),
+    "expand": ((WIDTH, 1), lambda w: w.expand(WIDTH, 2)),
+    "expand of a vector": ((2,), lambda w: w.expand(WIDTH, 2)),
+    "repeat": ((1, 2), lambda w: w.repeat(WIDTH, 1)),
+    "cat": ((2, 2), lambda w: torch.cat([w, w.exp()])),
+    "mask": ((WIDTH, 2), lambda w: w * torch.ones(WIDTH, 2).double().tril()),
+    "triangle": ((WIDTH, 2), lambda w: w.tril()),
+    "outer": ((WIDTH,), lambda w: w[:, None] * w[None, :2]),
+    "product with itself": ((WIDTH, WIDTH), lambda w: (w @ w.T)[:, :2]),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
+def test_matrices(case):
+    shape, make = case
+    check_operation(
+        lambda m, x: x @ make(m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH)
+    )
+    # Beside data and times data: the same tensor through the rules for broadcasting.
+    check_operation(lambda m, x: x * make(m.w) - make(m.w), {"w": shape}, normal(BATCH, WIDTH, 2))
+
+
+CASTS = {
+    "float": lambda w: w.float().double(),
+    "to": lambda w: w.to(torch.float32).to(w.dtype),
+    "type_as": lambda w: w.float().type_as(w),
+    "to of a tensor": lambda w: w.to(torch.zeros(1)).to(w),
+    "type": lambda w: w.type(torch.float32).type(torch.float64),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_casts(cast):
+    # The cast rounds the whole batch's gradient to float32, one example's only in the oracle.
+    x = normal(BATCH, POSITIONS, WIDTH)
+    tolerances = {"rtol": 1e-6, "gradient_rtol": 1e-6}
+    check_operation(lambda m, x: x @ cast(m.w), {"w": (WIDTH, 2)}, x, **tolerances)
+    check_operation(lambda m, x: x * cast(m.w), {"w": (POSITIONS, WIDTH)}, x, **tolerances)
+
+
+@pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
+def test_matrices_with_a_tiny_workspace(case):
+    shape, make = case
+    model = Operation(lambda m, x: x @ make(m.w), {"w": shape}, upstream=False)
+    x = normal(BATCH, POSITIONS, WIDTH)
+    whole = gs.per_example_norms(model, (x,), uneven_loss)
+    tiny = gs.per_example_norms(model, (x,), uneven_loss, workspace=1)
+    torch.testing.assert_close(tiny.sqnorm, whole.sqnorm, rtol=1e-12, atol=0)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_chain_of_derivations_sweep(data):
+    """Views, casts and functions in any order, then a product or a sum with data."""
+    steps = data.draw(
+        st.lists(
+            st.sampled_from(["t", "permute", "exp", "view", "clone", "slice", "twice", "expand"]),
+            max_size=4,
+        )
+    )
+    product = data.draw(st.booleans())
+
+    def make(w):
+        for step in steps:
+            w = {
+                "t": lambda w: w.t(),
+                "permute": lambda w: w.permute(1, 0),
+                "exp": lambda w: (w / 4).exp(),
+                "view": lambda w: w.reshape(w.shape[1], w.shape[0]),
+                "clone": lambda w: w.clone(),
+                "slice": lambda w: w[:, : max(1, w.shape[1] - 1)],
+                "twice": lambda w: w + 0.5 * w.flip(0),
+                "expand": lambda w: w[:, None].expand(-1, 2, -1).flatten(0, 1)[: w.shape[0]],
+            }[step](w)
+        return w
+
+    rows, columns = make(torch.zeros(WIDTH, 3)).shape
+    if product:
+        x = normal(BATCH, POSITIONS, rows)
+        check_operation(lambda m, x: x @ make(m.w), {"w": (WIDTH, 3)}, x)
+    else:
+        x = normal(BATCH, rows, columns)
+        check_operation(lambda m, x: x * make(m.w), {"w": (WIDTH, 3)}, x)
+
+
+@pytest.mark.parametrize("positions", [BATCH, POSITIONS], ids=["T == B", "T != B"])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        lambda x: torch.arange(x.shape[1]),
+        lambda x: torch.arange(x.shape[1]).unsqueeze(0),
+        lambda x: torch.arange(x.shape[1], device=x.device).expand(1, -1),
+        lambda x: torch.arange(7)[None, : x.shape[1]],
+        lambda x: torch.arange(x.shape[1]).expand(x.shape[0], -1),
+        lambda x: torch.arange(x.shape[1]) // 2,
+        lambda x: torch.full((x.shape[1],), 2),
+    ],
+    ids=["(T,)", "(1, T)", "expand", "buffer", "(B, T)", "repeated", "the same"],
+)
+def test_position_embedding(ids, positions):
+    parameters = {"table": nn.Embedding(7, WIDTH)}
+    x = normal(BATCH, positions, WIDTH)
+    check_operation(lambda m, x: x + m.table(ids(x)), parameters, x)
+    check_operation(lambda m, x: m.table(ids(x)) * x, parameters, x)
+
+
+def test_position_embedding_with_padding_and_with_registered_ids():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, WIDTH, padding_idx=1)
+            self.register_buffer("ids", torch.arange(7)[None])
+
+        def forward(self, x):
+            return x + self.table(self.ids[:, : x.shape[1]])
+
+    for positions in (BATCH, POSITIONS):
+        x = normal(BATCH, positions, WIDTH)
+        check_operation(lambda m, x: m.layer(x), {"layer": Positions()}, x)
+
+
+def test_position_table_indexed_and_sliced():
+    x = normal(BATCH, BATCH, WIDTH)
+    check_operation(lambda m, x: x + m.w[torch.arange(x.shape[1])], {"w": (7, WIDTH)}, x)
+    check_operation(lambda m, x: x + m.w[: x.shape[1]], {"w": (7, WIDTH)}, x)
+    check_operation(lambda m, x: x + m.w[:, : x.shape[1]], {"w": (1, 7, WIDTH)}, x)
+
+
+def test_tied_embedding_and_projection():
+    def function(m, ids):
+        return functional.linear(m.w[ids], m.w)
+
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    check_operation(function, {"w": (6, WIDTH)}, ids)
+
+    def modules(m, ids):
+        return m.norm(m.table(ids)) @ m.table.weight.T
+
+    table = nn.Embedding(6, WIDTH, padding_idx=2)
+    check_operation(modules, {"table": table, "norm": nn.LayerNorm(WIDTH)}, ids)
+
+
+def test_one_parameter_of_two_modules():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, WIDTH)
+            self.head = nn.Linear(WIDTH, 6)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids):
+            return self.head(self.table(ids) + self.table(torch.arange(ids.shape[1])))
+
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    check_operation(lambda m, ids: m.layer(ids), {"layer": Tied()}, ids)
+    stats = gs.per_example_norms(Tied(), ids, lambda m, b: m(b).square().sum((1, 2)))
+    assert list(stats.by_parameter) == ["table.weight", "head.bias"]
+
+
+def test_transposed_autoencoder():
+    def function(m, x):
+        hidden = functional.linear(x, m.w, m.b).tanh()
+        return functional.linear(hidden, m.w.t())
+
+    check_operation(function, {"w": (3, WIDTH), "b": (3,)}, normal(BATCH, POSITIONS, WIDTH))
+    check_operation(function, {"w": (3, WIDTH), "b": (3,)}, normal(BATCH, WIDTH))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(WIDTH, WIDTH), (BATCH, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH), (BATCH, POSITIONS, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH), (1, POSITIONS, WIDTH)),
+        (nn.Conv2d(2, 2, 3, padding=1), (BATCH, 2, 4, 4)),
+        (nn.Conv1d(2, 2, 1), (BATCH, 2, 4)),
+        (nn.LayerNorm(WIDTH), (BATCH, POSITIONS, WIDTH)),
+        (nn.PReLU(), (BATCH, WIDTH)),
+    ],
+    ids=str,
+)
+def test_a_module_called_several_times(layer, shape, times):
+    def function(m, x):
+        for _ in range(times):
+            x = torch.tanh(m.layer(x)) + 0.5 * x
+        return x
+
+    check_operation(function, {"layer": layer}, normal(*shape))
+
+
+def test_recurrence():
+    def function(m, x):
+        state = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            state = m.cell(step, state)
+        return state
+
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x, state):
+            return torch.tanh(self.inner(x) + self.outer(state))
+
+    check_operation(function, {"cell": Cell()}, normal(BATCH, POSITIONS, WIDTH))
+
+
+# Uses of one (WIDTH, WIDTH) parameter by different kinds of operation, in pairs.
+KINDS = {
+    "linear": lambda x, w: functional.linear(x, w),
+    "transposed": lambda x, w: x @ w,
+    "scale": lambda x, w: x * w[0],
+    "shift": lambda x, w: x + w[:, 1],
+    "table": lambda x, w: x + w[torch.arange(x.shape[1]) % WIDTH],
+    "looked up": lambda x, w: x + functional.embedding((x[..., 0] > 0).long(), w),
+    "convolution": lambda x, w: functional.conv1d(x.mT, w[..., None]).mT,
+    "square": lambda x, w: x @ (w @ w),
+    "normalised": lambda x, w: functional.layer_norm(x, (WIDTH,), w[2], w[3]),
+    "einsum": lambda x, w: torch.einsum("btd,ed->bte", x, w),
+    "einsum in groups": lambda x, w: torch.einsum("btd,de->btde", x, w).sum(2),
+    "heads": lambda x, w: torch.einsum(
+        "bthd,hde->bthe", x.unflatten(-1, (2, 2)), w.view(2, 2, 4)
+    )[..., :2].flatten(2),
+}
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_a_parameter_used_by_two_kinds_of_operation(first, second):
+    def function(m, x):
+        return KINDS[second](torch.tanh(KINDS[first](x, m.w)), m.w)
+
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_a_parameter_used_twice_in_one_operation():
+    check_operation(lambda m, x: torch.addcmul(x, m.w, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+    check_operation(
+        lambda m, x: functional.linear(x, m.w, m.w[:, 0]), {"w": (2, WIDTH)}, normal(BATCH, WIDTH)
+    )
+    check_operation(
+        lambda m, x: functional.layer_norm(x, (WIDTH,), m.w, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH)
+    )
+    check_operation(
+        lambda m, x: torch.cat([m.w.expand(BATCH, 1), x, m.w.expand(BATCH, 1)], 1),
+        {"w": (1, 1)},
+        normal(BATCH, WIDTH),
+    )
+    check_operation(
+        lambda m, x: torch.addmm(m.w, x, m.w, alpha=2), {"w": (BATCH, BATCH)}, normal(BATCH, BATCH)
+    )
+
+
+def test_low_rank_adaptation():
+    def function(m, x):
+        return functional.linear(x, m.w + 0.5 * (m.b @ m.a))
+
+    parameters = {"w": (3, WIDTH), "a": (2, WIDTH), "b": (3, 2)}
+    check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+    def beside(m, x):
+        return functional.linear(x, m.w) + functional.linear(functional.linear(x, m.a), m.b)
+
+    check_operation(beside, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(WIDTH, 3), (BATCH, POSITIONS, WIDTH)),
+        (nn.Conv1d(WIDTH, 3, 2), (BATCH, WIDTH, POSITIONS)),
+        (nn.ConvTranspose1d(WIDTH, 3, 2), (BATCH, WIDTH, POSITIONS)),
+    ],
+    ids=str,
+)
+def test_weight_norm(layer, shape):
+    layer = parametrizations.weight_norm(layer)
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(*shape))
+
+
+def test_spectral_norm_and_orthogonal_in_evaluation():
+    for wrap in (parametrizations.spectral_norm, parametrizations.orthogonal):
+        layer = wrap(nn.Linear(WIDTH, WIDTH, bias=False)).double().eval()
+        check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(BATCH, WIDTH))
+
+
+def test_parametrization_that_is_cached():
+    layer = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def function(m, x):
+        with parametrize.cached():
+            return m.layer(m.layer(x).tanh())
+
+    check_operation(function, {"layer": layer}, normal(BATCH, WIDTH))
+
+
+def test_pruning_mask():
+    def function(m, x):
+        mask = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]).double()
+        return functional.linear(x, m.w * mask)
+
+    check_operation(function, {"w": (2, WIDTH)}, normal(BATCH, WIDTH))
+
+
+def test_state_space_decay():
+    # Mamba: A = -exp(A_log), discretised with a step that depends on the data.
+    def function(m, x):
+        step = functional.softplus(m.step(x))
+        decay = torch.exp(step.unsqueeze(-1) * -torch.exp(m.log_decay))
+        return (decay * x.unsqueeze(-1)).sum(-1) + x * m.skip
+
+    parameters = {
+        "step": nn.Linear(WIDTH, WIDTH),
+        "log_decay": (WIDTH, 3),
+        "skip": (WIDTH,),
+    }
+    check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_unused_parameters_have_zero_norms():
+    model = Operation(lambda m, x: x * m.used, {"used": (2,), "unused": (3,)}, upstream=False)
+    x = normal(BATCH, 2)
+    stats = gs.per_example_norms(model, (x,), uneven_loss)
+    assert torch.equal(stats.by_parameter["unused"], torch.zeros(BATCH, dtype=torch.float64))
+    assert (stats.by_parameter["used"] > 0).all()
+    parameters = {"used": (2,), "other": (2,), "unused": (3,)}
+    check_operation(lambda m, x: x * m.used + m.other, parameters, x)
+
+
+def test_uses_that_the_loss_does_not_reach():
+    def function(m, x):
+        _ = m.layer(x) * m.scale  # thrown away
+        detached = m.layer(x).detach()
+        with torch.no_grad():
+            detached = detached + m.layer(x)
+        return m.layer(x) + detached
+
+    check_operation(function, {"layer": nn.Linear(2, 2), "scale": (2,)}, normal(BATCH, 2))
+
+
+def test_example_that_a_parameter_does_not_reach():
+    def function(m, x):
+        return torch.where(x[:, :1] > 0, m.first(x), m.second(x))
+
+    x = normal(BATCH, 2)
+    x[0, 0], x[1, 0] = 1, -1
+    check_operation(function, {"first": nn.Linear(2, 3), "second": nn.Linear(2, 3)}, x)
+
+
+def test_a_parameter_through_random_operations_is_refused_or_exact():
+    # DropConnect draws anew when it is computed again, which must not go unnoticed.
+    check_refused(
+        lambda m, x: functional.linear(x, functional.dropout(m.w, 0.5)),
+        {"w": (20, 20)},
+        normal(BATCH, 20),
+        match="dropout.*'w'.*random",
+    )
+
+
+def test_detached_copies_are_constants():
+    check_operation(
+        lambda m, x: x * m.w + x * m.w.detach() + x @ m.w.data.outer(m.w.detach()),
+        {"w": (2,)},
+        normal(BATCH, 2),
+    )

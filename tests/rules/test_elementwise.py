@@ -1,0 +1,253 @@
+"""Parameters that broadcast against data, or stand beside them."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import check_operation, check_refused, normal
+
+BATCH, POSITIONS, WIDTH = 3, 4, 2
+
+SHAPES = [
+    (),
+    (1,),
+    (WIDTH,),
+    (POSITIONS, 1),
+    (POSITIONS, WIDTH),
+    (1, POSITIONS, WIDTH),
+    (1, 1, WIDTH),
+    (1, 1, 1),
+    (BATCH, POSITIONS, WIDTH),
+    (BATCH, 1, WIDTH),
+    (BATCH, 1, 1),
+]
+
+OPERATIONS = {
+    "x + w": operator.add,
+    "w + x": lambda x, w: w + x,
+    "x - w": operator.sub,
+    "w - x": lambda x, w: w - x,
+    "x * w": operator.mul,
+    "w * x": lambda x, w: w * x,
+    "x / w": lambda x, w: x / (w.abs() + 1),
+    "w / x": lambda x, w: w / (x.abs() + 1),
+    "x ** w": lambda x, w: (x.abs() + 0.5) ** w,
+    "w ** x": lambda x, w: (w.abs() + 0.5) ** x,
+    "torch.add": lambda x, w: torch.add(x, w, alpha=2.5),
+    "torch.add reversed": lambda x, w: torch.add(input=w, other=x, alpha=-2.5),
+    "torch.sub": lambda x, w: torch.sub(w, x, alpha=3),
+    "torch.rsub": lambda x, w: torch.rsub(x, w, alpha=3),
+    "torch.mul": lambda x, w: torch.mul(w, other=x),
+    "method mul": lambda x, w: w.mul(x),
+    "torch.div": lambda x, w: torch.div(w, x.abs() + 1),
+    "torch.pow": lambda x, w: torch.pow(w.abs() + 1, x),
+    "torch.where": lambda x, w: torch.where(x > 0, w, x),
+    "torch.where reversed": lambda x, w: torch.where(x > 0, x, w),
+    "method where": lambda x, w: x.where(x > 0, w),
+    "torch.addcmul": lambda x, w: torch.addcmul(x, x, w, value=0.5),
+    "torch.addcmul of the parameter": lambda x, w: torch.addcmul(w, x, x, value=0.5),
+    "method addcmul": lambda x, w: x.addcmul(w, x),
+    "torch.addcdiv": lambda x, w: torch.addcdiv(x, w, x.abs() + 1),
+    "torch.lerp": lambda x, w: torch.lerp(x, w, 0.25),
+    "torch.lerp weight": lambda x, w: torch.lerp(x, 2 * x.detach(), w),
+    "torch.maximum": torch.maximum,
+    "torch.minimum": lambda x, w: torch.minimum(w, x),
+    "torch.logaddexp": torch.logaddexp,
+    "torch.atan2": torch.atan2,
+    "torch.hypot": torch.hypot,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_every_operation(operation):
+    for shape in [(WIDTH,), (1, POSITIONS, WIDTH), (BATCH, 1, WIDTH)]:
+        check_operation(
+            lambda m, x: operation(x, m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH)
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["x + w", "w * x", "torch.where"])
+def test_every_shape(name, shape):
+    operation = OPERATIONS[name]
+    check_operation(lambda m, x: operation(x, m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_broadcast_sweep(data):
+    """Data and parameter of any number of axes, either of which may be broadcast."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    keep = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    shape = [size if kept else 1 for size, kept in zip(sizes, keep, strict=True)]
+    shape = shape[data.draw(st.integers(0, len(shape))) :]
+    # Beyond the example axis, the data may be broadcast to the parameter too.
+    narrow = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    extent = [sizes[0], *(1 if n else s for n, s in zip(narrow[1:], sizes[1:], strict=True))]
+    name = data.draw(st.sampled_from(["x + w", "w - x", "x * w", "w / x", "torch.where"]))
+    operation = OPERATIONS[name]
+    check_operation(lambda m, x: operation(x, m.w), {"w": tuple(shape)}, normal(*extent))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3), (1, 3, 3), (3, 1, 1), (3, 1), (1, 3)], ids=str)
+def test_as_many_positions_and_channels_as_examples(shape):
+    check_operation(lambda m, x: x * m.w + x, {"w": shape}, normal(3, 3, 3))
+    check_operation(lambda m, x: x - m.w, {"w": shape}, normal(3, 3, 3))
+
+
+def test_data_that_are_fewer_dimensional_than_the_parameter():
+    # The parameter's first axis stands before the examples.
+    check_operation(
+        lambda m, x: (m.w * x).transpose(0, 1), {"w": (5, 1, WIDTH)}, normal(BATCH, WIDTH)
+    )
+    check_operation(lambda m, x: (m.w + x).T, {"w": (5, 1)}, normal(BATCH))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_another_example_axis(shape):
+    check_operation(
+        lambda m, x: x * m.w,
+        {"w": shape},
+        normal(BATCH, POSITIONS, WIDTH),
+        batch_dim=1,
+        loss_fn=lambda m, b: m(*b).square().sum((0, 2)),
+    )
+
+
+IN_PLACE = {
+    "add_": lambda x, w: x.add_(w, alpha=2),
+    "sub_": lambda x, w: x.sub_(w),
+    "mul_": lambda x, w: x.mul_(w),
+    "div_": lambda x, w: x.div_(w),
+    "pow_": lambda x, w: x.abs().pow_(w),
+    "addcmul_": lambda x, w: x.addcmul_(w, w * 2),
+    "lerp_": lambda x, w: x.lerp_(w, 0.25),
+    "+=": operator.iadd,
+    "-=": operator.isub,
+    "*=": operator.imul,
+    "/=": operator.itruediv,
+}
+
+
+@pytest.mark.parametrize("operation", IN_PLACE.values(), ids=IN_PLACE)
+def test_data_changed_in_place(operation):
+    # The copy is what a network has computed so far: an activation, not the caller's batch.
+    for shape in [(WIDTH,), (POSITIONS, WIDTH), ()]:
+        check_operation(
+            lambda m, x: operation(x + 2, m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH)
+        )
+
+
+def test_a_part_of_the_data_changed_in_place():
+    def function(m, x):
+        hidden = x * 2
+        hidden[:, 1:].mul_(m.w)
+        hidden[:, 0] += m.w
+        return hidden
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_changing_a_parameter_in_place_is_refused():
+    check_refused(lambda m, x: (2 * m.w).add_(x), {"w": (BATCH, 2)}, normal(BATCH, 2), match="in place")
+
+
+@pytest.mark.parametrize("mixed", [torch.cat, torch.concat, torch.concatenate], ids=str)
+def test_class_token_before_the_patches(mixed):
+    def function(m, x):
+        token = m.token.expand(x.shape[0], -1, -1)
+        return m.layer(mixed((token, x), dim=1))
+
+    parameters = {"token": (1, 1, WIDTH), "layer": nn.Linear(WIDTH, 3)}
+    check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+    check_operation(function, parameters, normal(1, POSITIONS, WIDTH))
+
+
+EXPANSIONS = {
+    "expand": lambda w: w.expand(BATCH, 2, WIDTH),
+    "expand -1": lambda w: w.expand(BATCH, -1, -1),
+    "repeat": lambda w: w.repeat(BATCH, 1, 1),
+    "tile": lambda w: w.tile(BATCH, 1, 1),
+    "broadcast_to": lambda w: torch.broadcast_to(w, (BATCH, 2, WIDTH)),
+    "repeat_interleave": lambda w: w.repeat_interleave(BATCH, dim=0),
+    "index": lambda w: w[torch.zeros(BATCH, dtype=torch.int64)],
+}
+
+
+@pytest.mark.parametrize("expansion", EXPANSIONS.values(), ids=EXPANSIONS)
+def test_tokens_repeated_for_each_example(expansion):
+    check_operation(
+        lambda m, x: torch.cat([expansion(m.w), x], 1), {"w": (1, 2, WIDTH)}, normal(BATCH, 3, WIDTH)
+    )
+    check_operation(
+        lambda m, x: torch.cat([x, expansion(m.w)], dim=-2), {"w": (1, 2, WIDTH)}, normal(BATCH, 3, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_stack_with_a_token(dim):
+    check_operation(
+        lambda m, x: torch.stack((x, m.w.expand(BATCH, WIDTH), x), dim),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )
+
+
+def test_stack_before_the_examples():
+    check_operation(
+        lambda m, x: torch.stack([x, m.w.expand(BATCH, WIDTH)]).transpose(0, 1),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )
+    # Three in a row look like a batch of three.
+    check_operation(
+        lambda m, x: torch.stack([x, m.w.expand(BATCH, WIDTH), x]).transpose(0, 1),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )
+
+
+def test_joining_along_the_examples_is_refused():
+    check_refused(
+        lambda m, x: torch.cat([m.w, x])[1:], {"w": (1, 2)}, normal(BATCH, 2), match="cat along the example"
+    )
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4), (2, 2, 2)], ids=str)
+def test_parametric_relu(shape):
+    check_operation(lambda m, x: m.layer(x), {"layer": nn.PReLU()}, normal(*shape))
+    if len(shape) > 1:
+        check_operation(lambda m, x: m.layer(x), {"layer": nn.PReLU(shape[1])}, normal(*shape))
+        check_operation(
+            lambda m, x: functional.prelu(x, m.w), {"w": (shape[1],)}, normal(*shape)
+        )
+
+
+def test_data_without_an_example_axis_are_refused():
+    check_refused(
+        lambda m, x, y: (x + (m.w * y).sum()),
+        {"w": (5,)},
+        normal(3),
+        normal(5),
+        error=gs.ExampleAxisError,
+        match=r"'w'.*\(5,\)",
+    )
+
+
+def test_operations_without_a_gradient_pass():
+    def function(m, x):
+        return torch.where(x > m.w, x * m.w, x) + (m.w == x) + torch.zeros_like(m.w)
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+
+
+def test_an_operation_without_a_rule_is_refused():
+    check_refused(
+        lambda m, x: torch.cdist(x, m.w), {"w": (4, 2)}, normal(3, 2), match=r"cdist.*'w'.*exclude=\['w'\]"
+    )

@@ -1,0 +1,199 @@
+"""Table look-ups."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import check_operation, check_refused, normal
+
+ROWS = 5
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return ids of few rows, so that most are repeated."""
+    return torch.randint(0, ROWS, shape, dtype=dtype)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.sampled_from([None, 0, 3, -1]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_embedding_sweep(shape, width, padding_idx, dtype):
+    layer = nn.Embedding(ROWS, width, padding_idx=padding_idx)
+    check_operation(lambda m, ids: m.layer(ids), {"layer": layer}, integers(*shape, dtype=dtype))
+
+
+def test_embedding_of_one_id_repeated():
+    ids = torch.tensor([[2, 2, 2, 2], [2, 1, 2, 1], [0, 1, 2, 3]])
+    check_operation(lambda m, ids: m.layer(ids), {"layer": nn.Embedding(ROWS, 3)}, ids)
+
+
+def test_embedding_with_everything_padded():
+    layer = nn.Embedding(ROWS, 3, padding_idx=2)
+    ids = torch.tensor([[2, 2], [2, 1], [0, 1]])
+    check_operation(lambda m, ids: m.layer(ids), {"layer": layer}, ids)
+    model = nn.Sequential(layer)
+    stats = gs.per_example_norms(model, ids, lambda m, b: m(b).square().sum((1, 2)))
+    assert stats.sqnorm[0] == 0 and (stats.sqnorm[1:] > 0).all()
+
+
+def test_embedding_of_folded_ids():
+    def function(m, ids):
+        return m.layer(ids.view(-1, ids.shape[-1])).view(*ids.shape, 3)
+
+    check_operation(function, {"layer": nn.Embedding(ROWS, 3, padding_idx=1)}, integers(3, 2, 4))
+
+
+def test_embedding_along_another_example_axis():
+    check_operation(
+        lambda m, ids: m.layer(ids),
+        {"layer": nn.Embedding(ROWS, 3)},
+        integers(4, 3),
+        batch_dim=1,
+        loss_fn=lambda m, b: m(*b).square().sum((0, 2)),
+    )
+
+
+def test_functional_embedding_with_positional_and_keyword_padding():
+    parameters = {"w": (ROWS, 3)}
+    check_operation(lambda m, ids: functional.embedding(ids, m.w, 1), parameters, integers(3, 4))
+    check_operation(
+        lambda m, ids: functional.embedding(ids, weight=m.w, padding_idx=-2), parameters, integers(3, 4)
+    )
+
+
+def test_scale_by_frequency_is_refused():
+    check_refused(
+        lambda m, ids: m.layer(ids),
+        {"layer": nn.Embedding(ROWS, 3, scale_grad_by_freq=True)},
+        integers(3, 4),
+        match=r"scale_grad_by_freq.*'layer\.weight'",
+    )
+    check_refused(
+        lambda m, ids: m.layer(ids),
+        {"layer": nn.EmbeddingBag(ROWS, 3, scale_grad_by_freq=True)},
+        integers(3, 4),
+        match=r"scale_grad_by_freq.*'layer\.weight'",
+    )
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["sum", "mean"]),
+    st.sampled_from([None, 0, -1]),
+)
+def test_bags_of_equal_size(batch, count, mode, padding_idx):
+    layer = nn.EmbeddingBag(ROWS, 3, mode=mode, padding_idx=padding_idx)
+    check_operation(lambda m, ids: m.layer(ids), {"layer": layer}, integers(batch, count))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.sampled_from(["sum", "mean"]),
+    st.sampled_from([None, 0, -1]),
+    st.booleans(),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_bags_at_offsets(counts, mode, padding_idx, last, dtype):
+    # Bags may be empty, the first and the last included.
+    bounds = torch.tensor([0, *counts]).cumsum(0).to(dtype)
+    ids = integers(sum(counts), dtype=dtype)
+    layer = nn.EmbeddingBag(
+        ROWS, 3, mode=mode, padding_idx=padding_idx, include_last_offset=last
+    )
+    labels = torch.zeros(len(counts), dtype=torch.int64)
+    check_operation(
+        lambda m, labels, offsets, ids: m.layer(ids, offsets),
+        {"layer": layer},
+        labels,
+        bounds if last else bounds[:-1],
+        ids,
+    )
+
+
+def test_weights_for_each_sample():
+    layer = nn.EmbeddingBag(ROWS, 3, mode="sum", padding_idx=1)
+    check_operation(
+        lambda m, ids, shares: m.layer(ids, per_sample_weights=shares),
+        {"layer": layer},
+        integers(3, 4),
+        normal(3, 4),
+    )
+    offsets = torch.tensor([0, 3, 4])
+    check_operation(
+        lambda m, offsets, ids, shares: m.layer(ids, offsets, per_sample_weights=shares),
+        {"layer": layer},
+        offsets,
+        integers(7),
+        normal(7),
+        gradient_of_data=False,
+    )
+
+
+def test_maximum_over_a_bag_is_refused():
+    check_refused(
+        lambda m, ids: m.layer(ids),
+        {"layer": nn.EmbeddingBag(ROWS, 3, mode="max")},
+        integers(3, 4),
+        match=r"max.*'layer\.weight'",
+    )
+
+
+def test_tracked_weights_of_samples_are_refused():
+    check_refused(
+        lambda m, ids: functional.embedding_bag(
+            ids, m.w, mode="sum", per_sample_weights=m.shares.expand(3, 4)
+        ),
+        {"w": (ROWS, 3), "shares": (4,)},
+        integers(3, 4),
+        match="per-sample weights",
+    )
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 3), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("table", [(ROWS,), (ROWS, 3), (ROWS, 2, 3)], ids=str)
+def test_parameter_indexed_by_data(shape, table):
+    ids = integers(*shape) - 2  # some of them count from the end
+    check_operation(lambda m, ids: m.w[ids], {"w": table}, ids)
+    check_operation(lambda m, ids: m.w[ids,], {"w": table}, ids)
+
+
+def test_parameter_indexed_by_int32():
+    check_operation(lambda m, ids: m.w[ids], {"w": (ROWS, 3)}, integers(3, 4, dtype=torch.int32))
+
+
+def test_parameter_selected_by_index_select():
+    check_operation(lambda m, ids: m.w.index_select(0, ids), {"w": (ROWS, 3)}, integers(3))
+    check_operation(lambda m, ids: torch.index_select(m.w, 0, ids), {"w": (ROWS, 3)}, integers(3))
+    check_refused(
+        lambda m, ids: m.w.index_select(1, ids).T, {"w": (3, ROWS)}, integers(3), match="'w'"
+    )
+
+
+def test_parameter_indexed_in_other_ways_is_refused():
+    check_refused(
+        lambda m, ids: m.w[:, ids].T, {"w": (3, ROWS)}, integers(3), match="__getitem__.*'w'"
+    )
+    check_refused(
+        lambda m, ids: m.w[ids > 2].expand(3, 3), {"w": (3, 3)}, integers(3, 3), match="__getitem__.*'w'"
+    )
+
+
+def test_relative_position_table():
+    # Constant ids: the table stays without examples until it meets data.
+    def function(m, x):
+        distance = (torch.arange(4)[:, None] - torch.arange(4)[None]).abs()
+        return x + m.w[distance].permute(2, 0, 1)
+
+    check_operation(function, {"w": (4, 2)}, normal(3, 2, 4, 4))
+    check_operation(function, {"w": (4, 4)}, normal(4, 4, 4, 4))

@@ -1,0 +1,185 @@
+"""Normalisation layers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+size = st.integers(1, 4)
+
+
+def scrambled(layer: nn.Module) -> nn.Module:
+    """Return a layer whose scale, shift and running statistics are not their initial values."""
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    for name, buffer in layer.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer) + (0.5 if "var" in name else -0.5))
+    return layer
+
+
+def check_layer(layer: nn.Module, *shape: int, **options) -> None:
+    check_operation(lambda m, x: m.layer(x), {"layer": scrambled(layer)}, normal(*shape), **options)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(size, min_size=1, max_size=2),
+    st.lists(size, max_size=2),
+    size,
+    st.sampled_from(["layer", "layer without bias", "root mean square"]),
+)
+def test_layer_and_rms_norm_sweep(shape, between, batch, kind):
+    layers = {
+        "layer": lambda: nn.LayerNorm(shape),
+        "layer without bias": lambda: nn.LayerNorm(shape, bias=False),
+        "root mean square": lambda: nn.RMSNorm(shape),
+    }
+    if math.prod(shape) == 1:
+        shape = [2]  # a single number less its own mean is zero, and so is its gradient
+    check_layer(layers[kind](), batch, *between, *shape)
+
+
+def test_root_mean_square_with_epsilon():
+    check_layer(nn.RMSNorm(4, eps=0.1), 3, 5, 4)
+    check_layer(nn.LayerNorm(4, eps=0.1), 3, 5, 4)
+
+
+def test_layer_norm_along_another_example_axis():
+    options = {"batch_dim": 1, "loss_fn": lambda m, b: m(*b).square().sum((0, 2))}
+    check_layer(nn.LayerNorm(4), 5, 3, 4, **options)
+    check_layer(nn.RMSNorm(4), 3, 3, 4, **options)
+
+
+def test_normalisation_over_the_examples_is_refused():
+    for layer in (nn.LayerNorm((3, 4)), nn.RMSNorm((3, 4))):
+        check_refused(
+            lambda m, x: m.layer(x),
+            {"layer": layer},
+            normal(3, 4),
+            error=gs.ExampleAxisError,
+            match=r"layer\.weight.*last 2 axes",
+        )
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(size, max_size=3), size)
+def test_group_norm_sweep(groups, width, spatial, batch):
+    if groups * width == 1 or (width == 1 and not spatial):
+        width = 2
+    check_layer(nn.GroupNorm(groups, groups * width), batch, groups * width, *spatial)
+
+
+def test_group_norm_of_as_many_channels_as_examples():
+    check_layer(nn.GroupNorm(2, 4), 4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_instance_norm(dims, running, training):
+    kind = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}[dims]
+    layer = kind(4, affine=True, track_running_stats=running).train(training)
+    shape = (3, 4, *(3 for _ in range(dims)))
+    if running and training:
+        # Each example is normalised by its own statistics; the running ones only follow.
+        check_running_update(scrambled(layer).double(), normal(*shape))
+    else:
+        check_layer(layer, *shape)
+
+
+def check_running_update(layer: nn.Module, x: torch.Tensor) -> None:
+    """Check norms where a forward changes the layer's buffers, as it does without us."""
+    still = Operation(lambda m, x: functional.instance_norm(x, None, None, m.w, m.b), {
+        "w": layer.weight.detach().clone(), "b": layer.bias.detach().clone()}, False)  # fmt: skip
+    expected = gs.per_example_norms(still, (x,), uneven_loss)
+    model = Operation(lambda m, x: m.layer(x), {"layer": layer}, upstream=False)
+    before = layer.running_mean.clone()
+    stats = gs.per_example_norms(model, (x,), uneven_loss)
+    torch.testing.assert_close(stats.sqnorm, expected.sqnorm, rtol=1e-9, atol=0)
+    mean = 0.9 * before + 0.1 * x.flatten(2).mean((0, 2))
+    torch.testing.assert_close(layer.running_mean, mean, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.BatchNorm1d(4), (3, 4)),
+        (nn.BatchNorm1d(4), (3, 4, 5)),
+        (nn.BatchNorm1d(4), (4, 4, 4)),
+        (nn.BatchNorm2d(4, eps=0.1), (3, 4, 2, 5)),
+        (nn.BatchNorm3d(4), (3, 4, 2, 3, 2)),
+        (nn.SyncBatchNorm(4), (3, 4, 5)),
+        (nn.BatchNorm2d(4), (1, 4, 2, 5)),
+    ],
+    ids=str,
+)
+def test_batch_norm_in_evaluation(layer, shape):
+    check_layer(layer.eval(), *shape)
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4, affine=False),
+        frozen(nn.BatchNorm2d(4)),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.BatchNorm2d(4, track_running_stats=False).eval(),
+        nn.BatchNorm2d(4, track_running_stats=False, affine=False).eval(),
+    ],
+    ids=["affine", "plain", "frozen", "own statistics", "own in evaluation", "plain in evaluation"],
+)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_batch_norm_by_statistics_of_the_batch_is_refused(layer, place):
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer)
+    if place == "before":
+        model = nn.Sequential(layer, model[0])
+    mode = [module.training for module in model.modules()]
+    with pytest.raises(gs.CoupledExamplesError, match=r"mixes the examples.*model\.eval\(\)"):
+        gs.per_example_norms(model, torch.randn(3, 4, 2, 2), uneven_loss_of_one)
+    with pytest.raises(gs.CoupledExamplesError), gs.track(model, batch_size=3) as tracker:
+        tracker.backward(uneven_loss_of_one(model, torch.randn(3, 4, 2, 2)))
+    assert [module.training for module in model.modules()] == mode
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def uneven_loss_of_one(model, x):
+    return uneven_loss(model, (x,))
+
+
+def test_frozen_statistics_with_trained_affine():
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), scrambled(nn.BatchNorm2d(4)))
+    model[1].eval()
+    check_operation(lambda m, x: m.layer(x), {"layer": model}, normal(3, 2, 3, 3))
+
+
+def test_layers_without_parameters_pass():
+    layer = nn.Sequential(
+        nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False), nn.Linear(4, 2)
+    )
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(3, 5, 4))
+
+
+def test_scale_derived_from_a_parameter():
+    # Gemma's normalisation: the scale is 1 + weight.
+    def function(m, x):
+        return functional.rms_norm(x, (4,), 1 + m.w)
+
+    check_operation(function, {"w": (4,)}, normal(3, 5, 4))
+    check_operation(
+        lambda m, x: functional.layer_norm(x, (4,), 1 + m.w, 2 * m.b),
+        {"w": (4,), "b": (4,)},
+        normal(3, 5, 4),
+    )

@@ -1,0 +1,412 @@
+"""Contractions against the definition: factor.dense(), squared and summed in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradstats import _cost, contractions
+from gradstats._factors import ConvolutionGeometry, Outer, Patches, Rows, Vector
+from gradstats.contractions import _outer, _patches
+
+WORKSPACE = 2**28
+TINY = 1
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def outer(batch=3, groups=1, positions=4, p=3, q=2) -> Outer:
+    shape = (p, q) if groups == 1 else (groups, p, q)
+    return Outer(normal(batch, groups, positions, p), normal(batch, groups, positions, q), shape)
+
+
+def patches(batch=3, channels=4, out=6, groups=2, kernel=(3, 2), stride=(2, 1)) -> Patches:
+    x = normal(batch, channels, 7, 6)
+    geometry = ConvolutionGeometry(stride, (1, 0), (1, 2), groups)
+    weight = normal(out, channels // groups, *kernel)
+    y = torch.nn.functional.conv2d(x, weight, None, stride, (1, 0), (1, 2), groups)
+    return Patches(x, normal(*y.shape), tuple(weight.shape), geometry)
+
+
+def rows(counts, width=2, table=4) -> Rows:
+    example = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    count = sum(counts)
+    return Rows(
+        torch.randint(0, table, (count,)), normal(count, width), example, len(counts), (table, width)
+    )
+
+
+def vectors() -> list[Vector]:
+    return [
+        Vector(normal(3, 4, 2), (4, 2)),
+        Vector(normal(3), ()),
+        Vector(normal(3, 4, 2), (4, 3, 2), axis=1),
+    ]
+
+
+def defined(*factors) -> Tensor:
+    """Return ‖Σ_u F_u[i]‖² by the definition."""
+    total = sum(factor.dense().double() for factor in factors)
+    return total.reshape(len(total), -1).square().sum(1)
+
+
+def assert_exact(result: contractions.Contraction, *factors, rtol: float = 1e-12) -> None:
+    expected = defined(*factors)
+    assert result.value.dtype == result.bound.dtype == torch.float64
+    assert result.value.shape == result.bound.shape == (factors[0].batch,)
+    torch.testing.assert_close(result.value, expected, rtol=rtol, atol=1e-200)
+    assert (result.bound >= 0).all()
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5)
+)
+def test_every_form_agrees_with_the_definition(batch, groups, positions, p, q):
+    factor = outer(batch, groups, positions, p, q)
+    for workspace in (WORKSPACE, TINY):
+        assert_exact(_outer.gram(factor, workspace), factor)
+        assert_exact(_outer.direct(factor, workspace), factor)
+        assert_exact(contractions.sqnorm([factor], workspace), factor)
+        assert_exact(contractions.sqnorm([factor], workspace, guarded=False), factor)
+        result, total = contractions.sqnorm_and_sum(factor, workspace)
+        assert_exact(result, factor)
+        torch.testing.assert_close(total, factor.dense().sum(0))
+    if positions == 1:
+        assert_exact(_outer.rank_one(factor), factor)
+
+
+@pytest.mark.parametrize("positions", [127, 128, 129, 200])
+def test_gram_blocks(positions):
+    factor = outer(2, 2, positions, 3, 4)
+    assert_exact(_outer.gram(factor, WORKSPACE), factor)
+    assert_exact(_outer.gram(factor, TINY), factor)
+
+
+def test_no_positions_give_zero():
+    factor = outer(positions=0)
+    assert torch.equal(contractions.sqnorm([factor], WORKSPACE).value, torch.zeros(3).double())
+    result, total = contractions.sqnorm_and_sum(factor, WORKSPACE)
+    assert not result.value.any() and not total.any() and total.shape == (3, 2)
+
+
+def test_operands_of_any_stride():
+    left = normal(5, 3, 1, 4).transpose(0, 2).transpose(0, 1).expand(3, 2, 5, 4)
+    factor = Outer(left, normal(3, 5, 2, 2).transpose(1, 2), (2, 4, 2))
+    for form in (_outer.gram, _outer.direct):
+        assert_exact(form(factor, WORKSPACE), factor)
+
+
+def test_the_parameters_axes_may_be_permuted():
+    factor = Outer(normal(3, 2, 5, 6), normal(3, 2, 5, 4), (4, 2, 3, 2), (3, 0, 1, 2), (2, 3, 2, 4))
+    gradient = torch.einsum("bktp,bktq->bkpq", factor.left, factor.right)
+    expected = gradient.view(3, 2, 3, 2, 4).permute(0, 4, 1, 2, 3)
+    torch.testing.assert_close(factor.dense(), expected)
+    result, total = contractions.sqnorm_and_sum(factor, WORKSPACE)
+    assert_exact(result, factor)
+    torch.testing.assert_close(total, expected.sum(0))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("out, kernel", [(6, (3, 2)), (2, (1, 1)), (40, (3, 3))])
+def test_patches(groups, out, kernel):
+    factor = patches(batch=5, out=out, groups=groups, kernel=kernel)
+    x, g = factor.input, factor.grad
+    for example in range(factor.batch):
+        weight = normal(*factor.shape).requires_grad_()
+        y = torch.nn.functional.conv2d(
+            x[example : example + 1], weight, None, (2, 1), (1, 0), (1, 2), groups
+        )
+        (gradient,) = torch.autograd.grad(y, weight, g[example : example + 1])
+        torch.testing.assert_close(factor.dense()[example], gradient)
+    torch.testing.assert_close(factor.unfolded().dense(), factor.dense())
+    for workspace in (WORKSPACE, TINY):
+        assert_exact(contractions.sqnorm([factor], workspace), factor)
+        assert_exact(_patches._direct(factor, workspace, with_sum=False)[0], factor)
+        result, total = contractions.sqnorm_and_sum(factor, workspace)
+        assert_exact(result, factor)
+        torch.testing.assert_close(total, factor.dense().sum(0))
+
+
+@pytest.mark.parametrize("counts", [[3, 2, 4], [0, 3, 0], [0, 0, 5, 0], [0, 0], [1]], ids=str)
+def test_rows_of_examples_with_any_number_of_ids(counts):
+    factor = rows(counts)
+    expected = torch.zeros(len(counts), 4, 2).double()
+    for n, example in enumerate(factor.example.tolist()):
+        expected[example, factor.ids[n]] += factor.grad[n]
+    torch.testing.assert_close(factor.dense(), expected)
+    assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
+    assert_exact(contractions.sqnorm([factor], TINY), factor)
+
+
+def test_vectors():
+    for factor in vectors():
+        assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
+    own = vectors()[2]
+    for example in range(3):
+        gradient = own.dense()[example]
+        assert torch.equal(gradient[:, example], own.values[example])
+        gradient[:, example] = 0
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), torch.tensor([0, 2]), torch.tensor([2])], ids=str)
+def test_select(index):
+    for factor in (outer(), patches(), rows([2, 0, 3]), *vectors()):
+        part = factor.select(index)
+        torch.testing.assert_close(part.dense(), factor.dense()[index])
+        assert_exact(contractions.sqnorm([part], WORKSPACE), part)
+    twice = vectors()[2].select(slice(1, 3))
+    torch.testing.assert_close(twice.select(slice(1, 2)).dense(), twice.dense()[1:2])
+
+
+def test_transposed():
+    factor = outer()
+    torch.testing.assert_close(factor.transposed().dense(), factor.dense().mT)
+
+
+SUMS = {
+    "outer + outer": lambda: [outer(positions=4), outer(positions=1), outer(positions=9)],
+    "rows + rows": lambda: [rows([2, 0, 3], table=2), rows([1, 4, 3], table=2)],
+    "vector + vector": lambda: [vectors()[0], vectors()[0]],
+    "slice + slice": lambda: [vectors()[2], vectors()[2]],
+    "slice + vector": lambda: [vectors()[2], Vector(normal(3, 4, 3, 2), (4, 3, 2))],
+    "outer + rows": lambda: [outer(p=4), rows([2, 0, 3])],
+    "rows + outer": lambda: [rows([0, 5, 1]), outer(p=4, positions=2), rows([1, 1, 1])],
+    "outer + vector": lambda: [outer(p=4), Vector(normal(3, 4, 2), (4, 2))],
+    "rows + vector + outer": lambda: [rows([2, 0, 3]), Vector(normal(3, 4, 2), (4, 2)), outer(p=4)],
+    "patches + patches": lambda: [patches(), patches()],
+    "groups + one group": lambda: [
+        Outer(normal(3, 4, 5, 2), normal(3, 4, 5, 1), (4, 2)),
+        outer(p=4),
+    ],
+    "groups + rows": lambda: [
+        rows([2, 0, 3]),
+        Outer(normal(3, 4, 5, 2), normal(3, 4, 5, 1), (4, 2)),
+    ],
+    "rows of rows + rows": lambda: [
+        Outer(normal(3, 1, 5, 8), normal(3, 1, 5, 3), (4, 2, 3)),
+        Rows(torch.arange(4), normal(4, 6), torch.tensor([0, 0, 1, 2]), 3, (4, 2, 3)),
+    ],
+    "permuted + rows": lambda: [
+        Outer(normal(3, 1, 5, 4), normal(3, 1, 5, 4), (4, 4), (1, 0), (4, 4)),
+        rows([2, 1, 3], width=4),
+    ],
+    "permuted + not": lambda: [
+        Outer(normal(3, 1, 5, 2), normal(3, 1, 5, 4), (4, 2), (1, 0), (2, 4)),
+        outer(p=4),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("workspace", [WORKSPACE, TINY])
+def test_sums_of_uses(name, workspace):
+    factors = SUMS[name]()
+    assert_exact(contractions.sqnorm(factors, workspace), *factors)
+    assert not torch.allclose(defined(*factors), sum(defined(factor) for factor in factors))
+
+
+@pytest.mark.parametrize("workspace", [WORKSPACE, TINY])
+def test_cross_term_of_a_projection_and_an_embedding(workspace):
+    left, right = outer(p=4, positions=5), rows([2, 0, 6])
+    expected = (left.dense() * right.dense()).sum((1, 2))
+    cross = _outer.inner_with_rows(left, right, workspace)
+    torch.testing.assert_close(cross, expected)
+    assert cross[1] == 0 and cross.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows"])
+def test_uses_that_cancel_each_other(kind):
+    """Two large uses whose sum is small: what is left must not be the rounding of the large ones."""
+    first = outer(p=4, positions=6)
+    single = Outer(first.left.float(), first.right.float(), first.shape)
+    small = rows([8, 8, 8])
+    small = Rows(torch.arange(4).repeat(6), small.grad.float(), small.example, 3, (4, 2))
+    small = Rows(small.ids[:12], small.grad[:12], torch.arange(3).repeat_interleave(4), 3, (4, 2))
+    gradient = single.left.double().mT @ single.right.double()
+    noise = 1e-3 * torch.randn(3, 4, 2)
+    opposite = (noise - gradient.squeeze(1)).float()
+    if kind == "rows":
+        other = Rows(small.ids, opposite.reshape(12, 2), small.example, 3, (4, 2))
+    else:
+        other = Outer(torch.eye(4).expand(3, 1, 4, 4), opposite[:, None], (4, 2))
+    expected = (gradient.squeeze(1) + opposite.double()).square().sum((1, 2))
+    result = contractions.sqnorm([single, other], WORKSPACE)
+    torch.testing.assert_close(result.value, expected, rtol=2e-3, atol=0)
+
+
+def cancelling(dtype: torch.dtype, noise: float, width: int = 64, batch: int = 8) -> Outer:
+    """Return a factor of which the Gram form loses all digits: a = 3 + noise, Σ_t g = 0."""
+    generator = torch.Generator().manual_seed(0)
+    a = 3 + noise * torch.randn(batch, 1, 256, width, generator=generator)
+    g = torch.randn(batch, 1, 256, width, generator=generator)
+    return Outer((g - g.mean(2, keepdim=True)).to(dtype), a.to(dtype), (width, width))
+
+
+ADVERSARIAL = [(torch.float32, 1e-3), (torch.bfloat16, 0.1)]
+
+
+@pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
+@pytest.mark.parametrize("width", [64, 512])
+def test_cancellation(dtype, noise, width):
+    factor = cancelling(dtype, noise, width, batch=8 if width == 64 else 2)
+    # The sum of rounded gradients is part of the inputs, not of the error.
+    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
+    expected = defined(exact)
+
+    def error(result):
+        return ((result.value - expected).abs() / expected).max().item()
+
+    assert error(contractions.sqnorm([factor], WORKSPACE)) < 1e-3
+    assert error(contractions.sqnorm_and_sum(factor, WORKSPACE)[0]) < 1e-3
+    assert error(contractions.sqnorm([factor], WORKSPACE, guarded=False)) < 1e-3
+    assert error(_outer.guarded_gram(factor, WORKSPACE)) < 1e-3
+    halves = [
+        Outer(factor.left[:, :, part], factor.right[:, :, part], factor.shape)
+        for part in (slice(0, 100), slice(100, None))
+    ]
+    assert error(contractions.sqnorm(halves, WORKSPACE)) < 1e-3
+    if dtype == torch.float32:
+        assert error(_outer.gram(factor, WORKSPACE)) > 1e-2
+    # At this width the Gram form is the cheaper one: only the guard makes the result right.
+    assert _cost.choose_outer_form(256, width, width) == ("direct" if width == 64 else "gram")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", [3.0, 1.0, 0.1, 1e-2, 1e-3])
+def test_the_bound_of_the_gram_form_is_honest(dtype, noise):
+    factor = cancelling(dtype, noise)
+    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
+    result = _outer.gram(factor, WORKSPACE)
+    assert ((result.value - defined(exact)).abs() <= result.bound).all()
+
+
+def test_the_guard_recomputes_suspects_alone(monkeypatch):
+    calm, wild = outer(2, positions=256, p=64, q=64), cancelling(torch.float32, 1e-3, batch=2)
+    left = torch.stack([calm.left[0].float(), wild.left[0], calm.left[1].float(), wild.left[1]])
+    right = torch.stack([calm.right[0].float(), wild.right[0], calm.right[1].float(), wild.right[1]])
+    factor = Outer(left, right, (64, 64))
+    recomputed = []
+    direct = _outer.direct
+    monkeypatch.setattr(
+        _outer, "direct", lambda f, workspace: recomputed.append(f) or direct(f, workspace)
+    )
+    result = _outer.guarded_gram(factor, WORKSPACE)
+    assert len(recomputed) == 1 and torch.equal(recomputed[0].left, left[[1, 3]])
+    assert_exact(result, Outer(left.double(), right.double(), (64, 64)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
+    # Sums of this size overflow float16 and have no digits left in bfloat16.
+    left, right = torch.randn(2, 1, 256, 300).to(dtype), torch.randn(2, 1, 256, 300).to(dtype)
+    factor = Outer(left, right, (300, 300))
+    exact = Outer(left.double(), right.double(), (300, 300))
+    for form in (_outer.gram, _outer.direct):
+        assert_exact(form(factor, WORKSPACE), exact, rtol=1e-5)
+    first = factor.left[:, :, :1], factor.right[:, :, :1]
+    one = Outer(first[0], first[1], (300, 300))
+    assert_exact(_outer.rank_one(one), Outer(*(t.double() for t in first), (300, 300)), rtol=1e-5)
+    vector = Vector(100 * right[:, 0, 0], (300,))
+    assert_exact(
+        contractions.sqnorm([vector], WORKSPACE), Vector(vector.values.double(), (300,)), rtol=1e-5
+    )
+
+
+class Ledger(TorchDispatchMode):
+    """Records the largest storage that an operation created."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor) and item.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, item.untyped_storage().nbytes())
+        return result
+
+
+def test_nothing_larger_than_the_workspace_is_created():
+    workspace = 64 * 1024
+    wide = outer(16, positions=40, p=100, q=120)  # a gradient of 96 kB for each example
+    large = rows([50] * 16, width=64, table=500)  # a gradient of 256 kB for each example
+    table = Outer(normal(16, 1, 4, 500), normal(16, 1, 4, 64), (500, 64))
+    images = patches(batch=64)
+    for call in (
+        lambda: _outer.gram(wide, workspace),
+        lambda: _outer.direct(wide, workspace),
+        lambda: contractions.sqnorm([wide], workspace),
+        lambda: contractions.sqnorm([large], workspace),
+        lambda: contractions.sqnorm([images], workspace),
+        lambda: _outer.inner_with_rows(table, large, workspace),
+        lambda: contractions.sqnorm([table, large], workspace),
+    ):
+        call()
+        with Ledger() as ledger:
+            call()
+        assert 0 < ledger.largest <= workspace
+
+
+def test_form_for_one_position_is_rank_one():
+    for positions in (0, 1):
+        assert _cost.choose_outer_form(positions, 1, 1) == "rank_one"
+        assert _cost.choose_outer_form(positions, 4096, 4096, with_sum=True) == "rank_one"
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.booleans())
+def test_forms_cross_once_as_positions_grow(p, q, with_sum):
+    choices = [
+        _cost.choose_outer_form(positions, p, q, with_sum=with_sum) for positions in range(2, 6000, 7)
+    ]
+    switch = choices.index("direct") if "direct" in choices else len(choices)
+    assert set(choices[:switch]) <= {"gram"} and set(choices[switch:]) <= {"direct"}
+    assert choices == [
+        _cost.choose_outer_form(positions, q, p, with_sum=with_sum) for positions in range(2, 6000, 7)
+    ]
+
+
+@pytest.mark.parametrize("width", [512, 1024, 4096])
+def test_the_crossover_counts_the_symmetry_of_gram_matrices(width):
+    # T (T + 64) / 2 · 2 width = T · width², so T + 64 = width, elementwise work aside.
+    assert _cost.choose_outer_form(int(0.8 * width) - 64, width, width) == "gram"
+    assert _cost.choose_outer_form(int(1.2 * width), width, width) == "direct"
+    # Twice as many positions as a rule that ignores the symmetry would give the Gram form.
+    assert _cost.choose_outer_form(int(0.6 * width), width, width) == "gram"
+
+
+def test_the_sum_comes_for_free_with_the_direct_form():
+    forms = {
+        with_sum: [
+            _cost.choose_outer_form(t, 256, 256, with_sum=with_sum) for t in range(2, 400)
+        ].count("gram")
+        for with_sum in (False, True)
+    }
+    assert 0 < forms[True] < forms[False]
+
+
+def test_without_a_guard_the_gram_form_is_never_chosen():
+    for positions, p, q in ((2, 4096, 4096), (16, 512, 512), (1000, 3, 3)):
+        assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
+
+
+def test_chunks():
+    assert _cost.examples_per_chunk(100, 8, 250) == 2
+    assert _cost.examples_per_chunk(100, 8, 1) == 1
+    assert _cost.examples_per_chunk(1, 8, WORKSPACE) == 8
+    assert _cost.examples_per_chunk(0, 8, WORKSPACE) == 8
+    # A chunk stays in cache even where the workspace allows more.
+    assert _cost.examples_per_chunk(2**20, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**20
+    assert _cost.rows_per_tile(10, 100, 250) == 2
+    assert _cost.rows_per_tile(10, 100, 1) == 1
+    assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32
+    assert _cost.convolution_chunk(100, 64, 250) == 2
+    assert _cost.product(()) == 1 and _cost.product((2, 3)) == math.prod((2, 3))
