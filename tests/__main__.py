@@ -1,0 +1,32 @@
+"""Run every lane of the tests, each in a process of its own:  python -m tests  [pytest options]
+
+Triton's interpreter and its compiler cannot live in one process, and neither may touch the plain lane.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+LANES = (
+    ("rules, models and contracts", ["tests", "--ignore=tests/kernels/interpreter",
+                                     "--ignore=tests/kernels/compiled"], {}),
+    ("kernels in Triton's interpreter", ["tests/kernels/interpreter"], {"TRITON_INTERPRET": "1"}),
+    ("kernels compiled for real targets", ["tests/kernels/compiled"], {}),
+)  # fmt: skip
+
+
+def main() -> int:
+    failed = []
+    for name, paths, environment in LANES:
+        print(f"\n{name}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", *paths, *sys.argv[1:]]
+        if subprocess.run(command, env={**os.environ, **environment}, check=False).returncode:
+            failed.append(name)
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\nall lanes passed")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
