@@ -19,11 +19,11 @@ Form = Literal["rank_one", "gram", "direct"]
 ELEMENT_COST = 8
 
 # Rows of a Gram matrix computed at once: only blocks on and above the diagonal are needed.
-GRAM_BLOCK = 64
+GRAM_BLOCK = 32
 
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
-CACHE_BYTES = 2 * 1024 * 1024
+CACHE_BYTES = 1024 * 1024
 
 
 def gram_cost(positions: int, d_left: int, d_right: int) -> float:
@@ -80,8 +80,12 @@ def choose_outer_form(
 
 def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples are contracted at once: as many as fit the budget, at least one."""
-    budget = min(workspace, max(CACHE_BYTES, bytes_per_example))
-    return max(1, min(examples, budget // max(1, bytes_per_example)))
+    return max(1, min(in_cache(bytes_per_example, examples), workspace // max(1, bytes_per_example)))
+
+
+def in_cache(bytes_per_example: int, examples: int) -> int:
+    """Return how many examples' temporaries stay in a core's cache, at least one."""
+    return max(1, min(examples, CACHE_BYTES // max(1, bytes_per_example)))
 
 
 def rows_per_tile(rows: int, bytes_per_row: int, workspace: int) -> int:

@@ -241,10 +241,15 @@ def test_the_command_finds_flipped_labels_by_training_only(tmp_path, capsys):
     assert "training: 100%" in captured.err
 
 
-def test_a_seed_fixes_every_byte(short_run, tmp_path, capsys):
+def test_a_seed_fixes_every_byte_whatever_the_number_of_threads(short_run, tmp_path, capsys):
     folder, _ = short_run
-    state = torch.random.get_rng_state()
-    run_demo(SHORT, tmp_path)
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        run_demo(SHORT, tmp_path)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
     assert torch.equal(torch.random.get_rng_state(), state)
     printed = capsys.readouterr().out
     for name in FILES:

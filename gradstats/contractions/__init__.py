@@ -76,13 +76,10 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     ]
     if len(merged) == 1:
         return SELF[type(merged[0])](merged[0], workspace, guarded=True)
-    if len(merged) > 2 or (type(merged[0]), type(merged[1])) not in CROSS:
-        merged.reverse()
-    first, second = merged[:2]
-    if isinstance(first, Outer) and not first.spans_rows:
+    pair = _pair_with_rule(merged)
+    if pair is None:
         return _dense.sqnorm_of_sum(merged, workspace)
-    if len(merged) > 2 or (type(first), type(second)) not in CROSS:
-        return _dense.sqnorm_of_sum(merged, workspace)
+    first, second = pair
     parts = [SELF[type(f)](f, workspace, guarded=True) for f in merged]
     cross = CROSS[type(first), type(second)](first, second, workspace)
     value = parts[0].value + parts[1].value + 2 * cross
@@ -90,3 +87,11 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     magnitude = parts[0].value + parts[1].value + 2 * cross.abs()
     bound = parts[0].bound + parts[1].bound + 4 * unit_roundoff(torch.float32) * magnitude
     return Contraction(value, bound)
+
+
+def _pair_with_rule(factors: list[Factor]) -> tuple[Outer, Rows] | None:
+    """Return the factors in the order in which a rule takes them, None where there is no rule."""
+    for pair in (factors, factors[::-1]):
+        if tuple(map(type, pair)) in CROSS and pair[0].spans_rows:  # type: ignore[union-attr]
+            return pair[0], pair[1]  # type: ignore[return-value]
+    return None

@@ -70,7 +70,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     q = factor.right.shape[3]
     itemsize = torch.finfo(dtype).bits // 8
     # Small examples are contracted whole: a second block would cost more to launch than it saves.
-    block = positions if positions < 2 * _cost.GRAM_BLOCK else _cost.GRAM_BLOCK
+    block = positions if positions < 3 * _cost.GRAM_BLOCK else _cost.GRAM_BLOCK
     upcast = p + q if factor.left.dtype != dtype or factor.right.dtype != dtype else 0
     chunk = _cost.examples_per_chunk(
         groups * positions * (2 * block + upcast) * itemsize, batch, workspace

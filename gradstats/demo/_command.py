@@ -28,7 +28,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "demo",
         help="find flipped labels among scikit-learn's digits",
         description=(
-            "Flip 10%% of the labels of scikit-learn's bundled digits, train a small convolutional "
+            "Flip 10% of the labels of scikit-learn's bundled digits, train a small convolutional "
             "network, and rank the training digits by self-influence, from exact per-example "
             "gradient norms at several checkpoints, beside cheaper scores."
         ),

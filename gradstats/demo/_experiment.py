@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,22 @@ class Outcome:
         return sorted(self.scores, key=lambda ranked: ranked.detection.auroc, reverse=True)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one thread inside the context.
+
+    The order of sums, and so the result, then depends on the seed and not on the number of cores,
+    and operations this small gain nothing from more.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def run_experiment(settings: Settings) -> Outcome:
     """Return the outcome of one run, the same for the same settings.
 

@@ -88,7 +88,7 @@ def draw_curves(path: Path, outcome: Outcome) -> None:
 
     figure = Figure(figsize=(12, 6.4), dpi=120)
     roc, inspection = figure.subplots(1, 2)
-    roc_corner = roc.inset_axes((0.58, 0.1, 0.39, 0.36))
+    roc_corner = roc.inset_axes((0.62, 0.1, 0.35, 0.29))
     inspection_corner = inspection.inset_axes((0.56, 0.4, 0.41, 0.42))
     rate = outcome.settings.noise_rate
     _draw_scores(outcome, (roc, roc_corner), "false_alarm_fraction")

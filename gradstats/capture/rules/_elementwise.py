@@ -40,7 +40,9 @@ def broadcast(tracker, func, *args, **kwargs):
             axes.add(dims - operand.dim() + examples.axis)
     if len(axes) != 1:
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    return _per_example(tracker, func, ExampleLayout(dims, axes.pop(), tracker.batch_size), args, kwargs)
+    return _per_example(
+        tracker, func, ExampleLayout(dims, axes.pop(), tracker.batch_size), args, kwargs
+    )
 
 
 def join(tracker, func, *args, **kwargs):
@@ -49,12 +51,30 @@ def join(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, tensors) if node is not None]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     dims = tensors[0].dim()
-    for tensor in tensors:
-        if node_of(tensor) is None and tracker.is_data(tensor):
-            axis = locate(tracker, func, nodes[0], tensor).axis
-    if func is not torch.stack and dim % dims == axis:
+    axes = {
+        locate(tracker, func, nodes[0], tensor).axis
+        for tensor in tensors
+        if node_of(tensor) is None and tracker.is_data(tensor)
+    }
+    axis = axes.pop()
+    if axes or (func is not torch.stack and dim % dims == axis):
         refuse(func, nodes[0], "along the example axis has no rule")
     return _per_example(tracker, func, ExampleLayout(dims, axis, tracker.batch_size), args, kwargs)
+
+
+def assign(tracker, func, input, index, value):
+    """x[:, ...] = w: a part of the data, the same for every example, is overwritten."""
+    operands = [item for item in flatten((input, index, value)) if isinstance(item, Tensor)]
+    node = next(node for node in map(node_of, operands) if node is not None)
+    items = index if isinstance(index, tuple) else (index,)
+    basic = not any(isinstance(item, (Tensor, list)) for item in items)
+    if node_of(input) is not None or not tracker.is_data(input) or not basic:
+        refuse(func, node, "to other than a part of the data that slices and numbers select has no rule")
+    axis = locate(tracker, func, node, input).axis
+    # The examples must stay where they are, all of them, along the same axis.
+    if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
+        refuse(func, node, "to some of the examples has no rule")
+    broadcast(tracker, Tensor.copy_, input[index], value)
 
 
 def prelu(tracker, func, input, weight):
@@ -149,7 +169,7 @@ ELEMENTWISE = (
     "hypot", "logaddexp", "xlogy",
 )  # fmt: skip
 
-IN_PLACE = frozenset(in_place_variants(*ELEMENTWISE))
+IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
@@ -159,6 +179,7 @@ RULES = {
     torch.concat: join,
     torch.concatenate: join,
     torch.stack: join,
+    Tensor.__setitem__: assign,
     functional.prelu: prelu,
     torch.prelu: prelu,
 }

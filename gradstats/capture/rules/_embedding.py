@@ -116,7 +116,11 @@ def index(tracker, func, input, indices):
     ids = indices[0] if isinstance(indices, tuple) and len(indices) == 1 else indices
     integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
     if node is None or node_of(ids) is not None or not integers:
-        refuse(func, node or node_of(ids), "with other than integer indices of its first axis has no rule")
+        refuse(
+            func,
+            node or node_of(ids),
+            "with other than integer indices of its first axis has no rule",
+        )
     examples = locate(tracker, func, node, ids, folds=True)
     result = func(plain(input), indices)
     factors = IndexFactors(examples, tuple(input.shape))
@@ -140,7 +144,11 @@ def index_select(tracker, func, input, dim, index):
     """The same look-up with the axis given by number."""
     node = node_of(input)
     if node is None or node_of(index) is not None or dim % input.dim() != 0:
-        refuse(func, node or node_of(index), "along another than the parameter's first axis has no rule")
+        refuse(
+            func,
+            node or node_of(index),
+            "along another than the parameter's first axis has no rule",
+        )
     examples = locate(tracker, func, node, index, folds=True)
     result = func(plain(input), dim, index)
     factors = IndexFactors(examples, tuple(input.shape))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._cost import in_cache
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._tensors import node_of
@@ -40,23 +41,29 @@ class AffineFactors:
     shift: bool
     shape: tuple[int, ...]
 
-    def __call__(self, grad: Tensor, *saved: Tensor) -> list:
+    def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         dtype = compute_dtype(grad)
-        factors = []
-        if self.scale:
-            factors.append(self._sum(grad.to(dtype) * self.normalise(*saved).to(dtype)))
-        if self.shift:
-            factors.append(self._sum(grad.to(dtype)))
-        return factors
+        grad, x = self.examples.first(grad), self.examples.first(x)
+        batch = grad.shape[0]
+        # x̂ and its product with the gradient are used at once and dropped: a few examples at a time
+        # they never leave the cache.
+        chunk = batch
+        if not torch.compiler.is_compiling():
+            chunk = in_cache(3 * grad[0].numel() * torch.finfo(dtype).bits // 8, batch)
+        scales, shifts = [], []
+        for start in range(0, batch, chunk):
+            rows = slice(start, start + chunk)
+            g = grad[rows].to(dtype)
+            if self.scale:
+                scales.append(self._sum(g * self.normalise(x[rows].to(dtype), *statistics)))
+            if self.shift:
+                shifts.append(self._sum(g))
+        return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
 
-    def _sum(self, product: Tensor) -> Vector:
-        product = self.examples.first(product)
-        batch = product.shape[0]
+    def _sum(self, product: Tensor) -> Tensor:
         if self.channel_axis is None:
-            values = product.reshape(batch, -1, *self.shape).sum(1)
-        else:
-            values = product.reshape(batch, self.shape[0], -1).sum(2)
-        return Vector(values, self.shape)
+            return product.reshape(product.shape[0], -1, *self.shape).sum(1)
+        return product.reshape(product.shape[0], self.shape[0], -1).sum(2)
 
 
 def _attach(tracker, func, result, weight, bias, examples, normalise, channel_axis, *saved):
@@ -83,7 +90,7 @@ class LayerNormalise:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x.to(compute_dtype(x)), self.shape, None, None, self.eps)
+        return functional.layer_norm(x, self.shape, None, None, self.eps)
 
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
@@ -102,7 +109,7 @@ class RootMeanSquareNormalise:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x.to(compute_dtype(x)), self.shape, None, self.eps)
+        return functional.rms_norm(x, self.shape, None, self.eps)
 
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5):
@@ -119,7 +126,7 @@ class GroupNormalise:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.group_norm(x.to(compute_dtype(x)), self.groups, None, None, self.eps)
+        return functional.group_norm(x, self.groups, None, None, self.eps)
 
 
 def instance_norm(
@@ -144,7 +151,17 @@ def instance_norm(
         return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
     normalise = RunningNormalise(eps)
     return _attach(
-        tracker, func, result, weight, bias, examples, normalise, 1, input, running_mean, running_var
+        tracker,
+        func,
+        result,
+        weight,
+        bias,
+        examples,
+        normalise,
+        1,
+        input,
+        running_mean,
+        running_var,
     )
 
 
@@ -168,7 +185,17 @@ def batch_norm(
     )
     normalise = RunningNormalise(eps)
     return _attach(
-        tracker, func, result, weight, bias, examples, normalise, 1, input, running_mean, running_var
+        tracker,
+        func,
+        result,
+        weight,
+        bias,
+        examples,
+        normalise,
+        1,
+        input,
+        running_mean,
+        running_var,
     )
 
 
@@ -177,9 +204,8 @@ class RunningNormalise:
     eps: float
 
     def __call__(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        dtype = compute_dtype(x)
         return functional.batch_norm(
-            x.to(dtype), mean.to(dtype), variance.to(dtype), None, None, False, 0.0, self.eps
+            x, mean.to(x.dtype), variance.to(x.dtype), None, None, False, 0.0, self.eps
         )
 
 

@@ -31,7 +31,9 @@ def linear(tracker, func, input, weight, bias=None):
     parts = []
     if node_of(weight) is not None:
         examples = locate(tracker, func, node_of(weight), x, trailing=1)
-        parts.append(Part(node_of(weight), LinearFactors(True, False, examples, tuple(weight.shape))))
+        parts.append(
+            Part(node_of(weight), LinearFactors(True, False, examples, tuple(weight.shape)))
+        )
     result = func(x, plain(weight), plain(bias))
     return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
@@ -75,7 +77,7 @@ class LinearFactors:
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
-    """β·input + α·mat1 mat2; with β = α = 1 and a vector of the result's width it is a linear layer."""
+    """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
     if layer and node_of(mat1) is None and tracker.is_data(mat1):
         return _linear(
@@ -114,7 +116,9 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
             if not tracker.is_data(item):
                 continue
             if locate(tracker, func, node_of(input), item).axis == item.dim() + summed:
-                refuse(func, node_of(input), "sums over the examples of its data, which has no rule")
+                refuse(
+                    func, node_of(input), "sums over the examples of its data, which has no rule"
+                )
     result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
     return _summed(tracker, func, result, x, parts, *terms)
 
@@ -296,7 +300,11 @@ class ProductFactor:
         repeated = any(len(set(spec)) != len(spec) for spec in (param, data_spec, out))
         alone = [i for i in param if i not in data_spec and i not in out]
         if repeated or alone:
-            refuse(func, node, f"with repeated or summed indices of the parameter ({param}) has no rule")
+            refuse(
+                func,
+                node,
+                f"with repeated or summed indices of the parameter ({param}) has no rule",
+            )
         if letter in param or letter not in out:
             refuse(func, node, "contracts the example axis with the parameter, which has no rule")
         k = [i for i in param if i in data_spec and i in out]
