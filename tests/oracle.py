@@ -30,7 +30,9 @@ def oracle_gradients(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor]] = {name: [] for name in named}
     for loss in losses:
-        gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            loss, list(named.values()), retain_graph=True, allow_unused=True
+        )
         for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
             rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
     return {name: torch.stack(gradients) for name, gradients in rows.items()}
@@ -39,7 +41,10 @@ def oracle_gradients(
 def oracle_sqnorms(model, batch, loss_fn) -> dict[str, Tensor]:
     """Return the squared norms (B,) of every parameter's per-example gradients, float64."""
     gradients = oracle_gradients(model, batch, loss_fn)
-    return {name: gradient.reshape(len(gradient), -1).square().sum(1) for name, gradient in gradients.items()}
+    return {
+        name: gradient.reshape(len(gradient), -1).square().sum(1)
+        for name, gradient in gradients.items()
+    }
 
 
 def assert_sqnorms(got: gs.GradientNorms, expected: dict[str, Tensor], rtol: float) -> None:

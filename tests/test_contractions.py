@@ -1,7 +1,5 @@
 """Contractions against the definition: factor.dense(), squared and summed in float64."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradstats import _cost, contractions
+from gradstats import contractions
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Rows, Vector
 from gradstats.contractions import _outer, _patches
 
@@ -38,7 +36,11 @@ def rows(counts, width=2, table=4) -> Rows:
     example = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     count = sum(counts)
     return Rows(
-        torch.randint(0, table, (count,)), normal(count, width), example, len(counts), (table, width)
+        torch.randint(0, table, (count,)),
+        normal(count, width),
+        example,
+        len(counts),
+        (table, width),
     )
 
 
@@ -222,104 +224,6 @@ def test_cross_term_of_a_projection_and_an_embedding(workspace):
     assert cross[1] == 0 and cross.dtype == torch.float64
 
 
-@pytest.mark.parametrize("kind", ["outer", "rows"])
-def test_uses_that_cancel_each_other(kind):
-    """Two large uses whose sum is small: what is left must not be the rounding of the large ones."""
-    first = outer(p=4, positions=6)
-    single = Outer(first.left.float(), first.right.float(), first.shape)
-    small = rows([8, 8, 8])
-    small = Rows(torch.arange(4).repeat(6), small.grad.float(), small.example, 3, (4, 2))
-    small = Rows(small.ids[:12], small.grad[:12], torch.arange(3).repeat_interleave(4), 3, (4, 2))
-    gradient = single.left.double().mT @ single.right.double()
-    noise = 1e-3 * torch.randn(3, 4, 2)
-    opposite = (noise - gradient.squeeze(1)).float()
-    if kind == "rows":
-        other = Rows(small.ids, opposite.reshape(12, 2), small.example, 3, (4, 2))
-    else:
-        other = Outer(torch.eye(4).expand(3, 1, 4, 4), opposite[:, None], (4, 2))
-    expected = (gradient.squeeze(1) + opposite.double()).square().sum((1, 2))
-    result = contractions.sqnorm([single, other], WORKSPACE)
-    torch.testing.assert_close(result.value, expected, rtol=2e-3, atol=0)
-
-
-def cancelling(dtype: torch.dtype, noise: float, width: int = 64, batch: int = 8) -> Outer:
-    """Return a factor of which the Gram form loses all digits: a = 3 + noise, Σ_t g = 0."""
-    generator = torch.Generator().manual_seed(0)
-    a = 3 + noise * torch.randn(batch, 1, 256, width, generator=generator)
-    g = torch.randn(batch, 1, 256, width, generator=generator)
-    return Outer((g - g.mean(2, keepdim=True)).to(dtype), a.to(dtype), (width, width))
-
-
-ADVERSARIAL = [(torch.float32, 1e-3), (torch.bfloat16, 0.1)]
-
-
-@pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
-@pytest.mark.parametrize("width", [64, 512])
-def test_cancellation(dtype, noise, width):
-    factor = cancelling(dtype, noise, width, batch=8 if width == 64 else 2)
-    # The sum of rounded gradients is part of the inputs, not of the error.
-    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
-    expected = defined(exact)
-
-    def error(result):
-        return ((result.value - expected).abs() / expected).max().item()
-
-    assert error(contractions.sqnorm([factor], WORKSPACE)) < 1e-3
-    assert error(contractions.sqnorm_and_sum(factor, WORKSPACE)[0]) < 1e-3
-    assert error(contractions.sqnorm([factor], WORKSPACE, guarded=False)) < 1e-3
-    assert error(_outer.guarded_gram(factor, WORKSPACE)) < 1e-3
-    halves = [
-        Outer(factor.left[:, :, part], factor.right[:, :, part], factor.shape)
-        for part in (slice(0, 100), slice(100, None))
-    ]
-    assert error(contractions.sqnorm(halves, WORKSPACE)) < 1e-3
-    if dtype == torch.float32:
-        assert error(_outer.gram(factor, WORKSPACE)) > 1e-2
-    # At this width the Gram form is the cheaper one: only the guard makes the result right.
-    assert _cost.choose_outer_form(256, width, width) == ("direct" if width == 64 else "gram")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("noise", [3.0, 1.0, 0.1, 1e-2, 1e-3])
-def test_the_bound_of_the_gram_form_is_honest(dtype, noise):
-    factor = cancelling(dtype, noise)
-    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
-    result = _outer.gram(factor, WORKSPACE)
-    assert ((result.value - defined(exact)).abs() <= result.bound).all()
-
-
-def test_the_guard_recomputes_suspects_alone(monkeypatch):
-    calm, wild = outer(2, positions=256, p=64, q=64), cancelling(torch.float32, 1e-3, batch=2)
-    left = torch.stack([calm.left[0].float(), wild.left[0], calm.left[1].float(), wild.left[1]])
-    right = torch.stack([calm.right[0].float(), wild.right[0], calm.right[1].float(), wild.right[1]])
-    factor = Outer(left, right, (64, 64))
-    recomputed = []
-    direct = _outer.direct
-    monkeypatch.setattr(
-        _outer, "direct", lambda f, workspace: recomputed.append(f) or direct(f, workspace)
-    )
-    result = _outer.guarded_gram(factor, WORKSPACE)
-    assert len(recomputed) == 1 and torch.equal(recomputed[0].left, left[[1, 3]])
-    assert_exact(result, Outer(left.double(), right.double(), (64, 64)), rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
-    # Sums of this size overflow float16 and have no digits left in bfloat16.
-    left, right = torch.randn(2, 1, 256, 300).to(dtype), torch.randn(2, 1, 256, 300).to(dtype)
-    factor = Outer(left, right, (300, 300))
-    exact = Outer(left.double(), right.double(), (300, 300))
-    for form in (_outer.gram, _outer.direct):
-        assert_exact(form(factor, WORKSPACE), exact, rtol=1e-5)
-    first = factor.left[:, :, :1], factor.right[:, :, :1]
-    one = Outer(first[0], first[1], (300, 300))
-    assert_exact(_outer.rank_one(one), Outer(*(t.double() for t in first), (300, 300)), rtol=1e-5)
-    vector = Vector(100 * right[:, 0, 0], (300,))
-    assert_exact(
-        contractions.sqnorm([vector], WORKSPACE), Vector(vector.values.double(), (300,)), rtol=1e-5
-    )
-
-
 class Ledger(TorchDispatchMode):
     """Records the largest storage that an operation created."""
 
@@ -353,60 +257,3 @@ def test_nothing_larger_than_the_workspace_is_created():
         with Ledger() as ledger:
             call()
         assert 0 < ledger.largest <= workspace
-
-
-def test_form_for_one_position_is_rank_one():
-    for positions in (0, 1):
-        assert _cost.choose_outer_form(positions, 1, 1) == "rank_one"
-        assert _cost.choose_outer_form(positions, 4096, 4096, with_sum=True) == "rank_one"
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 5000), st.integers(1, 5000), st.booleans())
-def test_forms_cross_once_as_positions_grow(p, q, with_sum):
-    choices = [
-        _cost.choose_outer_form(positions, p, q, with_sum=with_sum) for positions in range(2, 6000, 7)
-    ]
-    switch = choices.index("direct") if "direct" in choices else len(choices)
-    assert set(choices[:switch]) <= {"gram"} and set(choices[switch:]) <= {"direct"}
-    assert choices == [
-        _cost.choose_outer_form(positions, q, p, with_sum=with_sum) for positions in range(2, 6000, 7)
-    ]
-
-
-@pytest.mark.parametrize("width", [512, 1024, 4096])
-def test_the_crossover_counts_the_symmetry_of_gram_matrices(width):
-    # T (T + 64) / 2 · 2 width = T · width², so T + 64 = width, elementwise work aside.
-    assert _cost.choose_outer_form(int(0.8 * width) - 64, width, width) == "gram"
-    assert _cost.choose_outer_form(int(1.2 * width), width, width) == "direct"
-    # Twice as many positions as a rule that ignores the symmetry would give the Gram form.
-    assert _cost.choose_outer_form(int(0.6 * width), width, width) == "gram"
-
-
-def test_the_sum_comes_for_free_with_the_direct_form():
-    forms = {
-        with_sum: [
-            _cost.choose_outer_form(t, 256, 256, with_sum=with_sum) for t in range(2, 400)
-        ].count("gram")
-        for with_sum in (False, True)
-    }
-    assert 0 < forms[True] < forms[False]
-
-
-def test_without_a_guard_the_gram_form_is_never_chosen():
-    for positions, p, q in ((2, 4096, 4096), (16, 512, 512), (1000, 3, 3)):
-        assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
-
-
-def test_chunks():
-    assert _cost.examples_per_chunk(100, 8, 250) == 2
-    assert _cost.examples_per_chunk(100, 8, 1) == 1
-    assert _cost.examples_per_chunk(1, 8, WORKSPACE) == 8
-    assert _cost.examples_per_chunk(0, 8, WORKSPACE) == 8
-    # A chunk stays in cache even where the workspace allows more.
-    assert _cost.examples_per_chunk(2**20, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**20
-    assert _cost.rows_per_tile(10, 100, 250) == 2
-    assert _cost.rows_per_tile(10, 100, 1) == 1
-    assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32
-    assert _cost.convolution_chunk(100, 64, 250) == 2
-    assert _cost.product(()) == 1 and _cost.product((2, 3)) == math.prod((2, 3))

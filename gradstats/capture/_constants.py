@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradstats.capture._nodes import flatten
+from gradstats.capture._layout import MOVES, RESHAPES
+from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
@@ -42,6 +43,14 @@ CALLERS_VALUES = frozenset(
         torch.randint_like,
         torch.bernoulli,
     }
+)
+
+IN_PLACE = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name == "__setitem__"
+    or (name.endswith("_") and not name.startswith("_"))
+    or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
 )
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -93,31 +102,24 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        results = flatten(result) if isinstance(result, (tuple, list)) else [result]
-        results = [t for t in results if isinstance(t, Tensor) and node_of(t) is None]
-        operands = [t for t in flatten(args) if isinstance(t, Tensor) and node_of(t) is None]
-        operands += [t for t in kwargs.values() if isinstance(t, Tensor) and node_of(t) is None]
+        operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
+        results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
-            self._forget_overwritten(func, args, kwargs)
-            # The operand whose layout is out of the ordinary decides; in doubt the first.
-            source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
-            for tensor in results:
-                if tensor is not source:
-                    tracker.follow_layout(func, source, tensor)
+            if func in IN_PLACE or "out" in kwargs:
+                # A constant that data were written into is one no longer.
+                tracker.mark_data(kwargs.get("out", args[0]))
+            if tracker.follows_layouts or func in MOVES or func in RESHAPES:
+                # The operand whose layout is out of the ordinary decides; in doubt the first.
+                source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
+                for tensor in results:
+                    if isinstance(tensor, Tensor) and tensor is not source:
+                        tracker.follow_layout(func, source, tensor)
             return
         for tensor in results:
-            if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
-                tracker.mark_constant(tensor)
-
-    def _forget_overwritten(self, func, args, kwargs) -> None:
-        """A constant that data were written into is one no longer."""
-        name = getattr(func, "__name__", "")
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        in_place = in_place or (name.startswith("__i") and name.endswith("__") and name != "__init__")
-        target = args[0] if in_place and args else kwargs.get("out")
-        if isinstance(target, Tensor):
-            self.tracker.mark_data(target)
+            if isinstance(tensor, Tensor) and node_of(tensor) is None:
+                if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
+                    tracker.mark_constant(tensor)
 
 
 def check_batch_norm(

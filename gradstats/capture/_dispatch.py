@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._nodes import Derived, Node, flatten, function_name, rebuild
+from gradstats.capture._nodes import Derived, Node, flatten, function_name, operands_of, rebuild
 from gradstats.capture._tensors import node_of, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
@@ -63,13 +63,12 @@ def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         nodes, data = [], False
-        for item in flatten((args, kwargs)):
-            if isinstance(item, Tensor):
-                node = node_of(item)
-                if node is not None:
-                    nodes.append(node)
-                elif not data:
-                    data = tracker.is_data(item)
+        for item in operands_of(args, kwargs):
+            node = node_of(item)
+            if node is not None:
+                nodes.append(node)
+            elif not data:
+                data = tracker.is_data(item)
         if any(node.tracker is not tracker for node in nodes):
             raise TrackingError(
                 f"{function_name(func)} combines {nodes[0].describe()} with a parameter that another "

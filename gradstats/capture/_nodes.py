@@ -2,8 +2,8 @@
 
 The statistic of a root is a gradient: every use of the root receives the root's *carrier*, a tensor
 that nobody reads in the forward pass, and returns its contribution as the carrier's gradient. The
-carrier comes from the root's hub, one autograd node on the root's slice of the tracker's probe. The
-engine runs the hub exactly when every use in the graph has delivered, so it does the counting.
+carrier is a view of the root's probe, and its autograd node is the root's hub: the engine reaches it
+exactly when every use in the graph has delivered, so it does the counting.
 
     sole use     the use contracts its factor itself and returns the result
     shared       each use delivers its factor to the root; the hub contracts their sum, cross terms
@@ -74,8 +74,7 @@ class Root(Node):
         # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
         # stands out: it is an edge to the parameter that does not come through the alias.
         if self._alias is None:
-            with torch.enable_grad():
-                self._alias = self.parameter.view_as(self.parameter)
+            self._alias = self.parameter.view_as(self.parameter)
         return self._alias
 
     @property
@@ -96,9 +95,14 @@ class Root(Node):
         """Count one more use and return the carrier it must pass through its Function."""
         self.uses += 1
         if self._carrier is None:
-            with torch.enable_grad():
-                self._carrier = Hub.apply(self.probe, self)
+            self._carrier = self.probe.view_as(self.probe)
+            self._carrier.register_hook(self.settle)
         return self._carrier
+
+    def release(self) -> None:
+        """Let go of the graph when the context closes."""
+        self._alias = self._carrier = None
+        self._delivered.clear()
 
     def deliver(self, factor: Factor) -> None:
         """Keep the factor of one use until the hub of the running backward asks for it."""
@@ -107,7 +111,7 @@ class Root(Node):
         self._delivered.append((torch._C._current_graph_task_id(), factor))
 
     def settle(self, report: Tensor) -> Tensor:
-        """Return the final report, once all uses in the graph have delivered."""
+        """Return the final report; the engine calls this once all uses in the graph have delivered."""
         if self.tracker.closed:
             raise TrackingError(
                 f"a backward reached {self.describe()} after its tracking context was closed; run "
@@ -126,7 +130,7 @@ class Root(Node):
         self._delivered.clear()
         if factors:
             # The uses that delivered these reported zeros, so that the parameter counts once.
-            report = report + make_report(self.tracker.contract(factors))
+            report = report + make_report(self.tracker.contract(factors), self.tracker.once)
         return report
 
 
@@ -202,33 +206,30 @@ class Derived(Node):
         return leaf, again
 
 
-class Hub(torch.autograd.Function):
-    """Where all uses of one root meet: identity on the probe, and its backward settles the root."""
-
-    @staticmethod
-    def forward(ctx, probe, root):
-        ctx.root = root
-        return probe.view_as(probe)
-
-    @staticmethod
-    def backward(ctx, report):
-        return ctx.root.settle(report), None
-
-
-def make_report(result: Contraction) -> Tensor:
+def make_report(result: Contraction, count: Tensor | None = None) -> Tensor:
     """Return what a use sends back through its carrier: (3, B) float64."""
-    return torch.stack((result.value, result.bound, torch.ones_like(result.value)))
+    if count is None:
+        count = torch.ones_like(result.value)
+    return torch.stack((result.value, result.bound, count))
 
 
 def flatten(items) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts, in order."""
     leaves: list[Any] = []
-    for item in items.values() if isinstance(items, dict) else items:
+    for item in items.values() if type(items) is dict else items:
         if isinstance(item, (tuple, list, dict)):
             leaves.extend(flatten(item))
         else:
             leaves.append(item)
     return leaves
+
+
+def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, in order."""
+    items = flatten(args)
+    if kwargs:
+        items += flatten(kwargs)
+    return [item for item in items if isinstance(item, Tensor)]
 
 
 def rebuild(items, change: Callable[[Any], Any]):

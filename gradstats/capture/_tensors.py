@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradstats.capture._nodes import Derived, Node, flatten
+from gradstats.capture._nodes import Derived, Node, operands_of
 
 
 class TrackedParameter(torch.nn.Parameter):
@@ -25,7 +25,7 @@ class DerivedTensor(torch.Tensor):
 
 def _run(func, args, kwargs):
     # The context that owns the first tracked operand decides; a copy of a parameter has none.
-    for item in flatten((args, kwargs)):
+    for item in operands_of(args, kwargs):
         node = node_of(item)
         if node is not None and not node.tracker.closed:
             return node.tracker.dispatch(func, args, kwargs)

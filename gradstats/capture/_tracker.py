@@ -48,6 +48,8 @@ class Tracker:
         self.batch_dim = batch_dim
         self.settings = settings
         self._contract = Examples(batch_size, batch_dim)
+        # Set once any tensor has a layout of its own, so that most models pay nothing for it.
+        self.follows_layouts = False
         self.closed = False
         self._backward_ran = False
         self._mode = ConstantTracking(self)
@@ -56,6 +58,10 @@ class Tracker:
             Root(self, name, parameter, _probe(batch_size, parameter.device))
             for name, parameter in named.items()
         ]
+        device = self.roots[0].probe.device
+        # What uses report beside their numbers: that they reported, or that their root will.
+        self.once = torch.ones(batch_size, dtype=torch.float64, device=device)
+        self.nothing = torch.zeros((), dtype=torch.float64, device=device).expand(3, batch_size)
         tracked = {id(parameter) for parameter in named.values()}
         # Buffers and parameters that are not tracked belong to no example.
         self._constant_ids = {
@@ -82,6 +88,8 @@ class Tracker:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
         self._classes.clear()
+        for root in self.roots:
+            root.release()
         self.closed = True
 
     def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -133,6 +141,7 @@ class Tracker:
                 return
         if after != self._contract or not self.has_example_axis(result):
             result._gradstats_layout = (self, after)  # type: ignore[attr-defined]
+            self.follows_layouts = True
 
     @property
     def reported(self) -> bool:

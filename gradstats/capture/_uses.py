@@ -54,10 +54,10 @@ class Use:
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
         # A root that enters twice (through two operands) is used twice: its factors must meet.
-        self.carriers = [
-            [root.register_use() for node in self.nodes if root in node.roots][0]
-            for root in self.roots
-        ]
+        carriers = {
+            root: root.register_use() for node in self.nodes for root in node.roots
+        }
+        self.carriers = [carriers[root] for root in self.roots]
 
     def is_sole(self, node: Node) -> bool:
         """Whether ``node`` is a parameter that this use alone contributes to."""
@@ -69,23 +69,26 @@ class Use:
         A ``Contraction`` stands for a factor whose norms are computed already (a sole use); None
         for a node that the operation's gradient did not reach.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.reports(factors)
         reports: list[Tensor | None] = []
-        with torch.no_grad():
-            for root in self.roots:
-                report: Tensor | None = None
-                for node, factor in zip(self.nodes, factors, strict=True):
-                    if factor is None or root not in node.roots:
-                        continue
-                    if isinstance(factor, Contraction):
-                        report = make_report(factor)
-                        continue
-                    pulled = pull_back(factor, node, root)
-                    if root.uses == 1:
-                        report = make_report(root.tracker.contract([pulled]))
-                    else:
-                        root.deliver(pulled)
-                        report = root.probe.new_zeros(()).expand_as(root.probe)
-                reports.append(report)
+        for root in self.roots:
+            report: Tensor | None = None
+            tracker = root.tracker
+            for node, factor in zip(self.nodes, factors, strict=True):
+                if factor is None or root not in node.roots:
+                    continue
+                if isinstance(factor, Contraction):
+                    report = make_report(factor, tracker.once)
+                    continue
+                pulled = factor if node is root else pull_back(factor, node, root)
+                if root.uses == 1:
+                    report = make_report(tracker.contract([pulled]), tracker.once)
+                else:
+                    root.deliver(pulled)
+                    report = tracker.nothing
+            reports.append(report)
         return reports
 
     def refuse_derivatives(self) -> None:

@@ -1,0 +1,68 @@
+"""The cost model: which form contracts which shapes, and how much of it at once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradstats import _cost
+
+WORKSPACE = 2**28
+
+
+def test_form_for_one_position_is_rank_one():
+    for positions in (0, 1):
+        assert _cost.choose_outer_form(positions, 1, 1) == "rank_one"
+        assert _cost.choose_outer_form(positions, 4096, 4096, with_sum=True) == "rank_one"
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.booleans())
+def test_forms_cross_once_as_positions_grow(p, q, with_sum):
+    choices = [
+        _cost.choose_outer_form(positions, p, q, with_sum=with_sum)
+        for positions in range(2, 6000, 7)
+    ]
+    switch = choices.index("direct") if "direct" in choices else len(choices)
+    assert set(choices[:switch]) <= {"gram"} and set(choices[switch:]) <= {"direct"}
+    assert choices == [
+        _cost.choose_outer_form(positions, q, p, with_sum=with_sum)
+        for positions in range(2, 6000, 7)
+    ]
+
+
+@pytest.mark.parametrize("width", [512, 1024, 4096])
+def test_the_crossover_counts_the_symmetry_of_gram_matrices(width):
+    # T (T + 64) / 2 · 2 width = T · width², so T + 64 = width, elementwise work aside.
+    assert _cost.choose_outer_form(int(0.8 * width) - 64, width, width) == "gram"
+    assert _cost.choose_outer_form(int(1.2 * width), width, width) == "direct"
+    # Twice as many positions as a rule that ignores the symmetry would give the Gram form.
+    assert _cost.choose_outer_form(int(0.6 * width), width, width) == "gram"
+
+
+def test_the_sum_comes_for_free_with_the_direct_form():
+    forms = {
+        with_sum: [
+            _cost.choose_outer_form(t, 256, 256, with_sum=with_sum) for t in range(2, 400)
+        ].count("gram")
+        for with_sum in (False, True)
+    }
+    assert 0 < forms[True] < forms[False]
+
+
+def test_without_a_guard_the_gram_form_is_never_chosen():
+    for positions, p, q in ((2, 4096, 4096), (16, 512, 512), (1000, 3, 3)):
+        assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
+
+
+def test_chunks():
+    assert _cost.examples_per_chunk(100, 8, 250) == 2
+    assert _cost.examples_per_chunk(100, 8, 1) == 1
+    assert _cost.examples_per_chunk(1, 8, WORKSPACE) == 8
+    assert _cost.examples_per_chunk(0, 8, WORKSPACE) == 8
+    # A chunk stays in cache even where the workspace allows more.
+    assert _cost.examples_per_chunk(2**20, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**20
+    assert _cost.rows_per_tile(10, 100, 250) == 2
+    assert _cost.rows_per_tile(10, 100, 1) == 1
+    assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32
+    assert _cost.convolution_chunk(100, 64, 250) == 2
+    assert _cost.product(()) == 1 and _cost.product((2, 3)) == 6

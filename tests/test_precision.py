@@ -1,0 +1,107 @@
+"""What rounding does to contractions in float32, bfloat16 and float16, and the guard against it."""
+
+import pytest
+import torch
+
+from gradstats import _cost, contractions
+from gradstats._factors import Outer, Rows, Vector
+from gradstats.contractions import _outer
+from tests.test_contractions import WORKSPACE, assert_exact, defined, outer
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows"])
+def test_uses_that_cancel_each_other(kind):
+    """What is left of two large uses must not be the rounding of the large ones."""
+    large = outer(p=4, positions=6)
+    large = Outer(large.left.float(), large.right.float(), (4, 2))
+    gradient = Outer(large.left.double(), large.right.double(), (4, 2)).dense()
+    opposite = (1e-3 * torch.randn(3, 4, 2) - gradient).float()
+    if kind == "rows":
+        example = torch.arange(3).repeat_interleave(4)
+        other = Rows(torch.arange(4).repeat(3), opposite.reshape(12, 2), example, 3, (4, 2))
+    else:
+        other = Outer(torch.eye(4).expand(3, 1, 4, 4), opposite[:, None], (4, 2))
+    torch.testing.assert_close(other.dense(), opposite)
+    expected = (gradient + opposite.double()).square().sum((1, 2))
+    result = contractions.sqnorm([large, other], WORKSPACE)
+    torch.testing.assert_close(result.value, expected, rtol=2e-3, atol=0)
+
+
+def cancelling(dtype: torch.dtype, noise: float, width: int = 64, batch: int = 8) -> Outer:
+    """Return a factor of which the Gram form loses all digits: a = 3 + noise, Σ_t g = 0."""
+    generator = torch.Generator().manual_seed(0)
+    a = 3 + noise * torch.randn(batch, 1, 256, width, generator=generator)
+    g = torch.randn(batch, 1, 256, width, generator=generator)
+    return Outer((g - g.mean(2, keepdim=True)).to(dtype), a.to(dtype), (width, width))
+
+
+ADVERSARIAL = [(torch.float32, 1e-3), (torch.bfloat16, 0.1)]
+
+
+@pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
+@pytest.mark.parametrize("width", [64, 512])
+def test_cancellation(dtype, noise, width):
+    factor = cancelling(dtype, noise, width, batch=8 if width == 64 else 2)
+    # The sum of rounded gradients is part of the inputs, not of the error.
+    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
+    expected = defined(exact)
+
+    def error(result):
+        return ((result.value - expected).abs() / expected).max().item()
+
+    assert error(contractions.sqnorm([factor], WORKSPACE)) < 1e-3
+    assert error(contractions.sqnorm_and_sum(factor, WORKSPACE)[0]) < 1e-3
+    assert error(contractions.sqnorm([factor], WORKSPACE, guarded=False)) < 1e-3
+    assert error(_outer.guarded_gram(factor, WORKSPACE)) < 1e-3
+    halves = [
+        Outer(factor.left[:, :, part], factor.right[:, :, part], factor.shape)
+        for part in (slice(0, 100), slice(100, None))
+    ]
+    assert error(contractions.sqnorm(halves, WORKSPACE)) < 1e-3
+    if dtype == torch.float32:
+        assert error(_outer.gram(factor, WORKSPACE)) > 1e-2
+    # At this width the Gram form is the cheaper one: only the guard makes the result right.
+    assert _cost.choose_outer_form(256, width, width) == ("direct" if width == 64 else "gram")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", [3.0, 1.0, 0.1, 1e-2, 1e-3])
+def test_the_bound_of_the_gram_form_is_honest(dtype, noise):
+    factor = cancelling(dtype, noise)
+    exact = Outer(factor.left.double(), factor.right.double(), factor.shape)
+    result = _outer.gram(factor, WORKSPACE)
+    assert ((result.value - defined(exact)).abs() <= result.bound).all()
+
+
+def test_the_guard_recomputes_suspects_alone(monkeypatch):
+    calm, wild = outer(2, positions=256, p=64, q=64), cancelling(torch.float32, 1e-3, batch=2)
+    left = torch.stack([calm.left[0].float(), wild.left[0], calm.left[1].float(), wild.left[1]])
+    right = torch.stack(
+        [calm.right[0].float(), wild.right[0], calm.right[1].float(), wild.right[1]]
+    )
+    factor = Outer(left, right, (64, 64))
+    recomputed = []
+    direct = _outer.direct
+    monkeypatch.setattr(
+        _outer, "direct", lambda f, workspace: recomputed.append(f) or direct(f, workspace)
+    )
+    result = _outer.guarded_gram(factor, WORKSPACE)
+    assert len(recomputed) == 1 and torch.equal(recomputed[0].left, left[[1, 3]])
+    assert_exact(result, Outer(left.double(), right.double(), (64, 64)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
+    # Sums of this size overflow float16 and have no digits left in bfloat16.
+    left, right = torch.randn(2, 1, 256, 300).to(dtype), torch.randn(2, 1, 256, 300).to(dtype)
+    factor = Outer(left, right, (300, 300))
+    exact = Outer(left.double(), right.double(), (300, 300))
+    for form in (_outer.gram, _outer.direct):
+        assert_exact(form(factor, WORKSPACE), exact, rtol=1e-5)
+    first = factor.left[:, :, :1], factor.right[:, :, :1]
+    one = Outer(first[0], first[1], (300, 300))
+    assert_exact(_outer.rank_one(one), Outer(*(t.double() for t in first), (300, 300)), rtol=1e-5)
+    vector = Vector(100 * right[:, 0, 0], (300,))
+    assert_exact(
+        contractions.sqnorm([vector], WORKSPACE), Vector(vector.values.double(), (300,)), rtol=1e-5
+    )
