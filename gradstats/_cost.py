@@ -80,7 +80,9 @@ def choose_outer_form(
 
 def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples are contracted at once: as many as fit the budget, at least one."""
-    return max(1, min(in_cache(bytes_per_example, examples), workspace // max(1, bytes_per_example)))
+    return max(
+        1, min(in_cache(bytes_per_example, examples), workspace // max(1, bytes_per_example))
+    )
 
 
 def in_cache(bytes_per_example: int, examples: int) -> int:

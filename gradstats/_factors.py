@@ -204,7 +204,9 @@ class Rows:
 
     def dense(self) -> Tensor:
         dtype = compute_dtype(self.grad)
-        gradient = self.grad.new_zeros(self.examples * self.shape[0], self.grad.shape[1], dtype=dtype)
+        gradient = self.grad.new_zeros(
+            self.examples * self.shape[0], self.grad.shape[1], dtype=dtype
+        )
         gradient.index_add_(0, self.example * self.shape[0] + self.ids, self.grad.to(dtype))
         return gradient.view(self.examples, *self.shape)
 
@@ -244,9 +246,7 @@ class Vector:
         slices = self.slices
         if slices is None:
             slices = torch.arange(self.batch, device=self.values.device)
-        gradient = self.values.new_zeros(
-            self.batch, *self.shape, dtype=compute_dtype(self.values)
-        )
+        gradient = self.values.new_zeros(self.batch, *self.shape, dtype=compute_dtype(self.values))
         own = torch.arange(self.batch, device=self.values.device)
         gradient.movedim(self.axis + 1, 1)[own, slices] = self.values.to(gradient.dtype)
         return gradient

@@ -51,7 +51,8 @@ def test_rows_that_are_not_examples(model, batch):
 
     state = snapshot(model)
     with pytest.raises(
-        gs.ExampleAxisError, match=r"parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim"
+        gs.ExampleAxisError,
+        match=r"parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim",
     ):
         gs.per_example_norms(model, batch, drops_an_example)
     assert_unchanged(model, state)
@@ -107,9 +108,7 @@ def test_a_function_that_hides_its_parameter_is_refused(batch):
     ):
         per_example_cross_entropy(model, batch).mean().backward()
     assert all(p.grad is None for p in model.parameters())
-    stats = gs.per_example_norms(
-        model, batch, per_example_cross_entropy, exclude=["scale.*"]
-    )
+    stats = gs.per_example_norms(model, batch, per_example_cross_entropy, exclude=["scale.*"])
     assert list(stats.by_parameter) == ["layer.weight", "layer.bias"]
 
 
@@ -171,7 +170,11 @@ def test_batches_without_examples(model, bad_batch, message):
         ({"batch_dim": -1}, gs.ExampleAxisError, "batch_dim is -1"),
         ({"workspace": 0}, gs.TrackingError, "workspace is 0"),
         ({"nonfinite": "drop"}, gs.TrackingError, "nonfinite is 'drop'"),
-        ({"exclude": ["decoder.*"]}, gs.CoverageError, r"'decoder.\*' matches no parameter.*0.weight"),
+        (
+            {"exclude": ["decoder.*"]},
+            gs.CoverageError,
+            r"'decoder.\*' matches no parameter.*0.weight",
+        ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
         ({"fallback": "vmap"}, gs.UnsupportedOperationError, "not supported yet"),
         ({"cu_seqlens": torch.tensor([0, 5])}, gs.UnsupportedOperationError, "not supported yet"),
@@ -188,7 +191,11 @@ def test_options(model, batch, options, error, message):
         ({"batch_size": 0}, gs.ExampleAxisError, "batch_size is 0"),
         ({"batch_size": 5.0}, gs.ExampleAxisError, "batch_size is 5.0"),
         ({"batch_size": 5, "loss_reduction": "max"}, gs.TrackingError, "loss_reduction is 'max'"),
-        ({"batch_size": 5, "weights": torch.ones(4)}, gs.LossShapeError, r"\(4,\), expected \(5,\)"),
+        (
+            {"batch_size": 5, "weights": torch.ones(4)},
+            gs.LossShapeError,
+            r"\(4,\), expected \(5,\)",
+        ),
         ({"batch_size": 5, "weights": torch.zeros(5)}, gs.LossShapeError, "non-zero"),
     ],
 )
@@ -255,9 +262,7 @@ class ScaledParameter(nn.Parameter):
 
 def test_parameter_subclasses_are_refused(model, batch):
     model[0].weight = ScaledParameter(torch.randn(6, 4))
-    with pytest.raises(
-        gs.UnsupportedOperationError, match="'0.weight'.*ScaledParameter.*exclude"
-    ):
+    with pytest.raises(gs.UnsupportedOperationError, match="'0.weight'.*ScaledParameter.*exclude"):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     assert type(model[0].weight) is ScaledParameter
     assert type(model[2].weight) is nn.Parameter

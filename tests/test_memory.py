@@ -34,7 +34,13 @@ def workloads():
         nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3, stride=2), nn.ReLU(),
         nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
-    yield "cnn", cnn, (torch.randn(32, 3, 12, 12), torch.randint(10, (32,))), classification, 2 * MIB
+    yield (
+        "cnn",
+        cnn,
+        (torch.randn(32, 3, 12, 12), torch.randint(10, (32,))),
+        classification,
+        2 * MIB,
+    )
     gpt = Transformer(layers=2, width=64, heads=2, vocabulary=500, positions=24)
     gpt.head.weight = gpt.tokens.weight
     tokens = torch.randint(500, (24, 25))

@@ -55,9 +55,7 @@ def test_stock_gpt2(positions, tied):
 
 
 def test_stock_gpt2_in_float32():
-    check_model(
-        gpt2(), token_batch(B, 9), sequence_losses, rtol=2e-5, gradient_rtol=1e-6
-    )
+    check_model(gpt2(), token_batch(B, 9), sequence_losses, rtol=2e-5, gradient_rtol=1e-6)
 
 
 def test_gpt2_with_a_batch_that_is_a_mapping():
@@ -205,7 +203,9 @@ def test_a_lost_example_axis_is_refused_only_where_shape_is_ambiguous():
     batch = torch.randn(B, 3, 4, dtype=torch.float64), torch.randint(3, (B,))
     check_model(model, batch, classify)
     batch = torch.randn(B, B, 4, dtype=torch.float64), torch.randint(3, (B,))
-    with pytest.raises(gs.ExampleAxisError, match=r"'head.weight'.*\(6, 8\).*moved to another axis"):
+    with pytest.raises(
+        gs.ExampleAxisError, match=r"'head.weight'.*\(6, 8\).*moved to another axis"
+    ):
         gs.per_example_norms(model, batch, classify)
 
 

@@ -161,7 +161,9 @@ def test_frozen_parameters_and_patterns(model, batch):
     expected = oracle_sqnorms(model, batch, losses_of)
     assert "0.weight" not in expected
     assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-9)
-    some = gs.per_example_norms(model, batch, losses_of, parameters=["3.*", "4.*"], exclude="*.bias")
+    some = gs.per_example_norms(
+        model, batch, losses_of, parameters=["3.*", "4.*"], exclude="*.bias"
+    )
     assert_sqnorms(some, {n: expected[n] for n in ("3.weight", "4.weight")}, 1e-9)
 
 

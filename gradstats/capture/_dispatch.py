@@ -1,8 +1,8 @@
 """What happens to an operation that touches a tracked tensor.
 
-    no data among its operands    the result is derived: it belongs to no example yet
-    data, and a rule              the rule attaches the use's factor to the result's gradient
-    data, no rule                 refused, naming the operation and the parameter
+no data among its operands    the result is derived: it belongs to no example yet
+data, and a rule              the rule attaches the use's factor to the result's gradient
+data, no rule                 refused, naming the operation and the parameter
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> N
     raise UnsupportedOperationError(
         f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
         f"known. Expected an operation that gradstats has a rule for. "
-        + (remedy or "Write the step with such operations, or leave the parameter out by name with ")
+        + (
+            remedy
+            or "Write the step with such operations, or leave the parameter out by name with "
+        )
         + ("" if remedy else f"exclude={[root.name for root in node.roots]!r}.")
     )

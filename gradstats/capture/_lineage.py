@@ -141,9 +141,7 @@ def _embedded(factor: Factor, node: Derived) -> Factor | None:
         return None
     table = tuple(node.parents[0].shape)
     padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
-    return embedding_rows(
-        ids.expand(factor.batch, *ids.shape), factor.values, table, padding
-    )
+    return embedding_rows(ids.expand(factor.batch, *ids.shape), factor.values, table, padding)
 
 
 def embedding_rows(
@@ -193,7 +191,11 @@ LEAN_STEPS = {
 }
 
 ISOMETRIC = frozenset(
-    {function for function, step in LEAN_STEPS.items() if step in (_transpose, _same_shape, _reshaped)}
+    {
+        function
+        for function, step in LEAN_STEPS.items()
+        if step in (_transpose, _same_shape, _reshaped)
+    }
     | {
         Tensor.permute,
         torch.permute,

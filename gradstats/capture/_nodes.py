@@ -161,7 +161,9 @@ class Derived(Node):
         self._value = value
         device = value.device.type
         self._autocast = (
-            (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+            (device, torch.get_autocast_dtype(device))
+            if torch.is_autocast_enabled(device)
+            else None
         )
 
     @property

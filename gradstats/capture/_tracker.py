@@ -293,4 +293,3 @@ def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-

@@ -27,7 +27,7 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import COUNT, Node, Root, make_report, unique_roots
+from gradstats.capture._nodes import Node, Root, make_report, unique_roots
 from gradstats.contractions import Contraction, sqnorm, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
@@ -54,9 +54,7 @@ class Use:
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
         # A root that enters twice (through two operands) is used twice: its factors must meet.
-        carriers = {
-            root: root.register_use() for node in self.nodes for root in node.roots
-        }
+        carriers = {root: root.register_use() for node in self.nodes for root in node.roots}
         self.carriers = [carriers[root] for root in self.roots]
 
     def is_sole(self, node: Node) -> bool:
@@ -160,7 +158,9 @@ class Tap(torch.autograd.Function):
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
 
 
-def tap(tracker, nodes: Sequence[Node], result: Tensor, factors_of, *saved: Tensor | None) -> Tensor:
+def tap(
+    tracker, nodes: Sequence[Node], result: Tensor, factors_of, *saved: Tensor | None
+) -> Tensor:
     """Return ``result`` with the factors of ``nodes`` attached to its gradient.
 
     Args:
@@ -171,9 +171,7 @@ def tap(tracker, nodes: Sequence[Node], result: Tensor, factors_of, *saved: Tens
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)
-    return Tap.apply(
-        use, tracker.settings, factors_of, len(carriers), result, *carriers, *saved
-    )
+    return Tap.apply(use, tracker.settings, factors_of, len(carriers), result, *carriers, *saved)
 
 
 class LinearUse(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Outer factors: G_i = Σ_t left_t right_tᵀ, in three forms that give the same number.
 
-    rank one (T = 1)  ‖G_i‖² = ‖left‖²‖right‖²                            Goodfellow, arXiv 1510.01799
-    Gram              ‖G_i‖² = Σ_{t,s} (left_t·left_s)(right_t·right_s)   Rochette et al., 1912.06015
-    direct            G_i formed tile by tile, squared at once
+rank one (T = 1)  ‖G_i‖² = ‖left‖²‖right‖²                            Goodfellow, arXiv 1510.01799
+Gram              ‖G_i‖² = Σ_{t,s} (left_t·left_s)(right_t·right_s)   Rochette et al., 1912.06015
+direct            G_i formed tile by tile, squared at once
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
 # the square root of the condition number where the Gram form's grows with the number itself.
 GUARD_TOLERANCE = 1e-4

@@ -32,7 +32,9 @@ def check_losses(losses, batch_size: int) -> Tensor:
             "examples, pass batch_dim= or batch_size= accordingly."
         )
     if not losses.is_floating_point():
-        raise LossShapeError(f"the losses have dtype {losses.dtype}, expected a floating-point dtype.")
+        raise LossShapeError(
+            f"the losses have dtype {losses.dtype}, expected a floating-point dtype."
+        )
     if not losses.requires_grad:
         raise LossShapeError(
             "the losses do not require grad, expected a differentiable function of the model's "
@@ -98,9 +100,7 @@ def tensors_in(batch):
             yield from tensors_in(getattr(batch, field.name))
 
 
-def loss_weights(
-    loss_reduction: str, weights: Tensor | None, batch_size: int
-) -> Tensor | float:
+def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:
     """Return what multiplies each ℓ_i in the caller's scalar, by how they say it was formed."""
     if weights is not None:
         weights = torch.as_tensor(weights).detach()

@@ -6,6 +6,8 @@ compute in float64 and form whole per-example gradients, which only tests may do
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 
@@ -15,7 +17,7 @@ def examples_of(operand: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[
         return list(operand.double().cpu())
     bounds = cu_seqlens.tolist()
     host = operand.cpu()
-    return [host[start:end].double() for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [host[start:end].double() for start, end in itertools.pairwise(bounds)]
 
 
 def gradients(

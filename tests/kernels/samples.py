@@ -11,7 +11,8 @@ def operator_samples(dtype, device="cpu"):
     """Yields (operator name, positional arguments, keyword arguments)."""
     a, g = random((3, 5, 18), dtype, device, 1), random((3, 5, 20), dtype, device, 2)
     # permuted strides: fakes must allocate contiguous results all the same
-    a2, g2 = random((18, 7, 4), dtype, device, 3).permute(2, 1, 0), random((4, 7, 20), dtype, device, 4)
+    a2 = random((18, 7, 4), dtype, device, 3).permute(2, 1, 0)
+    g2 = random((4, 7, 20), dtype, device, 4)
     bounds = torch.tensor([1, 4, 4, 15], dtype=torch.int32, device=device)
     bounds2 = torch.tensor([0, 20, 28], dtype=torch.int32, device=device)
     packed = a.flatten(0, 1), g.flatten(0, 1)

@@ -55,7 +55,7 @@ def check_operation(
     gradient_of_data: bool = True,
     **options: Any,
 ) -> None:
-    """Compare with the oracle: all trained, each parameter frozen in turn, data with and without gradient.
+    """Compare with the oracle: all trained, each frozen in turn, with and without upstream.
 
     Args:
         function: called as function(model, *data).

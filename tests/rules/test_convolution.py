@@ -116,7 +116,9 @@ def test_one_by_one(kind, options):
 
 
 def test_many_positions_and_many_channels():
-    check_layer(nn.Conv2d(1, 2, 3), 2, 1, 14, 15)  # as many positions as make the direct form cheaper
+    check_layer(
+        nn.Conv2d(1, 2, 3), 2, 1, 14, 15
+    )  # as many positions as make the direct form cheaper
     check_layer(nn.Conv2d(24, 32, 3), 2, 24, 4, 4)  # few positions: patches against patches
     check_layer(nn.Conv2d(24, 32, 3, stride=2, groups=2), 40, 24, 6, 6)
 
@@ -150,8 +152,6 @@ def test_functional_calls_with_keywords_and_lists(dims):
     check_operation(
         lambda m, x: convolve(x, m.w, m.b, 1, [1] * dims, 2, 2), parameters, normal(*shape)
     )
-    check_operation(lambda m, x: torch.flip(convolve(x, m.w, groups=2), (2,)), {"w": parameters["w"]},
-                    normal(*shape))  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -165,7 +165,10 @@ def test_torch_level_functions(dims):
 
 def test_an_image_without_a_batch_axis_is_refused():
     check_refused(
-        lambda m, x: m.layer(x), {"layer": nn.Conv2d(3, 3, 2)}, normal(3, 5, 5), match="unbatched.*layer"
+        lambda m, x: m.layer(x),
+        {"layer": nn.Conv2d(3, 3, 2)},
+        normal(3, 5, 5),
+        match="unbatched.*layer",
     )
 
 

@@ -154,8 +154,48 @@ def test_a_part_of_the_data_changed_in_place():
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), 0),
+        (slice(None), slice(1, None)),
+        (slice(None), slice(None, None, 2), 1),
+        (slice(None), None, 1),
+        (slice(None), ..., 0),
+        slice(None),
+    ],
+    ids=str,
+)
+def test_parameters_written_into_data(index):
+    def function(m, x):
+        hidden = torch.zeros_like(x)
+        hidden[:] = 2 * x
+        hidden[index] = m.w[: hidden[index].shape[-1]] if hidden[index].dim() > 1 else m.w[0]
+        return hidden
+
+    check_operation(function, {"w": (POSITIONS,)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_parameters_copied_into_data():
+    check_operation(
+        lambda m, x: (2 * x).copy_(m.w) + x, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("index", [0, slice(1, 3), ..., torch.tensor([0, 1])], ids=str)
+def test_parameters_written_into_some_of_the_examples_are_refused(index):
+    def function(m, x):
+        hidden = 2 * x
+        hidden[index] = m.w
+        return hidden
+
+    check_refused(function, {"w": (2,)}, normal(BATCH, 2), match="__setitem__.*'w'")
+
+
 def test_changing_a_parameter_in_place_is_refused():
-    check_refused(lambda m, x: (2 * m.w).add_(x), {"w": (BATCH, 2)}, normal(BATCH, 2), match="in place")
+    check_refused(
+        lambda m, x: (2 * m.w).add_(x), {"w": (BATCH, 2)}, normal(BATCH, 2), match="in place"
+    )
 
 
 @pytest.mark.parametrize("mixed", [torch.cat, torch.concat, torch.concatenate], ids=str)
@@ -183,11 +223,22 @@ EXPANSIONS = {
 @pytest.mark.parametrize("expansion", EXPANSIONS.values(), ids=EXPANSIONS)
 def test_tokens_repeated_for_each_example(expansion):
     check_operation(
-        lambda m, x: torch.cat([expansion(m.w), x], 1), {"w": (1, 2, WIDTH)}, normal(BATCH, 3, WIDTH)
+        lambda m, x: torch.cat([expansion(m.w), x], 1),
+        {"w": (1, 2, WIDTH)},
+        normal(BATCH, 3, WIDTH),
     )
     check_operation(
-        lambda m, x: torch.cat([x, expansion(m.w)], dim=-2), {"w": (1, 2, WIDTH)}, normal(BATCH, 3, WIDTH)
+        lambda m, x: torch.cat([x, expansion(m.w)], dim=-2),
+        {"w": (1, 2, WIDTH)},
+        normal(BATCH, 3, WIDTH),
     )
+
+
+def test_a_parameter_expanded_along_several_axes():
+    data = normal(BATCH, POSITIONS, WIDTH)
+    for shape in [(), (1,), (1, 1), (POSITIONS, 1), (1, 1, 1), (1, 1, WIDTH)]:
+        check_operation(lambda m, x: x * m.w.expand(*x.shape), {"w": shape}, data)
+        check_operation(lambda m, x: m.w.expand(*x.shape[1:]) + x, {"w": shape[-2:]}, data)
 
 
 @pytest.mark.parametrize("dim", [1, 2, -1])
@@ -215,7 +266,10 @@ def test_stack_before_the_examples():
 
 def test_joining_along_the_examples_is_refused():
     check_refused(
-        lambda m, x: torch.cat([m.w, x])[1:], {"w": (1, 2)}, normal(BATCH, 2), match="cat along the example"
+        lambda m, x: torch.cat([m.w, x])[1:],
+        {"w": (1, 2)},
+        normal(BATCH, 2),
+        match="cat along the example",
     )
 
 
@@ -224,14 +278,12 @@ def test_parametric_relu(shape):
     check_operation(lambda m, x: m.layer(x), {"layer": nn.PReLU()}, normal(*shape))
     if len(shape) > 1:
         check_operation(lambda m, x: m.layer(x), {"layer": nn.PReLU(shape[1])}, normal(*shape))
-        check_operation(
-            lambda m, x: functional.prelu(x, m.w), {"w": (shape[1],)}, normal(*shape)
-        )
+        check_operation(lambda m, x: functional.prelu(x, m.w), {"w": (shape[1],)}, normal(*shape))
 
 
 def test_data_without_an_example_axis_are_refused():
     check_refused(
-        lambda m, x, y: (x + (m.w * y).sum()),
+        lambda m, x, y: x + (m.w * y).sum(),
         {"w": (5,)},
         normal(3),
         normal(5),
@@ -249,5 +301,8 @@ def test_operations_without_a_gradient_pass():
 
 def test_an_operation_without_a_rule_is_refused():
     check_refused(
-        lambda m, x: torch.cdist(x, m.w), {"w": (4, 2)}, normal(3, 2), match=r"cdist.*'w'.*exclude=\['w'\]"
+        lambda m, x: torch.cdist(x, m.w),
+        {"w": (4, 2)},
+        normal(3, 2),
+        match=r"cdist.*'w'.*exclude=\['w'\]",
     )

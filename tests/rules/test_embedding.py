@@ -65,7 +65,9 @@ def test_functional_embedding_with_positional_and_keyword_padding():
     parameters = {"w": (ROWS, 3)}
     check_operation(lambda m, ids: functional.embedding(ids, m.w, 1), parameters, integers(3, 4))
     check_operation(
-        lambda m, ids: functional.embedding(ids, weight=m.w, padding_idx=-2), parameters, integers(3, 4)
+        lambda m, ids: functional.embedding(ids, weight=m.w, padding_idx=-2),
+        parameters,
+        integers(3, 4),
     )
 
 
@@ -108,9 +110,7 @@ def test_bags_at_offsets(counts, mode, padding_idx, last, dtype):
     # Bags may be empty, the first and the last included.
     bounds = torch.tensor([0, *counts]).cumsum(0).to(dtype)
     ids = integers(sum(counts), dtype=dtype)
-    layer = nn.EmbeddingBag(
-        ROWS, 3, mode=mode, padding_idx=padding_idx, include_last_offset=last
-    )
+    layer = nn.EmbeddingBag(ROWS, 3, mode=mode, padding_idx=padding_idx, include_last_offset=last)
     labels = torch.zeros(len(counts), dtype=torch.int64)
     check_operation(
         lambda m, labels, offsets, ids: m.layer(ids, offsets),
@@ -185,7 +185,10 @@ def test_parameter_indexed_in_other_ways_is_refused():
         lambda m, ids: m.w[:, ids].T, {"w": (3, ROWS)}, integers(3), match="__getitem__.*'w'"
     )
     check_refused(
-        lambda m, ids: m.w[ids > 2].expand(3, 3), {"w": (3, 3)}, integers(3, 3), match="__getitem__.*'w'"
+        lambda m, ids: m.w[ids > 2].expand(3, 3),
+        {"w": (3, 3)},
+        integers(3, 3),
+        match="__getitem__.*'w'",
     )
 
 

@@ -9,10 +9,12 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    diagonal,
     direct,
     direction,
     gram,
     pairwise,
+    pairwise_direct,
     rank_one,
     vector,
     weight_gradient,
@@ -53,7 +55,8 @@ def launches(
     one = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "config": config}
     two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
     two["config"] = config
-    modules = (rank_one, vector, gram, direct, weight_gradient, pairwise, direction)
+    modules = (rank_one, vector, gram, diagonal, direct, weight_gradient)
+    modules = (*modules, pairwise, pairwise_direct, direction)
     with (
         aot.recorded(*modules) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
@@ -68,7 +71,7 @@ def launches(
             vector.vector_sum(g, **one)
         elif operation == "gram":
             gram.gram_sqnorm(a, g, bias=True, **one)
-            pairwise.diagonal_gram(a, g, a, g, bias=True, **two)
+            diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
         elif operation == "diagonal":
@@ -84,7 +87,7 @@ def launches(
                 short = a[:, :5], g[:, :5]
                 pairwise.pairwise_gram(*short, *short, bias=True, splits=1, **two)
         elif operation == "example_tiles":
-            pairwise.pairwise_direct(a, g, a, g, workspace=2**40, **two)
+            pairwise_direct.pairwise_direct(a, g, a, g, workspace=2**40, **two)
         elif operation == "direction":
             weight = torch.empty((g.shape[-1], a.shape[-1]), dtype=dtype, device="meta")
             direction.direction_inner(a, g, weight, bias_direction=weight[:, 0], **one)

@@ -1,9 +1,11 @@
 """Inner products between factors and with directions, against float64, on tiles of 16."""
 
+import itertools
+
 import pytest
 import torch
 
-from gradstats.kernels import _check, direct, direction, pairwise
+from gradstats.kernels import _check, diagonal, direct, direction, pairwise, pairwise_direct
 from gradstats.kernels._config import TileConfig
 from tests.kernels import reference
 from tests.kernels.cases import CASES, random
@@ -49,27 +51,28 @@ def test_all_pairs(dtype, name, bias):
     for splits in (1, 3):
         got = pairwise.pairwise_gram(*factors, bias=bias, config=TILE, splits=splits)
         assert_close(got, want, pair_scale(*factors))
-    got = pairwise.pairwise_direct(*factors, bias=bias, config=TILE)
+    got = pairwise_direct.pairwise_direct(*factors, bias=bias, config=TILE)
     assert_close(got, want, pair_scale(*factors))
 
 
 @pytest.mark.parametrize("workspace", [1, 1000, 20_000, 10**6])
 def test_any_workspace_gives_the_same_pairs(workspace):
     factors = *factor(3, 5, torch.float32, 1), *factor(2, 7, torch.float32, 5)
-    rows, columns = pairwise.chunk_shape(34, 19, 5, workspace)
+    rows, columns = pairwise_direct.chunk_shape(34, 19, 5, workspace)
     assert rows * columns * 4 * 5 <= max(workspace, 20)
     if workspace == 1:
         factors = tuple(operand[..., :4] for operand in factors)
-    got = pairwise.pairwise_direct(*factors, workspace=workspace, config=TILE)
+    got = pairwise_direct.pairwise_direct(*factors, workspace=workspace, config=TILE)
     assert_close(got, reference.pairwise_reference(*factors), pair_scale(*factors))
 
 
 def test_all_pairs_with_itself_are_symmetric_with_the_norms_on_the_diagonal(dtype):
     a, g = factor(5, 7, dtype, 1)
-    for launcher in (pairwise.pairwise_gram, pairwise.pairwise_direct):
+    for launcher in (pairwise.pairwise_gram, pairwise_direct.pairwise_direct):
         got = launcher(a, g, a, g, config=TILE)
-        assert_close(got, got.T, pair_scale(a, g, a, g))
-        assert_close(got.diagonal(), reference.sqnorm_reference(a, g), pair_scale(a, g, a, g).diagonal())
+        scale = pair_scale(a, g, a, g)
+        assert_close(got, got.T, scale)
+        assert_close(got.diagonal(), reference.sqnorm_reference(a, g), scale.diagonal())
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "one example"])
@@ -87,7 +90,7 @@ def test_pairs_of_views_and_segments(dtype, name):
     want = reference.pairwise_reference(*factors, bounds, bounds2)
     scale = pair_scale(*factors, bounds, bounds2)
     assert_close(pairwise.pairwise_gram(*factors, **options), want, scale)
-    assert_close(pairwise.pairwise_direct(*factors, **options), want, scale)
+    assert_close(pairwise_direct.pairwise_direct(*factors, **options), want, scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,10 +101,10 @@ def test_diagonal(dtype, name):
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds, "config": TILE}
     want = reference.diagonal_reference(*factors, bounds, bounds)
     scale = pair_scale(*factors, bounds, bounds).diagonal()
-    got, magnitude = pairwise.diagonal_gram(*factors, **options)
+    got, magnitude = diagonal.diagonal_gram(*factors, **options)
     assert_close(got, want, scale)
     assert (magnitude.double() * 1.001 >= want.abs()).all()
-    with_bias, _ = pairwise.diagonal_gram(*factors, bias=True, **options)
+    with_bias, _ = diagonal.diagonal_gram(*factors, bias=True, **options)
     paired = reference.pairwise_reference(*factors, bounds, bounds, bias=True)
     assert_close(with_bias, paired.diagonal(), scale)
     assert_close(direct.direct_inner(*factors, **options), want, scale)
@@ -115,7 +118,7 @@ def test_diagonal_of_different_lengths(positions):
     )
     want = reference.diagonal_reference(*factors)
     scale = pair_scale(*factors).diagonal()
-    assert_close(pairwise.diagonal_gram(*factors, config=TILE)[0], want, scale)
+    assert_close(diagonal.diagonal_gram(*factors, config=TILE)[0], want, scale)
     assert_close(direct.direct_inner(*factors, config=TILE), want, scale)
 
 
@@ -141,16 +144,14 @@ def test_direction(dtype, name):
 def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch, bounds):
     monkeypatch.setattr(_check, "check_segments", lambda cu_seqlens, rows, max_seqlen: max_seqlen)
     a, g = random((20, 17), torch.float32, "cpu"), random((20, 18), torch.float32, "cpu")
-    valid = torch.tensor(
-        [0 <= s <= e <= 20 and e - s <= 17 for s, e in zip(bounds, bounds[1:], strict=False)]
-    )
+    valid = torch.tensor([0 <= s <= e <= 20 and e - s <= 17 for s, e in itertools.pairwise(bounds)])
     cu_seqlens = torch.tensor(bounds)
     options = {"cu_seqlens1": cu_seqlens, "cu_seqlens2": cu_seqlens, "config": TILE}
     options |= {"max_seqlen1": 17, "max_seqlen2": 17}
     both = valid[:, None] & valid[None, :]
     assert (pairwise.pairwise_gram(a, g, a, g, **options).isfinite() == both).all()
-    assert (pairwise.pairwise_direct(a, g, a, g, **options).isfinite() == both).all()
-    assert (pairwise.diagonal_gram(a, g, a, g, **options)[0].isfinite() == valid).all()
+    assert (pairwise_direct.pairwise_direct(a, g, a, g, **options).isfinite() == both).all()
+    assert (diagonal.diagonal_gram(a, g, a, g, **options)[0].isfinite() == valid).all()
     assert (direct.direct_inner(a, g, a, g, **options).isfinite() == valid).all()
     got = direction.direction_inner(
         a, g, torch.ones(18, 17), cu_seqlens=cu_seqlens, max_seqlen=17, config=TILE

@@ -1,5 +1,7 @@
 """Norms and the fused weight gradient of sequences, against float64, on tiles of 16."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -102,7 +104,7 @@ def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch, bou
     """Decreasing, past the rows, before the rows, longer than promised: NaN there, right beside."""
     monkeypatch.setattr(_check, "check_segments", lambda cu_seqlens, rows, max_seqlen: max_seqlen)
     a, g = random((20, 17), torch.float32, "cpu"), random((20, 18), torch.float32, "cpu")
-    valid = [0 <= s <= e <= 20 and e - s <= 16 for s, e in zip(bounds, bounds[1:], strict=False)]
+    valid = [0 <= s <= e <= 20 and e - s <= 16 for s, e in itertools.pairwise(bounds)]
     assert not all(valid)
     options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": 16, "config": TILE}
     gradient, fused = weight_gradient.weight_gradient_sqnorm(a, g, splits=2, **options)
