@@ -1,7 +1,7 @@
 """Paired, interleaved timing: every variant runs once in each round, in rotating order.
 
-A machine's speed drifts by more than the differences of interest. Ratios are therefore taken within a
-round, between neighbours in time, and their median is given with a bootstrap interval.
+A machine's speed drifts by more than the differences of interest. Ratios are therefore taken within
+a round, between neighbours in time, and their median is given with a bootstrap interval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A ledger of every tensor that is created, and of the bytes alive at each moment, on any device."""
+"""A ledger of every tensor that is created, and of the bytes alive at each moment."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Every function here is pure: the same shapes give the same answer, on every mach
 are reproducible and the choice can be tested.
 
 Cost is counted in multiply-add units of a matrix product. What is not a matrix product (squaring,
-comparing, adding tiles) runs at memory speed, so each element moved is charged ``ELEMENT_COST`` units.
+comparing, adding tiles) runs at memory speed, so each element moved is charged ``ELEMENT_COST``
+units.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def product(sizes) -> int:
 def convolution_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
-    Measured on a two-core Xeon (3×3 convolutions of 32 to 64 channels): 16 to 32 examples a call run
-    two to three times as fast as one at a time or as unfolding; more than that falls out of cache.
+    Measured on a two-core Xeon (3×3 convolutions of 32 to 64 channels): 16 to 32 examples a call
+    run two to three times as fast as one at a time or as unfolding; more than that falls out of
+    cache.
     """
     return max(1, min(examples, 32, workspace // max(1, bytes_per_example)))

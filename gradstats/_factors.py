@@ -4,16 +4,12 @@ Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``
 operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
 the training step has anyway; it never holds a (B, d) gradient.
 
-Every factor offers
-    ``batch``          the number of examples it describes,
-    ``select(rows)``   the same factor restricted to some examples (a slice or an index tensor),
-    ``dense()``        the per-example gradients themselves, (B, *shape): the definition that every
-                       contraction must agree with, called on a few examples at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +17,29 @@ from torch import Tensor
 from gradstats._cost import product
 
 
+class Factor(Protocol):
+    """What every description of per-example gradients of one parameter offers."""
+
+    @property
+    def batch(self) -> int:
+        """The number of examples it describes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+
+    def select(self, rows) -> Factor:
+        """Return the same restricted to some examples: a slice or ascending indices."""
+
+    def dense(self) -> Tensor:
+        """Return the per-example gradients themselves, (B, *shape).
+
+        This is the definition that every contraction agrees with, called on a few examples.
+        """
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which contractions accumulate: float64 for float64 inputs, else float32."""
+    """Return the accumulation dtype: float64 where any input is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -35,7 +52,7 @@ class Outer:
         right: (B, K, T, q), any strides.
         shape: shape of the parameter; ``G`` of shape (K, p, q) holds the same numbers.
         permutation: order of the axes of ``unfolded`` that gives ``shape``; None where they agree.
-        unfolded: shape of (K, p, q) with every axis written out; None where no permutation is needed.
+        unfolded: sizes of K, p and q, each written out axis by axis; None without permutation.
     """
 
     left: Tensor
@@ -218,9 +235,9 @@ class Vector:
     Attributes:
         values: (B, *shape) without ``axis``; with it (B, *shape without that axis).
         shape: shape of the parameter.
-        axis: the parameter's own example axis, where example i touches only its slice i: then G_i is
-            ``values[i]`` at index i of that axis and zero elsewhere.
-        total: number of examples along ``axis`` and the slice of each row, where ``axis`` is given.
+        axis: the parameter's own example axis, where each example touches only its own slice: then
+            G_i is ``values[i]`` at that slice and zero elsewhere.
+        slices: (B,) index along ``axis`` of each example's slice; None for 0, 1, …, B − 1.
     """
 
     values: Tensor
@@ -250,6 +267,3 @@ class Vector:
         own = torch.arange(self.batch, device=self.values.device)
         gradient.movedim(self.axis + 1, 1)[own, slices] = self.values.to(gradient.dtype)
         return gradient
-
-
-Factor = Outer | Patches | Rows | Vector

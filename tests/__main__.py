@@ -1,6 +1,7 @@
 """Run every lane of the tests, each in a process of its own:  python -m tests  [pytest options]
 
-Triton's interpreter and its compiler cannot live in one process, and neither may touch the plain lane.
+Triton's interpreter and its compiler cannot live in one process, and neither may touch the plain
+lane.
 """
 
 from __future__ import annotations

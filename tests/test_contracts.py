@@ -209,7 +209,7 @@ def test_one_context_one_backward(model, batch):
         losses = per_example_cross_entropy(model, batch)
         losses.mean().backward(retain_graph=True)
         gradient = model[0].weight.grad.clone()
-        with pytest.raises(gs.TrackingError, match="second backward.*each micro-batch"):
+        with pytest.raises(gs.TrackingError, match=r"second backward.*each micro-batch"):
             losses.mean().backward()
         assert torch.equal(model[0].weight.grad, gradient)
     assert tracker.stats.sqnorm.isfinite().all()
@@ -231,7 +231,7 @@ def test_a_backward_after_the_context_closed(model, batch):
 def test_nested_contexts(model, batch):
     with (
         gs.track(model, batch_size=B),
-        pytest.raises(gs.TrackingError, match="'0.weight'.*already tracked"),
+        pytest.raises(gs.TrackingError, match=r"'0.weight'.*already tracked"),
     ):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     gs.per_example_norms(model, batch, per_example_cross_entropy)
@@ -262,7 +262,7 @@ class ScaledParameter(nn.Parameter):
 
 def test_parameter_subclasses_are_refused(model, batch):
     model[0].weight = ScaledParameter(torch.randn(6, 4))
-    with pytest.raises(gs.UnsupportedOperationError, match="'0.weight'.*ScaledParameter.*exclude"):
+    with pytest.raises(gs.UnsupportedOperationError, match=r"'0.weight'.*ScaledParameter.*exclude"):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     assert type(model[0].weight) is ScaledParameter
     assert type(model[2].weight) is nn.Parameter

@@ -27,7 +27,7 @@ def test_the_ledger_sees_what_is_allocated():
 
 
 def workloads():
-    """Return (model, batch, loss_fn, workspace) whose per-example gradients dwarf everything else."""
+    """Return (name, model, batch, loss_fn, workspace) with large per-example gradients."""
     mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10))
     yield "mlp", mlp, (torch.randn(64, 64), torch.randint(10, (64,))), classification, 1 * MIB
     cnn = nn.Sequential(

@@ -33,8 +33,8 @@ def test_transformer_with_arange_positions(positions, tied):
 def gpt2(**options):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
+        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=32, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 

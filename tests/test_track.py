@@ -1,4 +1,4 @@
-"""Norms inside the user's own training step: nothing of the step changes, and the scale is right."""
+"""Norms inside the user's own training step: nothing of it changes, the scale is right."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Which tensors belong to no example: buffers, frozen parameters and what is computed from them.
 
 A tensor of positions whose length happens to equal the batch size looks exactly like a batch. Shape
-cannot tell them apart; where the tensor came from can. For the duration of a context a function mode
-follows what is computed without any data: such tensors are *constants*, and what a parameter makes of
-them stays derived until it meets data (see ``_dispatch``).
+cannot tell them apart; where the tensor came from can. For the duration of a context a function
+mode follows what is computed without any data: such tensors are *constants*, and what a parameter
+makes of them stays derived until it meets data (see ``_dispatch``).
 
 Random tensors, and tensors made from values of the caller's, count as data where their example axis
 has the batch's size: noise and time steps drawn inside a context are drawn for each example.
@@ -53,7 +53,7 @@ IN_PLACE = frozenset(
     or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
 )
 
-GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[attr-defined]
+GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class ConstantTracking(TorchFunctionMode):
@@ -87,8 +87,8 @@ class ConstantTracking(TorchFunctionMode):
             gradient = torch.ones_like(loss)
         if retain_graph is None:
             retain_graph = create_graph
-        # A mode is off while it handles a call, and every public way into the engine would come back
-        # here; yet checkpoints compute parts of the forward again in backward, and need it on.
+        # A mode is off while it handles a call, and every public way into the engine would come
+        # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,),
@@ -137,8 +137,8 @@ def check_batch_norm(
         node = node_of(weight) or node_of(bias)
         owner = f" ({node.describe()})" if node is not None else ""
         raise CoupledExamplesError(
-            f"batch normalisation in training mode{owner} mixes the examples of a batch: the loss of "
-            "one depends on all, so per-example gradients do not exist. Got training statistics, "
-            "expected running ones. Call model.eval() first, freeze these layers' statistics, or "
-            "replace them by GroupNorm."
+            f"batch normalisation in training mode{owner} mixes the examples of a batch: the loss "
+            "of one depends on all, so per-example gradients do not exist. Got training "
+            "statistics, expected running ones. Call model.eval() first, freeze these layers' "
+            "statistics, or replace them by GroupNorm."
         )

@@ -71,8 +71,8 @@ def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[
                 data = tracker.is_data(item)
         if any(node.tracker is not tracker for node in nodes):
             raise TrackingError(
-                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that another "
-                "tracking context owns. Track both models in turn, not at once."
+                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
+                "another tracking context owns. Track both models in turn, not at once."
             )
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:

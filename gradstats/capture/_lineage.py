@@ -2,8 +2,8 @@
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
 transpose, a view or a cast of a parameter, or an embedding of constant positions, the factor of the
-parameter is just as lean. Everything else is pulled back by automatic differentiation, a few examples
-at a time.
+parameter is just as lean. Everything else is pulled back by automatic differentiation, a few
+examples at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pulled:
         return pulled.to(compute_dtype(pulled))
 
 
-def pull_back(factor: Factor, node: Node, root: Root) -> Factor | Pulled:
+def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
     """Return the factor of ``root`` that a factor of ``node`` induces."""
     while isinstance(node, Derived):
         if len(node.parents) == 1 and node.parents[0].roots == (root,):
@@ -74,7 +74,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
         node = node.parents[0]
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
-    return sqnorm([factor], workspace)  # type: ignore[list-item]
+    return sqnorm([factor], workspace)
 
 
 def _is_isometric(node: Derived) -> bool:
@@ -147,7 +147,7 @@ def _embedded(factor: Factor, node: Derived) -> Factor | None:
 def embedding_rows(
     ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
 ) -> Rows:
-    """Return the factor of an embedding table of (rows, width) for ids (B, *) and gradients (B, *, width)."""
+    """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
     examples = ids.shape[0]
     flat = ids.reshape(-1)
     grad = grad.reshape(flat.numel(), -1)
@@ -162,8 +162,8 @@ def embedding_rows(
 LEAN_STEPS = {
     Tensor.t: _transpose,
     torch.t: _transpose,
-    Tensor.T.__get__: _transpose,
-    Tensor.mT.__get__: _transpose,
+    Tensor.T.__get__: _transpose,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _transpose,  # type: ignore[attr-defined]
     Tensor.transpose: _transpose,
     torch.transpose: _transpose,
     Tensor.to: _same_shape,

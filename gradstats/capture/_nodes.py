@@ -2,8 +2,8 @@
 
 The statistic of a root is a gradient: every use of the root receives the root's *carrier*, a tensor
 that nobody reads in the forward pass, and returns its contribution as the carrier's gradient. The
-carrier is a view of the root's probe, and its autograd node is the root's hub: the engine reaches it
-exactly when every use in the graph has delivered, so it does the counting.
+carrier is a view of the root's probe, and its autograd node is the root's hub: the engine reaches
+it exactly when every use in the graph has delivered, so it does the counting.
 
     sole use     the use contracts its factor itself and returns the result
     shared       each use delivers its factor to the root; the hub contracts their sum, cross terms
@@ -106,12 +106,12 @@ class Root(Node):
 
     def deliver(self, factor: Factor) -> None:
         """Keep the factor of one use until the hub of the running backward asks for it."""
-        # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its deliveries
-        # carry another task's number and are dropped.
+        # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its
+        # deliveries carry another task's number and are dropped.
         self._delivered.append((torch._C._current_graph_task_id(), factor))
 
     def settle(self, report: Tensor) -> Tensor:
-        """Return the final report; the engine calls this once all uses in the graph have delivered."""
+        """Return the final report; called once all uses in the graph have delivered."""
         if self.tracker.closed:
             raise TrackingError(
                 f"a backward reached {self.describe()} after its tracking context was closed; run "
@@ -119,9 +119,9 @@ class Root(Node):
             )
         if self.reported:
             raise CoverageError(
-                f"the gradient of {self.describe()} arrived in two backwards within one context. One "
-                "context serves one batch and one backward: open one context for each micro-batch. "
-                "If the parameter is shared between reentrant checkpoints, use "
+                f"the gradient of {self.describe()} arrived in two backwards within one context. "
+                "One context serves one batch and one backward: open one context for each "
+                "micro-batch. If the parameter is shared between reentrant checkpoints, use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
         self.reported = True
@@ -201,9 +201,9 @@ class Derived(Node):
         if not torch.equal(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
-                "gradients cannot be pulled back through it. Is the operation random, or was one of "
-                "its inputs changed in place? Exclude the parameter, or compute the tensor without "
-                "randomness."
+                "gradients cannot be pulled back through it. Is the operation random, or was one "
+                "of its inputs changed in place? Exclude the parameter, or compute the tensor "
+                "without randomness."
             )
         return leaf, again
 

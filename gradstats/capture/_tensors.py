@@ -16,7 +16,7 @@ class TrackedParameter(torch.nn.Parameter):
 
 
 class DerivedTensor(torch.Tensor):
-    """A tensor computed from parameters and constants alone; it becomes plain once it meets data."""
+    """A tensor computed from parameters and constants alone, until it meets data."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""One tracking context: entering and leaving it, what it knows about tensors, and what it collects."""
+"""One tracking context: entering and leaving it, what it knows, and what it collects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 ACCUMULATE_GRAD = type(
-    torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
 )
 
 
@@ -152,25 +152,26 @@ class Tracker:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         total.backward(inputs=[root.probe for root in self.roots])
 
-    def contract(self, factors: Sequence[Factor | Pulled]) -> Contraction:
+    def contract(self, factors: Sequence[Factor]) -> Contraction:
         """Return the squared norms of the sum of one root's factors."""
         workspace = self.settings.workspace
         if len(factors) == 1 and isinstance(factors[0], Pulled):
             return pulled_sqnorm(factors[0], workspace)
-        return sqnorm(list(factors), workspace)  # type: ignore[arg-type]
+        return sqnorm(list(factors), workspace)
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:
         """Check, before a backward changes anything, that it can be accounted for."""
         if self._backward_ran:
             raise TrackingError(
-                "a second backward was started in one tracking context. One context serves one batch "
-                "and one backward; to accumulate gradients, open one context for each micro-batch."
+                "a second backward was started in one tracking context. One context serves one "
+                "batch and one backward; to accumulate gradients, open one context for each "
+                "micro-batch."
             )
         self.check_coverage([loss.grad_fn for loss in losses if loss.grad_fn is not None])
         self._backward_ran = True
 
     def check_coverage(self, start: list) -> None:
-        """Raise if the graph from ``start`` reaches a tracked parameter other than through its tracked uses.
+        """Raise if the graph from ``start`` uses a tracked parameter in a way that was not seen.
 
         Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
         show in the autograd graph as an edge to the parameter that does not come from its alias.
@@ -236,16 +237,16 @@ def select_parameters(
     }
     if not trainable:
         raise CoverageError(
-            "the model has no parameter that requires grad, so there is no gradient to measure. Set "
-            "requires_grad on the parameters whose gradients you want."
+            "the model has no parameter that requires grad, so there is no gradient to measure. "
+            "Set requires_grad on the parameters whose gradients you want."
         )
     include = _patterns(parameters) if parameters is not None else ("*",)
     leave_out = _patterns(exclude)
     for pattern in (*include, *leave_out):
         if not any(fnmatchcase(name, pattern) for name in trainable):
             raise CoverageError(
-                f"the pattern {pattern!r} matches no parameter that requires grad. Expected a pattern "
-                f"of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
+                f"the pattern {pattern!r} matches no parameter that requires grad. Expected a "
+                f"pattern of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
             )
     selected = {
         name: parameter
@@ -276,9 +277,10 @@ def check_trackable(root: Root) -> None:
         )
     if type(parameter) is not nn.Parameter:
         raise UnsupportedOperationError(
-            f"{root.describe()} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter: "
-            "a subclass may compute with hidden values. If it is a lazy parameter, run one forward "
-            f"first; otherwise exclude it by name with exclude=[{root.name!r}]."
+            f"{root.describe()} is a {type(parameter).__name__}, expected a plain "
+            "torch.nn.Parameter: a subclass may compute with hidden values. If it is a lazy "
+            f"parameter, run one forward first; otherwise exclude it by name with "
+            f"exclude=[{root.name!r}]."
         )
     if not parameter.is_floating_point():
         raise UnsupportedOperationError(

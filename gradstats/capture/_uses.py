@@ -5,9 +5,9 @@
     ConvolutionUse  the same for convolutions
     ExampleView     a parameter as each example sees it, for everything that broadcasts
 
-Each passes its roots' carriers through and returns reports as their gradients. In eager mode a ``Use``
-says which roots; in a compiled graph there is no Python object to ask, each parameter has one use, and
-the carrier is the root's slice of the probe itself.
+Each passes its roots' carriers through and returns reports as their gradients. In eager mode a
+``Use`` says which roots; in a compiled graph there is no Python object to ask, each parameter has
+one use, and the carrier is the root's slice of the probe itself.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Use:
         """Raise if this backward is itself being differentiated."""
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(
-                "the loss contains derivatives of the network (a backward with create_graph=True ran "
-                f"through {self.nodes[0].describe()}), where the parameter is used once more in a way "
-                "that is not counted. Compute the derivative terms outside the context, or exclude "
-                "the parameter."
+                "the loss contains derivatives of the network (a backward with create_graph=True "
+                f"ran through {self.nodes[0].describe()}), where the parameter is used once more "
+                "in a way that is not counted. Compute the derivative terms outside the context, "
+                "or exclude the parameter."
             )
 
 
@@ -140,8 +140,8 @@ def unseen(backward):
 class Tap(torch.autograd.Function):
     """Identity on an operation's result that turns its gradient into reports.
 
-    The result is marked as changed in place so that it stays an ordinary tensor: a view could not be
-    changed in place by a later ``relu_``.
+    The result is marked as changed in place so that it stays an ordinary tensor: a view could not
+    be changed in place by a later ``relu_``.
     """
 
     @staticmethod
@@ -225,7 +225,8 @@ class LinearUse(torch.autograd.Function):
 class ConvolutionUse(torch.autograd.Function):
     """A convolution with a backward that makes weight gradient and squared norms in one pass.
 
-    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), transposed (C, O / groups, *kernel).
+    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), transposed (C, O / groups,
+    *kernel).
     """
 
     @staticmethod
@@ -350,7 +351,7 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
 
 
 def as_positions(tensor: Tensor) -> Tensor:
-    """Return (B, *, width) as (B, 1, T, width), the layout of an ``Outer`` factor with one group."""
+    """Return (B, *, width) as (B, 1, T, width), an ``Outer`` operand with one group."""
     if tensor.dim() == 2:
         return tensor[:, None, None]
     if tensor.dim() == 3:

@@ -7,6 +7,8 @@ workspace, multiplied and summed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,24 +17,24 @@ from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import recompute_suspects, unit_roundoff
 
-SELF = {
+SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
     Patches: _patches.sqnorm,
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
 }
 
-WITH_SUM = {
+WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Outer: _outer.sqnorm_and_sum,
     Patches: _patches.sqnorm_and_sum,
 }
 
-CROSS = {
+CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _outer.inner_with_rows,
 }
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
-MERGE = {
+MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,
@@ -61,7 +63,7 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
 
 
 def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
-    """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass over the operands where that pays."""
+    """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays."""
     return WITH_SUM[type(factor)](factor, workspace)
 
 

@@ -19,8 +19,8 @@ def sqnorm(factor, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     """Return ‖Σ_u F_u[i]‖² from the per-example gradients of chunks of examples.
 
-    Cost: the products that form the gradients; scratch of two gradients for each example of a chunk,
-    which is never less than one example.
+    Cost: the products that form the gradients; scratch of two gradients for each example of a
+    chunk, which is never less than one example.
     """
     batch = factors[0].batch
     chunk = _cost.examples_per_chunk(2 * 4 * _cost.product(factors[0].shape), batch, workspace)

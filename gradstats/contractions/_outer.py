@@ -54,7 +54,7 @@ def rank_one(factor: Outer) -> Contraction:
 
 
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:
-    """Return the Gram form's result, examples that its rounding may have spoilt by the direct form."""
+    """Return the Gram form's result, doubtful examples recomputed by the direct form."""
     return recompute_suspects(
         gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)
     )
@@ -120,6 +120,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool):
             value = part if value is None else value + part
             if total is not None:
                 total[:, row : row + rows] += tile.sum(0) if tile.shape[0] > 1 else tile[0]
+        assert value is not None
         values.append(value)
     result = well_conditioned(torch.cat(values), dtype)
     return result, None if total is None else _arrange(total, factor)
@@ -134,10 +135,12 @@ def merge(factors: list[Outer]) -> Outer:
 
 
 def inner_with_rows(outer: Outer, rows: Rows, workspace: int) -> Tensor:
-    """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩ = Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t).
+    """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩, the cross term of two kinds of uses.
 
-    This is the cross term of an embedding tied to an output projection: only the columns of ``left``
-    at the example's own ids are touched, so nothing of the size of the parameter appears.
+    It is Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t).
+
+    It joins an embedding to the output projection tied to it: only the columns of ``left`` at the
+    example's own ids are touched, so nothing of the size of the parameter appears.
 
     Args:
         outer: factor with one group whose ``left`` spans the parameter's rows.

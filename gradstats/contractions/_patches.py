@@ -1,8 +1,8 @@
 """Patches factors: per-example weight gradients of convolutions.
 
-The direct form lets the backend's grouped weight-gradient kernel produce the gradients of a chunk of
-examples (the examples are the groups), which needs no patches in memory. Where an example has few
-positions, the Gram form on patches written out for a chunk costs less.
+The direct form lets the backend's grouped weight-gradient kernel produce the gradients of a chunk
+of examples (the examples are the groups), which needs no patches in memory. Where an example has
+few positions, the Gram form on patches written out for a chunk costs less.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class Contraction:
 
     Attributes:
         value: (B,) float64.
-        bound: (B,) float64, absolute: how far ``value`` may be from the squared norm of the gradient
-            as the accumulation dtype forms it. Direct forms add a few roundings to that gradient;
+        bound: (B,) float64, absolute: how far ``value`` may be from the squared norm of the
+            gradient as the accumulation dtype forms it. Direct forms add a few roundings to that gradient;
             the Gram form may lose all digits where its terms cancel, and says so here.
     """
 
@@ -29,7 +29,7 @@ class Contraction:
 
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
-    """Return a result whose terms are squares, so that rounding is relative to the result itself."""
+    """Return a result whose terms are squares, so that rounding is relative to itself."""
     return Contraction(value, 4 * unit_roundoff(dtype) * value)
 
 

@@ -14,7 +14,8 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
     example. Nothing of the size of the parameter appears; all shapes are known beforehand.
 
-    Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the workspace.
+    Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the
+    workspace.
     """
     dtype = compute_dtype(factor.grad)
     count, width = factor.grad.shape

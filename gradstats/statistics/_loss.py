@@ -16,8 +16,8 @@ def check_losses(losses, batch_size: int) -> Tensor:
     """Return the losses as a plain (B,) tensor, or raise."""
     if not isinstance(losses, Tensor):
         raise LossShapeError(
-            f"loss_fn returned {type(losses).__name__}, expected a tensor of {batch_size} unreduced "
-            "losses, one for each example."
+            f"loss_fn returned {type(losses).__name__}, expected a tensor of {batch_size} "
+            "unreduced losses, one for each example."
         )
     if losses.dim() == 0:
         raise LossShapeError(
@@ -27,9 +27,9 @@ def check_losses(losses, batch_size: int) -> Tensor:
         )
     if tuple(losses.shape) != (batch_size,):
         raise LossShapeError(
-            f"the losses have shape {tuple(losses.shape)}, expected ({batch_size},): one loss for each "
-            "example. Reduce every axis but the example axis; if the batch has another number of "
-            "examples, pass batch_dim= or batch_size= accordingly."
+            f"the losses have shape {tuple(losses.shape)}, expected ({batch_size},): one loss for "
+            "each example. Reduce every axis but the example axis; if the batch has another number "
+            "of examples, pass batch_dim= or batch_size= accordingly."
         )
     if not losses.is_floating_point():
         raise LossShapeError(
@@ -42,8 +42,9 @@ def check_losses(losses, batch_size: int) -> Tensor:
         )
     if isinstance(losses, DerivedTensor):
         raise ExampleAxisError(
-            "the losses were computed without any data: only from parameters, buffers and constants. "
-            "Make the batch before the context is opened, so that its tensors count as data."
+            "the losses were computed without any data: only from parameters, buffers and "
+            "constants. Make the batch before the context is opened, so that its tensors count as "
+            "data."
         )
     return losses
 
@@ -52,8 +53,8 @@ def check_batch_size(batch_size: int) -> int:
     """Return the batch size, or raise unless it is a positive integer."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ExampleAxisError(
-            f"batch_size is {batch_size!r}, expected a positive integer: the number of examples in the "
-            "batch."
+            f"batch_size is {batch_size!r}, expected a positive integer: the number of examples in "
+            "the batch."
         )
     return batch_size
 
@@ -62,26 +63,27 @@ def check_batch_dim(batch_dim: int) -> int:
     """Return the example axis, or raise unless it is a non-negative integer."""
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
         raise ExampleAxisError(
-            f"batch_dim is {batch_dim!r}, expected a non-negative integer: the example axis, counted "
-            "from the front."
+            f"batch_dim is {batch_dim!r}, expected a non-negative integer: the example axis, "
+            "counted from the front."
         )
     return batch_dim
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:
-    """Return the number of examples of a batch: the size of its first tensor along the example axis."""
+    """Return the number of examples of a batch, the example axis of its first tensor."""
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
             size = tensor.shape[min(batch_dim, tensor.dim() - 1)]
             if size == 0:
                 raise ExampleAxisError(
-                    f"the batch is empty: its first tensor has shape {tuple(tensor.shape)}, expected at "
-                    f"least one example along axis {batch_dim}."
+                    f"the batch is empty: its first tensor has shape {tuple(tensor.shape)}, "
+                    f"expected at least one example along axis {batch_dim}."
                 )
             return size
     raise ExampleAxisError(
-        f"the batch is {type(batch).__name__} and holds no tensor with an example axis, so the number of "
-        "examples is not known. Expected a tensor, or a tuple, list, mapping or dataclass of tensors."
+        f"the batch is {type(batch).__name__} and holds no tensor with an example axis, so the "
+        "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
+        "dataclass of tensors."
     )
 
 
@@ -106,9 +108,9 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
         weights = torch.as_tensor(weights).detach()
         if tuple(weights.shape) != (batch_size,) or not bool((weights != 0).all()):
             raise LossShapeError(
-                f"weights have shape {tuple(weights.shape)}, expected ({batch_size},) non-zero numbers: "
-                "scalar = Σ weights_i ℓ_i. An example of weight zero leaves no gradient to measure: "
-                "leave it out of the batch."
+                f"weights have shape {tuple(weights.shape)}, expected ({batch_size},) non-zero "
+                "numbers: scalar = Σ weights_i ℓ_i. An example of weight zero leaves no gradient "
+                "to measure: leave it out of the batch."
             )
         return weights.double()
     if loss_reduction == "mean":
@@ -116,6 +118,6 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
     if loss_reduction == "sum":
         return 1.0
     raise TrackingError(
-        f'loss_reduction is {loss_reduction!r}, expected "mean" (scalar = (1/B) Σ ℓ_i) or "sum"; for '
-        "anything else pass weights=, with scalar = Σ weights_i ℓ_i."
+        f'loss_reduction is {loss_reduction!r}, expected "mean" (scalar = (1/B) Σ ℓ_i) or "sum"; '
+        "for anything else pass weights=, with scalar = Σ weights_i ℓ_i."
     )

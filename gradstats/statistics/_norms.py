@@ -44,7 +44,8 @@ def per_example_norms(
         cu_seqlens: boundaries of examples packed into one row. Not supported yet.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
-        workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by default.
+        workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
+        default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
         fallback: how to serve operations without a rule. Not supported yet.
 
@@ -60,7 +61,8 @@ def per_example_norms(
         gradients. Memory: the plain step's and the workspace.
 
     Source:
-        Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv 2110.05679.
+        Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
+        2110.05679.
     """
     check_batch_dim(batch_dim)
     _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
@@ -100,10 +102,10 @@ class track:
         model: any module; outside the context it is as it was.
         batch_size: number of examples B.
         batch_dim: the example axis of the data.
-        loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean" says
-            scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i is B/N
-            times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted: it cannot
-            be detected.
+        loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
+            says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
+            is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted:
+            it cannot be detected.
         weights: (B,) instead, scalar = Σ weights_i ℓ_i.
         scaler: the torch.amp.GradScaler that scales the loss; its scale is divided out.
         fused: let weight gradients come from the same pass over the data as the norms.
@@ -155,7 +157,8 @@ class track:
     def __enter__(self) -> track:
         if self._tracker.closed:
             raise TrackingError(
-                "this tracking context was used before. One context serves one batch: open a new one."
+                "this tracking context was used before. One context serves one batch: open a new "
+                "one."
             )
         self._tracker.open()
         return self
@@ -168,7 +171,7 @@ class track:
             self._stats = gather(self._tracker, self._losses, weights, self._nonfinite)
 
     def backward(self, losses: Tensor) -> None:
-        """Run the backward of the mean of ``losses`` (of Σ weights_i losses_i where weights are given).
+        """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
 
         Args:
             losses: (B,) unreduced losses.
@@ -194,8 +197,8 @@ class track:
         if self._stats is None:
             self._tracker.reports()
             raise TrackingError(
-                "the statistics are complete once the context has closed without an exception: read "
-                "tracker.stats after the with block."
+                "the statistics are complete once the context has closed without an exception: "
+                "read tracker.stats after the with block."
             )
         return self._stats
 

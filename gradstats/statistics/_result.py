@@ -68,8 +68,9 @@ def gather(
         ]
         listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise NonFiniteGradientError(
-            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in {len(names)} "
-            f"of {len(tracker.roots)} parameters ({listed}). Look at these examples and their losses, or "
+            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in "
+            f"{len(names)} of {len(tracker.roots)} parameters ({listed}). Look at these examples "
+            "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)

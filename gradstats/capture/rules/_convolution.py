@@ -71,7 +71,9 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
         result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)
-        return tap(tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x)
+        return tap(
+            tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
+        )
     use, carriers = carriers_for(nodes)
     return ConvolutionUse.apply(
         use, tracker.settings, tracked, call, *_cast(x, plain(weight), plain(bias)), *carriers

@@ -1,7 +1,7 @@
 """Operations in which a parameter is broadcast against data, or stands beside them.
 
-Each example is shown its own view of the parameter (expanded, not copied), and PyTorch's own operation
-and its own gradient do the rest: no formula for any single operation is needed.
+Each example is shown its own view of the parameter (expanded, not copied), and PyTorch's own
+operation and its own gradient do the rest: no formula for any single operation is needed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def assign(tracker, func, input, index, value):
     items = index if isinstance(index, tuple) else (index,)
     basic = not any(isinstance(item, (Tensor, list)) for item in items)
     if node_of(input) is not None or not tracker.is_data(input) or not basic:
-        refuse(func, node, "to other than a part of the data that slices and numbers select has no rule")
+        refuse(
+            func,
+            node,
+            "to other than a part of the data that slices and numbers select has no rule",
+        )
     axis = locate(tracker, func, node, input).axis
     # The examples must stay where they are, all of them, along the same axis.
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):

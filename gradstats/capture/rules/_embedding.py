@@ -160,7 +160,7 @@ def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:
         refuse(
             func,
             node,
-            "with scale_grad_by_freq divides by counts over the whole batch, which couples examples,",
+            "with scale_grad_by_freq divides by counts over the whole batch: it couples examples,",
             "Pass scale_grad_by_freq=False.",
         )
 

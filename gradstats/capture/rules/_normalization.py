@@ -1,7 +1,7 @@
 """Normalisation layers: Vector(Σ_t g·x̂) for the scale and Vector(Σ_t g) for the shift.
 
-PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again from
-the input, which the layer keeps anyway.
+PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again
+from the input, which the layer keeps anyway.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def batch_norm(
     momentum=0.1,
     eps=1e-5,
 ):
-    """Normalisation by running statistics; by the batch's own it couples examples and is refused."""
+    """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
     result = func(

@@ -272,13 +272,13 @@ class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 
     Each index is of one kind: the example; groups K, in both operands and the result; positions T,
-    in data and result; p, in parameter and result; q, in parameter and data; and indices of the data
-    alone, which are summed away.
+    in data and result; p, in parameter and result; q, in parameter and data; and indices of the
+    data alone, which are summed away.
 
     Attributes:
         batch: number of examples.
-        left: order of the result's axes (example, K, T, p), and right: of the data's (example, K, T,
-            q, data alone).
+        left: order of the result's axes (example, K, T, p), and right: of the data's (example, K,
+            T, q, data alone).
         sizes: sizes of K, p and q, axis by axis.
         shape: shape of the parameter.
         permutation: order of the axes (K, p, q) that gives the parameter's own.

@@ -1,0 +1,360 @@
+"""The linear-layer kernels on one GPU: checked first, then timed against their floors and rivals.
+
+    python -m benchmarks.bench_linear_kernels --out benchmarks/results/linear_kernels.csv
+
+A kernel's floor is the larger of its bytes over the measured copy bandwidth and its required
+operations over the measured matrix rate of the same dtype, both measured in the same run. Every
+call is timed inside a CUDA graph that rotates over input sets larger than the L2 cache. A kernel
+whose result is off its float64 reference is reported and not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+CACHE_BYTES = 200 * 2**20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A named layer: B examples of T positions."""
+
+    name: str
+    batch: int
+    positions: int
+    d_in: int
+    d_out: int
+
+
+SHAPES = (
+    Shape("gpt2_qkv", 16, 1024, 768, 2304),
+    Shape("gpt2_projection", 16, 1024, 768, 768),
+    Shape("gpt2_mlp_up", 16, 1024, 768, 3072),
+    Shape("gpt2_mlp_down", 16, 1024, 3072, 768),
+    Shape("llama_7b_projection", 4, 2048, 4096, 4096),
+    Shape("vit_b_mlp", 64, 197, 768, 3072),
+    Shape("bert_short", 128, 64, 768, 768),
+    Shape("unaligned", 16, 500, 1001, 1001),
+    Shape("mlp_wide", 4096, 1, 4096, 4096),
+    Shape("mlp_mnist", 256, 1, 784, 2048),
+)
+QUICK = ("gpt2_qkv", "mlp_wide")
+
+
+@dataclasses.dataclass
+class Provider:
+    """One way to compute a statistic.
+
+    `call` maps (a, g, weight) to a result; `flops` and `bytes` are those that the statistic
+    requires, whatever this provider spends; `want` gives the fp64 result of the first examples.
+    """
+
+    operation: str
+    name: str
+    call: Callable
+    flops: float
+    bytes: float
+    result: Callable | None = None  # picks what is compared out of the call's result
+    reference: Callable | None = None  # (a, g, weight) in fp64 to what result should be
+
+
+def providers(shape: Shape, dtype: torch.dtype) -> Iterator[Provider]:
+    """Every kernel that serves this shape, beside what it competes with."""
+    from gradstats.kernels import (
+        direct,
+        direction,
+        gram,
+        pairwise,
+        pairwise_direct,
+        rank_one,
+        vector,
+    )
+    from gradstats.kernels import weight_gradient as fused
+    from gradstats.kernels._config import TileConfig
+
+    batch, positions, d_in, d_out = shape.batch, shape.positions, shape.d_in, shape.d_out
+    size = torch.empty((), dtype=dtype).element_size()
+    read = batch * positions * (d_in + d_out) * size
+    product = 2.0 * batch * positions * d_in * d_out
+    gradient_bytes = d_in * d_out * size
+
+    def squares(a, g, weight):
+        return torch.stack([(y.T @ x).square().sum() for x, y in zip(a, g, strict=True)])
+
+    def first_examples(out):
+        return out
+
+    def flat_product(a, g, weight):
+        return g.flatten(0, 1).T @ a.flatten(0, 1)
+
+    if positions == 1:
+        yield Provider(
+            "rank_one", "gradstats", lambda a, g, w: rank_one.rank_one_sqnorm(a[:, 0], g[:, 0]),
+            0.0, read, lambda out: out[0], squares,
+        )  # fmt: skip
+        yield Provider(
+            "rank_one", "torch",
+            lambda a, g, w: a.float().square().sum((1, 2)) * g.float().square().sum((1, 2)),
+            0.0, read, first_examples, squares,
+        )  # fmt: skip
+    else:
+        gram_flops = batch * positions * (positions + 1.0) * (d_in + d_out)
+        yield Provider(
+            "gram", "gradstats", lambda a, g, w: gram.gram_sqnorm(a, g),
+            gram_flops, read, lambda out: out[0], squares,
+        )  # fmt: skip
+        yield Provider(
+            "gram", "opacus formula",
+            lambda a, g, w: ((a @ a.mT) * (g @ g.mT)).sum((1, 2), dtype=torch.float32),
+            gram_flops, read,
+        )  # fmt: skip
+        yield Provider(
+            "direct", "gradstats", lambda a, g, w: direct.direct_sqnorm(a, g),
+            product, read, first_examples, squares,
+        )  # fmt: skip
+        if 4 * batch * d_in * d_out < 16 * 2**30:
+            yield Provider(
+                "direct", "einsum",
+                lambda a, g, w: torch.einsum("bto,bti->boi", g, a).float().square().sum((1, 2)),
+                product, read,
+            )  # fmt: skip
+        yield Provider(
+            "vector", "gradstats", lambda a, g, w: vector.vector_sqnorm(g),
+            0.0, batch * positions * d_out * size, first_examples,
+            lambda a, g, w: g.sum(1).square().sum(1),
+        )  # fmt: skip
+
+    yield Provider("weight_gradient", "cublas", flat_product, product, read + gradient_bytes)
+    fused_options: dict[str, dict] = {"gradstats": {}}
+    aligned = d_in % 16 == 0 and d_out % 16 == 0
+    if aligned and torch.cuda.get_device_capability() >= (9, 0):
+        fused_options["gradstats descriptors"] = {"descriptors": True}
+        if size == 2 and min(d_in, d_out) >= 256:
+            fused_options["gradstats descriptors 128x256"] = {
+                "descriptors": True,
+                "config": TileConfig(128, 256, 64, 8, 3),
+            }
+    for name, options in fused_options.items():
+        yield Provider(
+            "weight_gradient", name,
+            lambda a, g, w, options=options: fused.weight_gradient_sqnorm(a, g, **options),
+            product, read + gradient_bytes, lambda out: out[1], squares,
+        )  # fmt: skip
+
+    if batch * positions <= 8192 or positions == 1:
+        pair_flops = 2.0 * batch**2 * positions**2 * (d_in + d_out)
+        yield Provider(
+            "pairwise_gram", "gradstats", lambda a, g, w: pairwise.pairwise_gram(a, g, a, g),
+            pair_flops, read + 4 * batch**2, lambda out: out.diagonal(), squares,
+        )  # fmt: skip
+        if positions == 1:
+            yield Provider(
+                "pairwise_gram", "torch",
+                lambda a, g, w: (a[:, 0] @ a[:, 0].T) * (g[:, 0] @ g[:, 0].T),
+                pair_flops, read + 4 * batch**2,
+            )  # fmt: skip
+    if positions > 1:
+        yield Provider(
+            "pairwise_direct", "gradstats",
+            lambda a, g, w: pairwise_direct.pairwise_direct(a, g, a, g), product + 2.0 * batch**2 * d_in * d_out, read, lambda out: out.diagonal(), squares,
+        )  # fmt: skip
+    yield Provider(
+        "direction", "gradstats", lambda a, g, w: direction.direction_inner(a, g, w),
+        product, read + gradient_bytes, first_examples,
+        lambda a, g, w: ((g @ w) * a).sum((1, 2)),
+    )  # fmt: skip
+    yield Provider(
+        "direction", "torch",
+        lambda a, g, w: ((g @ w).float() * a.float()).sum((1, 2)), product, read + gradient_bytes,
+    )  # fmt: skip
+
+
+def operands(shape: Shape, dtype: torch.dtype, seed: int):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def random(*size):
+        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+    a = random(shape.batch, shape.positions, shape.d_in)
+    g = random(shape.batch, shape.positions, shape.d_out)
+    return a, g, random(shape.d_out, shape.d_in)
+
+
+def error(provider: Provider, inputs, examples: int = 4) -> float | None:
+    """Largest relative error over the first examples, of random data, against fp64."""
+    if provider.result is None or provider.reference is None:
+        return None
+    got = provider.result(provider.call(*inputs))[:examples].double()
+    a, g, weight = inputs
+    want = provider.reference(a[:examples].double(), g[:examples].double(), weight.double())
+    return float(((got - want).abs() / want.abs().clamp_min(want.abs().mean())).max())
+
+
+def time_graph(call: Callable, sets: list, rounds: int = 25) -> tuple[float, float, float]:
+    """(median, 20th, 80th percentile) milliseconds of one call, over rotated input sets."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for inputs in sets:
+            call(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for inputs in sets:
+            call(*inputs)
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(sets))
+    del graph
+    low, *_, high = statistics.quantiles(times, n=5)
+    return statistics.median(times), low, high
+
+
+def peak_bytes(call: Callable, inputs) -> int:
+    """Device memory that a call needs beyond its inputs."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(*inputs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def ceilings(dtype: torch.dtype) -> tuple[float, float]:
+    """(bytes per second of a copy, operations per second of a matrix product), measured."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds, _, _ = time_graph(lambda: target.copy_(source), [()] * 4)
+    bandwidth = 2 * source.numel() * 4 / milliseconds * 1e3
+    side = 8192 if dtype != torch.float32 else 4096
+    left, right = (torch.randn(side, side, device="cuda").to(dtype) for _ in range(2))
+    milliseconds, _, _ = time_graph(lambda: left @ right, [()] * 4)
+    return bandwidth, 2.0 * side**3 / milliseconds * 1e3
+
+
+def environment() -> dict[str, str]:
+    import triton
+
+    def output(*command):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": output("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def bench(shape: Shape, dtype_name: str, limits: tuple[float, float]) -> Iterator[dict]:
+    """One row per operation and provider."""
+    dtype = DTYPES[dtype_name]
+    bandwidth, rate = limits
+    inputs = operands(shape, dtype, 0)
+    own = sum(operand.numel() * operand.element_size() for operand in inputs)
+    count = max(2, min(32, -(-CACHE_BYTES // own)))
+    sets = [inputs] + [operands(shape, dtype, seed) for seed in range(1, count)]
+    for provider in providers(shape, dtype):
+        row = {
+            "operation": provider.operation,
+            "provider": provider.name,
+            **dataclasses.asdict(shape),
+            "dtype": dtype_name,
+            "flops": provider.flops,
+            "bytes": provider.bytes,
+        }
+        try:
+            off = error(provider, inputs)
+        except torch.OutOfMemoryError:
+            yield row | {"note": "out of memory"}
+            continue
+        if off is not None and not off < 1e-3:
+            yield row | {"note": f"wrong by {off:.3g}, not timed"}
+            continue
+        floor = max(provider.bytes / bandwidth, provider.flops / rate) * 1e3
+        memory = peak_bytes(provider.call, inputs)
+        median, low, high = time_graph(provider.call, sets)
+        yield row | {
+            "error": off,
+            "ms": median,
+            "ms_20": low,
+            "ms_80": high,
+            "floor_ms": floor,
+            "percent_of_floor": 100 * floor / median,
+            "tflops": provider.flops / median / 1e9,
+            "gigabytes_per_second": provider.bytes / median / 1e6,
+            "peak_bytes": memory,
+            "note": "",
+        }
+
+
+COLUMNS = (
+    "operation provider name batch positions d_in d_out dtype ms ms_20 ms_80 floor_ms "
+    "percent_of_floor tflops gigabytes_per_second peak_bytes error flops bytes note "
+    "gpu driver torch triton commit date"
+).split()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="CSV file to append to")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
+    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES])
+    parser.add_argument("--quick", action="store_true", help="two shapes, bf16 alone")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    names = options.shapes or (QUICK if options.quick else [shape.name for shape in SHAPES])
+    dtypes = ["bf16"] if options.quick else options.dtypes
+
+    stamp = environment()
+    print(", ".join(f"{key} {value}" for key, value in stamp.items()))
+    rows = []
+    for dtype_name in dtypes:
+        limits = ceilings(DTYPES[dtype_name])
+        bandwidth, rate = limits[0] / 1e12, limits[1] / 1e12
+        print(f"{dtype_name}: copy {bandwidth:.2f} TB/s, matmul {rate:.0f} TFLOP/s")
+        for shape in SHAPES:
+            if shape.name not in names:
+                continue
+            for row in bench(shape, dtype_name, limits):
+                rows.append(row | stamp)
+                timing = (
+                    f"{row['ms']:9.4f} ms  {row['percent_of_floor']:5.1f} % of floor"
+                    if "ms" in row
+                    else row["note"]
+                )
+                label = f"{shape.name:20} {dtype_name} {row['operation']:16} {row['provider']:30}"
+                print(label, timing, flush=True)
+    if options.out:
+        new = not options.out.exists()
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=COLUMNS, restval="")
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Regenerates kernels/_table.py, the tile configurations of the linear-layer kernels.
+
+    python -m benchmarks.tune_linear_kernels                # on a GPU: the fastest of each class
+    python -m benchmarks.tune_linear_kernels --compile-only # anywhere: the first without spills
+
+Candidates are grouped in classes by tile size, preferred first. A candidate that spills registers
+or exceeds the shared memory of its architecture is out. Without a GPU the first that remains
+stands for its class; with one, all that remain are timed on the class's shape and the fastest
+stands. Only the entries of the architectures asked for are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from gradstats.kernels import _config, _table
+from gradstats.kernels._config import TileConfig
+
+TABLE_PATH = Path(_table.__file__)
+MATMULS = (
+    "gram",
+    "direct",
+    "weight_gradient",
+    "weight_gradient_descriptor",
+    "pairwise",
+    "diagonal",
+    "direction",
+)
+# kernels that only stream: nothing to spill, nothing to share
+STREAMING = {
+    "rank_one": "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
+    "vector": "1x128x64w4s1 1x32x64w4s1",
+}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def candidates(
+    operation: str, kind: str, timed: bool = False
+) -> list[list[tuple[int, int, int, int, int]]]:
+    """Classes of (rows, columns, inner, warps, stages), largest tile first, preferred first.
+
+    Timed runs include tiles whose listed spills only a measurement can justify.
+    """
+    # one step of the contraction is one 128-byte line of each operand row
+    line = 64 if kind == "half" else 32
+    half = line // 2
+
+    def tiles(rows, columns, *options):
+        return [(rows, columns, inner, warps, stages) for inner, warps, stages in options]
+
+    usual = ((line, 8, 3), (half, 8, 3), (half, 8, 2), (16, 8, 3), (16, 8, 2))
+    small = ((line, 4, 3), (line, 4, 2), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2))
+    tiny = ((2 * line, 2, 3), (line, 2, 3), (line, 2, 2), (16, 4, 2))
+    if operation == "gram":
+        return [
+            tiles(128, 128, *usual),
+            tiles(64, 64, *small),
+            tiles(32, 32, *small),
+            tiles(16, 16, *tiny),
+        ]
+    if operation == "pairwise":
+        return [
+            tiles(128, 128, *usual),
+            tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
+            tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
+            tiles(16, 16, *tiny),
+        ]
+    if operation == "direct":
+        return [
+            tiles(128, 256, *usual),
+            tiles(128, 128, (line, 8, 4), *usual),
+            tiles(64, 64, (line, 4, 4), *small),
+            tiles(16, 64, *small),
+        ]
+    if operation == "direction":
+        return [
+            tiles(128, 128, *usual),
+            tiles(64, 128, *small),
+            tiles(64, 64, *small),
+            tiles(16, 64, *small),
+        ]
+    descriptors = operation.endswith("_descriptor")
+    return [
+        *([tiles(128, 256, (line, 8, 3), (line, 8, 4))] if descriptors and timed else []),
+        tiles(128, 128, *usual[:1], (line, 8, 4), *usual[1:]),
+        tiles(64, 128, *small, (line, 8, 3), (half, 8, 3)),
+        tiles(64, 64, (line, 4, 4), *small),
+        *([] if descriptors else [tiles(16, 64, *small)]),
+    ]
+
+
+def classes_of_inputs(operation: str, architectures: Iterable[int]):
+    """(architecture, kind, aligned) of every entry that the table needs."""
+    for key in itertools.product(architectures, _config.KINDS, (True, False)):
+        if operation.endswith("_descriptor") and (key[0] < 90 or not key[2]):
+            continue
+        yield key
+
+
+def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, aligned: bool):
+    """Whether every launch of the operation compiles within its limits on spills and memory."""
+    aot = importlib.import_module("tests.kernels.compiled.aot")
+    checks = importlib.import_module("tests.kernels.compiled.checks")
+    launches = importlib.import_module("tests.kernels.compiled.launches")
+    dtype = launches.DTYPES[kind]
+    layouts = ("dense",) if operation.endswith("_descriptor") else ("dense", "ragged")
+    operations = (operation, "example_tiles") if operation == "direct" else (operation,)
+    for name, layout in itertools.product(operations, layouts):
+        for launch in launches.launches(name, config, dtype, aligned, layout):
+            compiled = aot.compile_launch(launch, architecture)
+            try:
+                checks.check_shared(compiled, _config.shared_limit(architecture))
+                checks.check_spills(compiled, checks.allowed_spills(name, config))
+            except AssertionError:
+                return False
+    return True
+
+
+def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> float:
+    """Milliseconds of the operation on a shape that fills this configuration's tile."""
+    triton = importlib.import_module("triton")
+    modules = {
+        name: importlib.import_module(f"gradstats.kernels.{name}")
+        for name in ("gram", "direct", "weight_gradient", "pairwise", "direction")
+    }
+    dtype = torch.bfloat16 if kind == "half" else torch.float32
+    large = config.rows * config.columns >= 128 * 128
+    width = 2048 if large else 512 if config.rows >= 64 else 48
+    features = width if aligned else width - 7
+    positions = 1024 if large else 256 if config.rows >= 64 else config.rows
+    batch = 16 if large else 64
+    if operation in ("gram", "pairwise"):
+        features, positions = 1024 if aligned else 1017, 8 * config.rows
+    a, g = (torch.randn(batch, positions, features, device="cuda", dtype=dtype) for _ in range(2))
+    if operation == "gram":
+
+        def call():
+            return modules["gram"].gram_sqnorm(a, g, config=config)
+    elif operation == "direct":
+
+        def call():
+            return modules["direct"].direct_sqnorm(a, g, config=config)
+    elif operation == "diagonal":
+
+        def call():
+            return modules["direct"].direct_inner(a, g, a, g, config=config)
+    elif operation == "pairwise":
+        short = a[:, :4], g[:, :4]
+
+        def call():
+            return modules["pairwise"].pairwise_gram(*short, *short, config=config)
+    elif operation == "direction":
+        weight = torch.randn(features, features, device="cuda", dtype=dtype)
+
+        def call():
+            return modules["direction"].direction_inner(a, g, weight, config=config)
+    else:
+        descriptors = operation.endswith("_descriptor")
+
+        def call():
+            return modules["weight_gradient"].weight_gradient_sqnorm(
+                a, g, config=config, descriptors=descriptors
+            )
+
+    return triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:
+    """The table entry of one class of inputs: one configuration per class of tiles."""
+    architecture, kind, aligned = key
+    itemsize = 2 if kind == "half" else 4
+    chosen = []
+    for group in candidates(operation, kind, timed):
+        best: tuple[float, TileConfig] | None = None
+        for row in dict.fromkeys(group):
+            config = TileConfig(*row, precision="ieee" if kind == "half" else kind)
+            if not config.is_valid(itemsize, architecture):
+                continue
+            if not is_clean(operation, config, architecture, kind, aligned):
+                continue
+            if not timed:
+                best = (0.0, config)
+                break
+            milliseconds = measure(operation, config, kind, aligned)
+            print(f"  {operation} {key} {config}: {milliseconds:.4f} ms", flush=True)
+            if best is None or milliseconds < best[0]:
+                best = (milliseconds, config)
+        if best is not None:
+            chosen.append(str(best[1]))
+    return " ".join(chosen)
+
+
+def render(table: dict[str, dict[tuple[int, str, bool], str]]) -> str:
+    """The source of kernels/_table.py."""
+    lines = [
+        '"""Tile configurations, generated by benchmarks/tune_linear_kernels.py.',
+        "",
+        "TABLE[operation][architecture, kind, aligned] lists tiles, largest first, each written",
+        "{rows}x{columns}x{inner}w{num_warps}s{num_stages}; `_config.py` says what they mean.",
+        '"""',
+        "",
+        "TABLE: dict[str, dict[tuple[int, str, bool], str]] = {",
+    ]
+    for operation, entries in table.items():
+        lines.append(f'    "{operation}": {{')
+        for (architecture, kind, aligned), tiles in sorted(entries.items()):
+            lines.append(f'        ({architecture}, "{kind}", {aligned}): "{tiles}",')
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile-only", action="store_true", help="choose without timing")
+    parser.add_argument("--operations", nargs="+", choices=MATMULS, default=list(MATMULS))
+    parser.add_argument(
+        "--architectures", nargs="+", type=int, choices=_config.ARCHITECTURES, default=None
+    )
+    parser.add_argument("--out", type=Path, default=TABLE_PATH)
+    options = parser.parse_args(arguments)
+    timed = not options.compile_only
+    if timed and not torch.cuda.is_available():
+        parser.error("timing needs a CUDA device; pass --compile-only to choose without one")
+    if options.architectures is None:
+        own = torch.cuda.get_device_capability() if timed else None
+        options.architectures = (
+            [_config.family(10 * own[0] + own[1])] if timed else list(_config.ARCHITECTURES)
+        )
+
+    table = {name: dict(_table.TABLE.get(name, {})) for name in _config.OPERATIONS}
+    for name, tiles in STREAMING.items():
+        for key in classes_of_inputs(name, _config.ARCHITECTURES):
+            if key[1] in ("half", "ieee"):
+                table[name].setdefault(key, tiles)
+    for operation in options.operations:
+        for key in classes_of_inputs(operation, options.architectures):
+            tiles = tune(operation, key, timed)
+            print(operation, key, tiles, flush=True)
+            if tiles:
+                table[operation][key] = tiles
+            else:
+                table[operation].pop(key, None)
+    options.out.write_text(render(table))
+
+
+if __name__ == "__main__":
+    main()
