@@ -166,7 +166,8 @@ def providers(shape: Shape, dtype: torch.dtype) -> Iterator[Provider]:
     if positions > 1:
         yield Provider(
             "pairwise_direct", "gradstats",
-            lambda a, g, w: pairwise_direct.pairwise_direct(a, g, a, g), product + 2.0 * batch**2 * d_in * d_out, read, lambda out: out.diagonal(), squares,
+            lambda a, g, w: pairwise_direct.pairwise_direct(a, g, a, g),
+            product + 2.0 * batch**2 * d_in * d_out, read, lambda out: out.diagonal(), squares,
         )  # fmt: skip
     yield Provider(
         "direction", "gradstats", lambda a, g, w: direction.direction_inner(a, g, w),

@@ -1,0 +1,117 @@
+"""Two-operand contractions in Einstein's notation, one operand tracked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules.operation import check_operation, check_refused, normal
+
+size = st.integers(1, 4)
+
+EINSUM_CASES = {
+    # equation: (parameter, data); the parameter stands first or last as the equation says
+    "bd,de->be": ((4, 5), (3, 4)),
+    "btd,de->bte": ((4, 5), (3, 6, 4)),
+    "btd,ed->bte": ((5, 4), (3, 6, 4)),
+    "bthd,hde->bthe": ((2, 4, 5), (3, 6, 2, 4)),
+    "bthd,hde->bte": ((2, 4, 5), (3, 6, 2, 4)),
+    "bthd,dhe->bte": ((4, 2, 5), (3, 6, 2, 4)),
+    "bthd,hed->bhte": ((2, 5, 4), (3, 6, 2, 4)),
+    "bthd,edh->bthe": ((5, 4, 2), (3, 6, 2, 4)),
+    "btd,dhe->bhte": ((4, 2, 5), (3, 6, 4)),
+    "btd,edh->bhte": ((5, 4, 2), (3, 6, 4)),
+    "btd,d->btd": ((4,), (3, 6, 4)),
+    "btd,d->bt": ((4,), (3, 6, 4)),
+    "btd,t->bd": ((6,), (3, 6, 4)),
+    "btd,e->bte": ((5,), (3, 6, 4)),
+    "btd,td->b": ((6, 4), (3, 6, 4)),
+    "btd,st->bsd": ((5, 6), (3, 6, 4)),
+    "btd,ts->bsd": ((6, 5), (3, 6, 4)),
+    "...d,de->...e": ((4, 5), (3, 6, 2, 4)),
+    "...d,de": ((4, 5), (3, 6, 4)),
+    "b...d,ed->b...e": ((5, 4), (3, 6, 2, 4)),
+    "btd,de": ((4, 5), (3, 6, 4)),
+    " b t d , d e -> b e t ": ((4, 5), (3, 6, 4)),
+}
+EINSUM_PARAMETER_FIRST = {
+    "de,bd->be": ((4, 5), (3, 4)),
+    "hde,bthd->bthe": ((2, 4, 5), (3, 6, 2, 4)),
+    "st,btd->bsd": ((5, 6), (3, 6, 4)),
+    "t...,bt...->b...": ((6, 2, 4), (3, 6, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", EINSUM_CASES)
+def test_einsum(equation):
+    parameter, data = EINSUM_CASES[equation]
+    check_operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": parameter}, normal(*data))
+
+
+@pytest.mark.parametrize("equation", EINSUM_PARAMETER_FIRST)
+def test_einsum_with_the_parameter_first(equation):
+    parameter, data = EINSUM_PARAMETER_FIRST[equation]
+    check_operation(lambda m, x: torch.einsum(equation, m.w, x), {"w": parameter}, normal(*data))
+
+
+def test_einsum_of_a_list_of_operands():
+    check_operation(
+        lambda m, x: torch.einsum("btd,de->bte", [x, m.w]), {"w": (4, 5)}, normal(3, 6, 4)
+    )
+
+
+def test_einsum_with_as_many_of_everything_as_examples():
+    check_operation(
+        lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), {"w": (3, 3, 3)}, normal(3, 3, 3, 3)
+    )
+
+
+def test_einsum_that_sums_over_the_examples_is_refused():
+    check_refused(
+        lambda m, x: torch.einsum("bd,ed->e", x, m.w),
+        {"w": (3, 4)},
+        normal(3, 4),
+        match="einsum.*'w'",
+    )
+
+
+def test_einsum_of_three_operands_is_refused():
+    check_refused(
+        lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y),
+        {"w": (4, 5)},
+        normal(3, 4),
+        normal(3, 5),
+        match="einsum.*'w'",
+    )
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_einsum_sweep(data):
+    """Every choice of groups, positions and widths, in every order of every operand's axes."""
+    kinds = data.draw(st.lists(st.sampled_from("ktpqr"), min_size=1, max_size=4))
+    letters = dict(zip("cdefg", kinds, strict=False))
+    sizes = {letter: data.draw(size) for letter in (*letters, "b")}
+    members = {
+        "parameter": [i for i, kind in letters.items() if kind in "kpq"],
+        "data": ["b", *(i for i, kind in letters.items() if kind in "ktqr")],
+        "result": [i for i, kind in letters.items() if kind in "ktp"],
+    }
+    parameter = data.draw(st.permutations(members["parameter"]))
+    result = ["b", *data.draw(st.permutations(members["result"]))]
+    operand = ["b", *data.draw(st.permutations(members["data"][1:]))]
+    equation = f"{''.join(operand)},{''.join(parameter)}->{''.join(result)}"
+    check_operation(
+        lambda m, x: torch.einsum(equation, x, m.w),
+        {"w": tuple(sizes[i] for i in parameter)},
+        normal(*(sizes[i] for i in operand)),
+    )
+
+
+def test_einsum_with_one_weight_for_each_example_is_refused():
+    check_refused(
+        lambda m, x: torch.einsum("btd,bde->bte", x, m.w),
+        {"w": (3, 4, 5)},
+        normal(3, 6, 4),
+        match="einsum.*example.*'w'",
+    )

@@ -1,0 +1,170 @@
+"""Parameters used several times, by several kinds of operation, or not at all."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import Operation, check_operation, normal, uneven_loss
+
+BATCH, POSITIONS, WIDTH = 3, 5, 4
+
+
+def test_tied_embedding_and_projection():
+    def function(m, ids):
+        return functional.linear(m.w[ids], m.w)
+
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    check_operation(function, {"w": (6, WIDTH)}, ids)
+
+    def modules(m, ids):
+        return m.norm(m.table(ids)) @ m.table.weight.T
+
+    table = nn.Embedding(6, WIDTH, padding_idx=2)
+    check_operation(modules, {"table": table, "norm": nn.LayerNorm(WIDTH)}, ids)
+
+
+def test_one_parameter_of_two_modules():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, WIDTH)
+            self.head = nn.Linear(WIDTH, 6)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids):
+            return self.head(self.table(ids) + self.table(torch.arange(ids.shape[1])))
+
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    check_operation(lambda m, ids: m.layer(ids), {"layer": Tied()}, ids)
+    stats = gs.per_example_norms(Tied(), ids, lambda m, b: m(b).square().sum((1, 2)))
+    assert list(stats.by_parameter) == ["table.weight", "head.bias"]
+
+
+def test_transposed_autoencoder():
+    def function(m, x):
+        hidden = functional.linear(x, m.w, m.b).tanh()
+        return functional.linear(hidden, m.w.t())
+
+    check_operation(function, {"w": (3, WIDTH), "b": (3,)}, normal(BATCH, POSITIONS, WIDTH))
+    check_operation(function, {"w": (3, WIDTH), "b": (3,)}, normal(BATCH, WIDTH))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(WIDTH, WIDTH), (BATCH, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH), (BATCH, POSITIONS, WIDTH)),
+        (nn.Linear(WIDTH, WIDTH), (1, POSITIONS, WIDTH)),
+        (nn.Conv2d(2, 2, 3, padding=1), (BATCH, 2, 4, 4)),
+        (nn.Conv1d(2, 2, 1), (BATCH, 2, 4)),
+        (nn.LayerNorm(WIDTH), (BATCH, POSITIONS, WIDTH)),
+        (nn.PReLU(), (BATCH, WIDTH)),
+    ],
+    ids=str,
+)
+def test_a_module_called_several_times(layer, shape, times):
+    def function(m, x):
+        for _ in range(times):
+            x = torch.tanh(m.layer(x)) + 0.5 * x
+        return x
+
+    check_operation(function, {"layer": layer}, normal(*shape))
+
+
+def test_recurrence():
+    def function(m, x):
+        state = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            state = m.cell(step, state)
+        return state
+
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x, state):
+            return torch.tanh(self.inner(x) + self.outer(state))
+
+    check_operation(function, {"cell": Cell()}, normal(BATCH, POSITIONS, WIDTH))
+
+
+# Uses of one (WIDTH, WIDTH) parameter by different kinds of operation, in pairs.
+KINDS = {
+    "linear": lambda x, w: functional.linear(x, w),
+    "transposed": lambda x, w: x @ w,
+    "scale": lambda x, w: x * w[0],
+    "shift": lambda x, w: x + w[:, 1],
+    "table": lambda x, w: x + w[torch.arange(x.shape[1]) % WIDTH],
+    "looked up": lambda x, w: x + functional.embedding((x[..., 0] > 0).long(), w),
+    "convolution": lambda x, w: functional.conv1d(x.mT, w[..., None]).mT,
+    "square": lambda x, w: x @ (w @ w),
+    "normalised": lambda x, w: functional.layer_norm(x, (WIDTH,), w[2], w[3]),
+    "einsum": lambda x, w: torch.einsum("btd,ed->bte", x, w),
+    "einsum in groups": lambda x, w: torch.einsum("btd,de->btde", x, w).sum(2),
+    "heads": lambda x, w: torch.einsum("bthd,hde->bthe", x.unflatten(-1, (2, 2)), w.view(2, 2, 4))[
+        ..., :2
+    ].flatten(2),
+}
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_a_parameter_used_by_two_kinds_of_operation(first, second):
+    def function(m, x):
+        return KINDS[second](torch.tanh(KINDS[first](x, m.w)), m.w)
+
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_a_parameter_used_twice_in_one_operation():
+    check_operation(lambda m, x: torch.addcmul(x, m.w, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+    check_operation(
+        lambda m, x: functional.linear(x, m.w, m.w[:, 0]), {"w": (2, WIDTH)}, normal(BATCH, WIDTH)
+    )
+    check_operation(
+        lambda m, x: functional.layer_norm(x, (WIDTH,), m.w, m.w),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )
+    check_operation(
+        lambda m, x: torch.cat([m.w.expand(BATCH, 1), x, m.w.expand(BATCH, 1)], 1),
+        {"w": (1, 1)},
+        normal(BATCH, WIDTH),
+    )
+    check_operation(
+        lambda m, x: torch.addmm(m.w, x, m.w, alpha=2), {"w": (BATCH, BATCH)}, normal(BATCH, BATCH)
+    )
+
+
+def test_unused_parameters_have_zero_norms():
+    model = Operation(lambda m, x: x * m.used, {"used": (2,), "unused": (3,)}, upstream=False)
+    x = normal(BATCH, 2)
+    stats = gs.per_example_norms(model, (x,), uneven_loss)
+    assert torch.equal(stats.by_parameter["unused"], torch.zeros(BATCH, dtype=torch.float64))
+    assert (stats.by_parameter["used"] > 0).all()
+    parameters = {"used": (2,), "other": (2,), "unused": (3,)}
+    check_operation(lambda m, x: x * m.used + m.other, parameters, x)
+
+
+def test_uses_that_the_loss_does_not_reach():
+    def function(m, x):
+        _ = m.layer(x) * m.scale  # thrown away
+        detached = m.layer(x).detach()
+        with torch.no_grad():
+            detached = detached + m.layer(x)
+        return m.layer(x) + detached
+
+    check_operation(function, {"layer": nn.Linear(2, 2), "scale": (2,)}, normal(BATCH, 2))
+
+
+def test_example_that_a_parameter_does_not_reach():
+    def function(m, x):
+        return torch.where(x[:, :1] > 0, m.first(x), m.second(x))
+
+    x = normal(BATCH, 2)
+    x[0, 0], x[1, 0] = 1, -1
+    check_operation(function, {"first": nn.Linear(2, 3), "second": nn.Linear(2, 3)}, x)
