@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import MOVES, RESHAPES
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._tensors import node_of
@@ -45,14 +46,6 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-IN_PLACE = frozenset(
-    getattr(Tensor, name)
-    for name in dir(Tensor)
-    if name == "__setitem__"
-    or (name.endswith("_") and not name.startswith("_"))
-    or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
-)
-
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
@@ -69,6 +62,9 @@ class ConstantTracking(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.nn.functional.batch_norm:
             check_batch_norm(*args, **kwargs)
+        elif func is torch.batch_norm:
+            input, weight, bias, mean, variance, training = args[:6]
+            check_batch_norm(input, mean, variance, weight, bias, training)
         elif func is Tensor.backward:
             return self._backward(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -114,7 +110,7 @@ class ConstantTracking(TorchFunctionMode):
                 source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
                 for tensor in results:
                     if isinstance(tensor, Tensor) and tensor is not source:
-                        tracker.follow_layout(func, source, tensor)
+                        tracker.follow_layout(func, args, source, tensor)
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:

@@ -57,6 +57,19 @@ READS_ONLY_FIRST = frozenset(
 )
 
 
+# Operations that change their first operand.
+IN_PLACE = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name not in ON_THE_OBJECT
+    and (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
+    )
+)
+
+
 def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run one operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -79,6 +92,15 @@ def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
         if not data:
+            if func in IN_PLACE:
+                # Views and copies of the old value may be in use: they would describe another
+                # tensor.
+                refuse(
+                    func,
+                    nodes[0],
+                    "changes a tensor in place that belongs to no example, which has no rule",
+                    "Write it out of place.",
+                )
             return derive(tracker, func, args, kwargs)
         rule = rules.get(func)
         if rule is not None:

@@ -9,9 +9,12 @@ is lost, parameters that meet them are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradstats.capture._einsum import parse_equation
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class Examples:
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
 
-def follow(func, source: Tensor, layout: Examples | None, result: Tensor) -> Examples | None:
+def follow(
+    func, args: tuple[Any, ...], source: Tensor, layout: Examples | None, result: Tensor
+) -> Examples | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:
-        func: the operation.
+        func, args: the operation and its positional arguments.
         source: the operand.
         layout: its layout; None where it is not known.
         result: the operation's result.
@@ -49,8 +54,10 @@ def follow(func, source: Tensor, layout: Examples | None, result: Tensor) -> Exa
     """
     if layout is None:
         return None
+    if func is torch.einsum:
+        return _contracted(args, source, layout)
     if func in MOVES:
-        return _moved(func, source, layout, result)
+        return _moved(source, layout, result)
     if func in RESHAPES:
         return _reshaped(source, layout, result)
     if func in REORDERS or result.dim() <= layout.axis:
@@ -59,7 +66,7 @@ def follow(func, source: Tensor, layout: Examples | None, result: Tensor) -> Exa
     return layout if result.shape[:lead] == source.shape[:lead] else None
 
 
-def _moved(func, source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
+def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     if layout.fold != 1 and layout.axis != 0:
         return None
     # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
@@ -75,6 +82,19 @@ def _moved(func, source: Tensor, layout: Examples, result: Tensor) -> Examples |
     return Examples(layout.batch, found[0], layout.fold)
 
 
+def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
+    """An equation says where the example's index goes."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str):
+        return None
+    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    position = next(i for i, operand in enumerate(operands) if operand is source)
+    letter = inputs[position][layout.axis]
+    return Examples(layout.batch, out.index(letter), layout.fold) if letter in out else None
+
+
 def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     """Reshapes keep the order of elements: examples in front stay in front, folded or not."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
@@ -87,6 +107,7 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
 
 MOVES = frozenset(
     {
+        torch.einsum,
         torch.transpose,
         Tensor.transpose,
         torch.swapaxes,

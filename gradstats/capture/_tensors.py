@@ -40,6 +40,11 @@ def node_of(item) -> Node | None:
     return None
 
 
+def first_node(*items) -> Node:
+    """Return the node of the first tracked tensor among several; at least one is tracked."""
+    return next(node for node in map(node_of, items) if node is not None)
+
+
 def wrap(node: Derived) -> DerivedTensor:
     """Return the tensor that user code sees for a derived node."""
     tensor = node.value.as_subclass(DerivedTensor)

@@ -63,11 +63,13 @@ class Tracker:
         self.once = torch.ones(batch_size, dtype=torch.float64, device=device)
         self.nothing = torch.zeros((), dtype=torch.float64, device=device).expand(3, batch_size)
         tracked = {id(parameter) for parameter in named.values()}
-        # Buffers and parameters that are not tracked belong to no example.
+        # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
+        # tensors in plain attributes.
+        attributes = [item for module in model.modules() for item in vars(module).values()]
         self._constant_ids = {
             id(tensor)
-            for tensor in [*model.parameters(), *model.buffers()]
-            if id(tensor) not in tracked
+            for tensor in [*model.parameters(), *model.buffers(), *attributes]
+            if isinstance(tensor, Tensor) and id(tensor) not in tracked
         }
         self._classes: list[tuple[nn.Parameter, type]] = []
 
@@ -110,6 +112,8 @@ class Tracker:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
+        if id(tensor) in self._constant_ids:
+            return
         tensor._gradstats_constant = self  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
@@ -126,7 +130,7 @@ class Tracker:
                 return layout
         return self._contract if self.has_example_axis(tensor) else None
 
-    def follow_layout(self, func, source: Tensor, result: Tensor) -> None:
+    def follow_layout(self, func, args: tuple[Any, ...], source: Tensor, result: Tensor) -> None:
         """Note where the examples lie in the result of an operation on data."""
         marked = getattr(source, "_gradstats_layout", (None, None))[0] is self
         if not marked and func not in MOVES and func not in RESHAPES:
@@ -134,7 +138,7 @@ class Tracker:
         layout = self.layout_of(source)
         if layout is None and not marked:
             return
-        after = follow(func, source, layout, result)
+        after = follow(func, args, source, layout, result)
         if after is None and layout is not None and self.has_example_axis(result):
             # Where nothing else has the batch's size, shape can decide after all.
             if sum(size == self.batch_size for size in source.shape) == 1:

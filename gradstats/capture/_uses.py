@@ -185,7 +185,9 @@ class LinearUse(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.tracked = use, settings, tracked
         ctx.save_for_backward(x, weight)
         ctx.shapes = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
+        result = torch.nn.functional.linear(x, weight, bias)
+        # For more than two axes PyTorch returns a view, which a later relu_ could not change.
+        return torch.ops.aten._unsafe_view(result, result.shape)
 
     @staticmethod
     @unseen
@@ -361,9 +363,14 @@ def as_positions(tensor: Tensor) -> Tensor:
 
 def convolution_factor(grad: Tensor, x: Tensor, shape: tuple[int, ...], call) -> Factor:
     """Return the factor of a convolution's weight; 1×1 convolutions are plain products."""
-    stride, padding, dilation, transposed, _, groups = call
+    stride, padding, dilation, transposed, output_padding, groups = call
     if transposed:
         x, grad = grad, x
+        if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
+            # With the same padding on both sides there would be more positions than in the input.
+            sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
+            x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
+            padding = (0,) * len(padding)
     pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
     if pointwise:
         left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)

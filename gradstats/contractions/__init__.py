@@ -93,7 +93,9 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
 
 def _pair_with_rule(factors: list[Factor]) -> tuple[Outer, Rows] | None:
     """Return the factors in the order in which a rule takes them, None where there is no rule."""
-    for pair in (factors, factors[::-1]):
-        if tuple(map(type, pair)) in CROSS and pair[0].spans_rows:  # type: ignore[union-attr]
-            return pair[0], pair[1]  # type: ignore[return-value]
+    if len(factors) != 2:
+        return None
+    for first, second in (factors, factors[::-1]):
+        if isinstance(first, Outer) and isinstance(second, Rows) and first.spans_rows:
+            return first, second
     return None

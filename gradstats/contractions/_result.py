@@ -20,8 +20,8 @@ class Contraction:
     Attributes:
         value: (B,) float64.
         bound: (B,) float64, absolute: how far ``value`` may be from the squared norm of the
-            gradient as the accumulation dtype forms it. Direct forms add a few roundings to that gradient;
-            the Gram form may lose all digits where its terms cancel, and says so here.
+            gradient as the accumulation dtype forms it. Direct forms add a few roundings to that
+            gradient; the Gram form may lose all digits where its terms cancel, and says so here.
     """
 
     value: Tensor

@@ -1,5 +1,7 @@
 """Convolutions and transposed convolutions in one, two and three dimensions."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,3 +192,12 @@ def test_examples_along_another_axis_are_refused():
         error=gs.ExampleAxisError,
         match="layer",
     )
+
+
+@pytest.mark.parametrize(("kernel", "padding"), list(itertools.product([1, 2, 3], [0, 1, 2])))
+def test_output_padding_of_a_stride_or_more(kernel, padding):
+    """Legal where it is less than the dilation."""
+    layer = nn.ConvTranspose2d(
+        2, 4, kernel, stride=(1, 2), dilation=3, output_padding=2, padding=padding, groups=2
+    )
+    check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(3, 2, 6, 4))

@@ -183,3 +183,24 @@ def test_scale_derived_from_a_parameter():
         {"w": (4,), "b": (4,)},
         normal(3, 5, 4),
     )
+
+
+def test_batch_norm_of_torch_itself_in_training_mode_is_refused():
+    def function(m, x):
+        return torch.batch_norm(x * m.w, None, None, None, None, True, 0.1, 1e-5, False)
+
+    check_refused(
+        function,
+        {"w": (4,)},
+        normal(3, 4),
+        error=gs.CoupledExamplesError,
+        match=r"mixes the examples",
+    )
+
+
+def test_normalisations_of_torch_itself():
+    def function(m, x):
+        layer = torch.layer_norm(x, (4,), m.w, m.b)
+        return layer + torch.group_norm(x.mT, 2, m.v, m.c).mT
+
+    check_operation(function, {name: (4,) for name in "wbvc"}, normal(3, 5, 4))

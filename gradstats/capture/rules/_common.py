@@ -46,10 +46,11 @@ def locate(
     if layout is None or not usable or (layout.fold != 1 and not folds):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
-            f"expected {tracker.batch_size} examples along axis {expected}, and rows are not assigned "
-            "to examples by guessing. If the examples lie along another axis, pass batch_dim=; if "
-            "they are folded together with positions or moved to another axis, keep the example axis "
-            "as it is up to this operation; otherwise leave the parameter out by name with exclude=."
+            f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
+            "assigned to examples by guessing. If the examples lie along another axis, pass "
+            "batch_dim=; if they are folded together with positions or moved to another axis, keep "
+            "the example axis as it is up to this operation; otherwise leave the parameter out by "
+            "name with exclude=."
         )
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._dispatch import refuse
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import ConvolutionUse, carriers_for, convolution_factor, tap
 from gradstats.capture.rules._common import cast_for_autocast, locate, plain
 
@@ -63,7 +63,7 @@ def transposed_convolution(
 def _convolution(tracker, func, dims, input, weight, bias, call):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     if node_of(input) is not None:
-        refuse(func, node_of(input), "with a tracked input and data as its weight has no rule")
+        refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if input.dim() != dims + 2:
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
     locate(tracker, func, nodes[0], input, axis=0)

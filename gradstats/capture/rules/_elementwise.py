@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._nodes import Node, flatten, rebuild
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import ExampleLayout, example_view, tap
 from gradstats.capture.rules._common import (
     function_variants,
@@ -81,11 +81,23 @@ def assign(tracker, func, input, index, value):
     broadcast(tracker, Tensor.copy_, input[index], value)
 
 
+def attention(tracker, func, query, key, value, *args, **kwargs):
+    """Attention whose mask is tracked, as relative position biases are."""
+    operands = (query, key, value)
+    if any(node_of(operand) is not None for operand in operands):
+        refuse(func, first_node(*operands), "with a derived query, key or value has no rule")
+    mask = first_node(*args, *kwargs.values())
+    axes = {locate(tracker, func, mask, operand).axis for operand in operands}
+    if axes != {0} or query.dim() < 3:
+        refuse(func, mask, "whose examples do not lie along the first axis has no rule")
+    layout = ExampleLayout(query.dim(), 0, tracker.batch_size)
+    return _per_example(tracker, func, layout, (*operands, *args), kwargs)
+
+
 def prelu(tracker, func, input, weight):
     """max(0, x) + w·min(0, x), with w of shape (1,) or (channels,)."""
-    node = node_of(weight)
-    if node is None:
-        refuse(func, node_of(input), "of a derived input has no rule")
+    if node_of(weight) is None:
+        refuse(func, first_node(input), "of a derived input has no rule")
     channels = (1, -1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else (-1,)
     scale = derive(tracker, Tensor.view, (weight, channels), {})
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
@@ -184,6 +196,7 @@ RULES = {
     torch.concatenate: join,
     torch.stack: join,
     Tensor.__setitem__: assign,
+    functional.scaled_dot_product_attention: attention,
     functional.prelu: prelu,
     torch.prelu: prelu,
 }

@@ -11,7 +11,7 @@ from torch.nn import functional
 from gradstats._factors import Rows
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._lineage import embedding_rows
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
 
@@ -28,7 +28,7 @@ def embedding(
     sparse=False,
 ):
     """Rows(ids, g), positions of ``padding_idx`` left out."""
-    node = node_of(weight)
+    node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
     result = func(
@@ -67,11 +67,9 @@ def embedding_bag(
     padding_idx=None,
 ):
     """Rows(ids, g of the id's bag × its weight); one bag is one example."""
-    node = node_of(weight)
-    if node is None:
-        refuse(func, node_of(per_sample_weights), "with tracked per-sample weights has no rule")
     if node_of(per_sample_weights) is not None:
-        refuse(func, node_of(per_sample_weights), "with tracked per-sample weights has no rule")
+        refuse(func, first_node(per_sample_weights), "with tracked per-sample weights has no rule")
+    node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     if mode == "max":
         refuse(func, node, "with mode='max' has no rule")
@@ -112,15 +110,11 @@ class BagFactors:
 
 def index(tracker, func, input, indices):
     """A parameter indexed by integer data along its first axis: an embedding without a module."""
-    node = node_of(input)
     ids = indices[0] if isinstance(indices, tuple) and len(indices) == 1 else indices
     integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
-    if node is None or node_of(ids) is not None or not integers:
-        refuse(
-            func,
-            node or node_of(ids),
-            "with other than integer indices of its first axis has no rule",
-        )
+    node = first_node(input, ids)
+    if node_of(input) is None or node_of(ids) is not None or not integers:
+        refuse(func, node, "with other than integer indices of its first axis has no rule")
     examples = locate(tracker, func, node, ids, folds=True)
     result = func(plain(input), indices)
     factors = IndexFactors(examples, tuple(input.shape))
@@ -142,13 +136,9 @@ class IndexFactors:
 
 def index_select(tracker, func, input, dim, index):
     """The same look-up with the axis given by number."""
-    node = node_of(input)
-    if node is None or node_of(index) is not None or dim % input.dim() != 0:
-        refuse(
-            func,
-            node or node_of(index),
-            "along another than the parameter's first axis has no rule",
-        )
+    node = first_node(input, index)
+    if node_of(input) is None or node_of(index) is not None or dim % input.dim() != 0:
+        refuse(func, node, "along another than the parameter's first axis has no rule")
     examples = locate(tracker, func, node, index, folds=True)
     result = func(plain(input), dim, index)
     factors = IndexFactors(examples, tuple(input.shape))

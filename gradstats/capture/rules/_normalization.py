@@ -16,7 +16,7 @@ from torch.nn import functional
 from gradstats._cost import in_cache
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
 
@@ -74,10 +74,12 @@ def _attach(tracker, func, result, weight, bias, examples, normalise, channel_ax
     return tap(tracker, nodes, result, factors, *saved)
 
 
-def layer_norm(tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5):
+def layer_norm(
+    tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn=True
+):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
-    node = node_of(weight) or node_of(bias)
+    node = first_node(weight, bias)
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
     result = func(input, shape, plain(weight), plain(bias), eps)
     normalise = LayerNormalise(shape, eps)
@@ -96,7 +98,7 @@ class LayerNormalise:
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
     shape = tuple(normalized_shape)
-    examples = locate(tracker, func, node_of(weight), input, folds=True, trailing=len(shape))
+    examples = locate(tracker, func, first_node(weight), input, folds=True, trailing=len(shape))
     result = func(input, shape, plain(weight), eps)
     # Without eps PyTorch takes the machine epsilon of the input's own dtype.
     normalise = RootMeanSquareNormalise(shape, torch.finfo(input.dtype).eps if eps is None else eps)
@@ -112,9 +114,9 @@ class RootMeanSquareNormalise:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
 
-def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5):
+def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
     """Normalisation over groups of channels and all positions."""
-    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
     result = func(input, num_groups, plain(weight), plain(bias), eps)
     normalise = GroupNormalise(num_groups, eps)
     return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
@@ -142,7 +144,7 @@ def instance_norm(
     eps=1e-5,
 ):
     """Normalisation over the positions of each channel of each example."""
-    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
     result = func(
         input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
     )
@@ -179,7 +181,7 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    examples = locate(tracker, func, node_of(weight) or node_of(bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
     result = func(
         input, running_mean, running_var, plain(weight), plain(bias), training, momentum, eps
     )
@@ -211,8 +213,11 @@ class RunningNormalise:
 
 RULES = {
     functional.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
     functional.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
     functional.group_norm: group_norm,
+    torch.group_norm: group_norm,
     functional.instance_norm: instance_norm,
     functional.batch_norm: batch_norm,
 }

@@ -13,8 +13,9 @@ from torch.nn import functional
 from gradstats._cost import product
 from gradstats._factors import Outer, Vector, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._einsum import parse_equation
 from gradstats.capture._nodes import Derived, Node
-from gradstats.capture._tensors import node_of, wrap
+from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import ExampleLayout, LinearUse, as_positions, carriers_for, tap
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
@@ -22,7 +23,7 @@ from gradstats.capture.rules._common import Examples, cast_for_autocast, locate,
 def linear(tracker, func, input, weight, bias=None):
     """y = x Wᵀ + b: Outer(g, x) for the weight, Vector(Σ_t g) for the bias."""
     if node_of(input) is not None:
-        refuse(func, node_of(input), "with a tracked input and data as its weight has no rule")
+        refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if bias is None or bias.shape == weight.shape[:1]:
         return _linear(
             tracker, func, input, weight, bias, lambda x: func(x, plain(weight), plain(bias))
@@ -30,10 +31,9 @@ def linear(tracker, func, input, weight, bias=None):
     x = cast_for_autocast(input)
     parts = []
     if node_of(weight) is not None:
-        examples = locate(tracker, func, node_of(weight), x, trailing=1)
-        parts.append(
-            Part(node_of(weight), LinearFactors(True, False, examples, tuple(weight.shape)))
-        )
+        node = first_node(weight)
+        examples = locate(tracker, func, node, x, trailing=1)
+        parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
     result = func(x, plain(weight), plain(bias))
     return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
@@ -115,10 +115,9 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
             terms.append((item, None))
             if not tracker.is_data(item):
                 continue
-            if locate(tracker, func, node_of(input), item).axis == item.dim() + summed:
-                refuse(
-                    func, node_of(input), "sums over the examples of its data, which has no rule"
-                )
+            node = first_node(input)
+            if locate(tracker, func, node, item).axis == item.dim() + summed:
+                refuse(func, node, "sums over the examples of its data, which has no rule")
     result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
     return _summed(tracker, func, result, x, parts, *terms)
 
@@ -215,9 +214,8 @@ def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, Product
     specs: list[list[str]] = []
     dims = max(operand.dim() for operand in (input, other))
     batch = [next(letters) for _ in range(dims - 2)]
-    for operand, core in zip(operands, ((row, inner), (inner, column)), strict=True):
-        if operand.dim() < 2:
-            core = (inner,)
+    for operand, both in zip(operands, ((row, inner), (inner, column)), strict=True):
+        core = (inner,) if operand.dim() < 2 else both
         lead = operand.dim() - len(core)
         specs.append([*(batch[len(batch) - lead :] if lead else []), *core])
     out = [*batch, *([row] if input.dim() > 1 else []), *([column] if other.dim() > 1 else [])]
@@ -257,7 +255,7 @@ def einsum(tracker, func, equation, *operands):
     assert node is not None
     if not isinstance(equation, str) or len(operands) != 2 or len(tracked) != 1:
         refuse(func, node, "with other than two operands, one of them tracked, has no rule")
-    inputs, out = _parse(equation, [operand.dim() for operand in operands])
+    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     param, data = tracked[0], 1 - tracked[0]
     x = cast_for_autocast(operands[data])
     result = func(equation, *(plain(operand) for operand in operands))
@@ -344,7 +342,7 @@ def _transposed(tracker, matrix: Tensor) -> Tensor:
     if node_of(matrix) is None:
         return matrix.t()
     if torch.compiler.is_compiling():
-        node = node_of(matrix)
+        node = first_node(matrix)
         refuse(torch.matmul, node, "of a parameter that is not a linear layer's cannot be compiled")
     return derive(tracker, Tensor.t, (matrix,), {})
 
@@ -364,32 +362,6 @@ def _repeated_source(operand):
         node = node.parents[0]
         operand = wrap(node) if isinstance(node, Derived) else node.parameter  # type: ignore[attr-defined]
     return operand
-
-
-def _parse(equation: str, dims: list[int]) -> tuple[list[list[str]], list[str]]:
-    """Return the index lists of operands and result, with an ellipsis written out."""
-    text = equation.replace(" ", "")
-    left, _, right = text.partition("->")
-    terms = left.split(",")
-    free = [c for c in string.ascii_letters if c not in text]
-    longest = max(
-        (dim - len(term.replace("...", "")) for term, dim in zip(terms, dims, strict=True)
-         if "..." in term), default=0,
-    )  # fmt: skip
-    ellipsis = free[:longest]
-
-    def spell(term: str, dim: int | None) -> list[str]:
-        head, dots, tail = term.partition("...")
-        count = longest if dim is None else dim - len(head) - len(tail)
-        middle = ellipsis[len(ellipsis) - count :] if dots and count else []
-        return [*head, *middle, *tail]
-
-    inputs = [spell(term, dim) for term, dim in zip(terms, dims, strict=True)]
-    if "->" in text:
-        return inputs, spell(right, None)
-    letters = [letter for term in inputs for letter in term]
-    once = sorted(i for i in set(letters) if letters.count(i) == 1 and i not in ellipsis)
-    return inputs, [*ellipsis, *once]
 
 
 RULES = {
