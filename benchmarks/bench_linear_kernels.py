@@ -68,8 +68,11 @@ class Provider:
     reference: Callable | None = None  # (a, g, weight) in fp64 to what result should be
 
 
-def providers(shape: Shape, dtype: torch.dtype) -> Iterator[Provider]:
-    """Every kernel that serves this shape, beside what it competes with."""
+def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[Provider]:
+    """Every kernel that serves this shape, beside what it competes with.
+
+    With `descriptors`, the variants for compute capability 9.0 too.
+    """
     from gradstats.kernels import (
         direct,
         direction,
@@ -137,7 +140,7 @@ def providers(shape: Shape, dtype: torch.dtype) -> Iterator[Provider]:
     yield Provider("weight_gradient", "cublas", flat_product, product, read + gradient_bytes)
     fused_options: dict[str, dict] = {"gradstats": {}}
     aligned = d_in % 16 == 0 and d_out % 16 == 0
-    if aligned and torch.cuda.get_device_capability() >= (9, 0):
+    if aligned and descriptors:
         fused_options["gradstats descriptors"] = {"descriptors": True}
         if size == 2 and min(d_in, d_out) >= 256:
             fused_options["gradstats descriptors 128x256"] = {
@@ -180,11 +183,12 @@ def providers(shape: Shape, dtype: torch.dtype) -> Iterator[Provider]:
     )  # fmt: skip
 
 
-def operands(shape: Shape, dtype: torch.dtype, seed: int):
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+def operands(shape: Shape, dtype: torch.dtype, seed: int, device: str = "cuda"):
+    """(a, g, weight) of random data."""
+    generator = torch.Generator(device=device).manual_seed(seed)
 
     def random(*size):
-        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
 
     a = random(shape.batch, shape.positions, shape.d_in)
     g = random(shape.batch, shape.positions, shape.d_out)
@@ -275,7 +279,8 @@ def bench(shape: Shape, dtype_name: str, limits: tuple[float, float]) -> Iterato
     own = sum(operand.numel() * operand.element_size() for operand in inputs)
     count = max(2, min(32, -(-CACHE_BYTES // own)))
     sets = [inputs] + [operands(shape, dtype, seed) for seed in range(1, count)]
-    for provider in providers(shape, dtype):
+    descriptors = torch.cuda.get_device_capability() >= (9, 0)
+    for provider in providers(shape, dtype, descriptors):
         row = {
             "operation": provider.operation,
             "provider": provider.name,

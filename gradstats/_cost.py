@@ -16,11 +16,14 @@ from typing import Literal
 Form = Literal["rank_one", "gram", "direct"]
 
 # One element read or written by an elementwise pass costs about as much as this many multiply-adds
-# of a matrix product (float32, two-core AVX-512 Xeon; see benchmarks/crossover.py).
+# of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
 
 # Rows of a Gram matrix computed at once: only blocks on and above the diagonal are needed.
 GRAM_BLOCK = 32
+
+# The same for the kernels, whose tiles fill the tensor cores.
+KERNEL_BLOCK = 128
 
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
@@ -49,7 +52,13 @@ def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) ->
 
 
 def choose_outer_form(
-    positions: int, d_left: int, d_right: int, *, with_sum: bool = False, guarded: bool = True
+    positions: int,
+    d_left: int,
+    d_right: int,
+    *,
+    with_sum: bool = False,
+    guarded: bool = True,
+    on_chip: bool = False,
 ) -> Form:
     """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
 
@@ -64,6 +73,7 @@ def choose_outer_form(
             pass; the Gram form needs a separate product.
         guarded: results whose error bound is too large can be recomputed. Where they cannot (inside
             a compiled graph), only the forms that need no guard are chosen.
+        on_chip: tiles are squared where they are made, so that only the products cost anything.
 
     Returns:
         "rank_one", "gram" or "direct".
@@ -72,6 +82,9 @@ def choose_outer_form(
         return "rank_one"
     if not guarded:
         return "direct"
+    if on_chip:
+        entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
+        return "gram" if entries * (d_left + d_right) < positions * d_left * d_right else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if with_sum:
         gram += positions * d_left * d_right
@@ -104,8 +117,8 @@ def product(sizes) -> int:
 def convolution_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
-    Measured on a two-core Xeon (3×3 convolutions of 32 to 64 channels): 16 to 32 examples a call
-    run two to three times as fast as one at a time or as unfolding; more than that falls out of
-    cache.
+    Measured on two cores of an AMD EPYC (3×3 convolutions of 32 to 64 channels): 16 to 32 examples
+    a call run two to three times as fast as one at a time or as unfolding; more than that falls out
+    of cache.
     """
     return max(1, min(examples, 32, workspace // max(1, bytes_per_example)))

@@ -29,5 +29,9 @@ class NonFiniteGradientError(GradStatsError):
     """A per-example gradient contains NaN or infinity."""
 
 
+class BackendError(GradStatsError):
+    """The contractions cannot run on this device as the machine is set up."""
+
+
 class TrackingError(GradStatsError):
     """A tracking context was used in a way that it cannot serve."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, compute_dtype
+from gradstats.contractions import _triton
 from gradstats.contractions._result import (
     Contraction,
     recompute_suspects,
@@ -24,7 +25,7 @@ from gradstats.contractions._result import (
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
-    form = _cost.choose_outer_form(positions, p, q, guarded=guarded)
+    form = _cost.choose_outer_form(positions, p, q, guarded=guarded, on_chip=_triton.serves(factor))
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -35,6 +36,9 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
+    if _triton.serves(factor) and factor.left.shape[1] == 1 and positions > 1:
+        result, total = _triton.direct_and_sum(factor)
+        return result, _arrange(total, factor)
     form = _cost.choose_outer_form(positions, p, q, with_sum=True)
     if form == "direct":
         return _direct(factor, workspace, with_sum=True)
@@ -48,6 +52,8 @@ def rank_one(factor: Outer) -> Contraction:
     if factor.left.shape[2] == 0:
         zero = factor.left.new_zeros(factor.batch, dtype=torch.float64)
         return Contraction(zero, zero.clone())
+    if _triton.serves(factor):
+        return _triton.rank_one(factor)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
     return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
@@ -65,6 +71,8 @@ def gram(factor: Outer, workspace: int) -> Contraction:
 
     Cost: T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T × block tiles.
     """
+    if _triton.serves(factor):
+        return _triton.gram(factor)
     dtype = compute_dtype(factor.left, factor.right)
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]
@@ -98,6 +106,8 @@ def direct(factor: Outer, workspace: int) -> Contraction:
 
     Cost: T·p·q multiply-adds an example; scratch of one tile.
     """
+    if _triton.serves(factor):
+        return _triton.direct(factor)
     return _direct(factor, workspace, with_sum=False)[0]
 
 

@@ -17,22 +17,22 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=[8192, 32], ids=["one split", "several splits"])
-def features_per_program(request, monkeypatch):
-    monkeypatch.setattr(rank_one, "FEATURES_PER_PROGRAM", request.param)
+SPLITS = (1, 3, None)
 
 
-def check_sqnorm(a, g):
-    sqnorm, bias_sqnorm = rank_one.rank_one_sqnorm(a, g, config=TILE)
+def check_sqnorm(a, g, splits=None):
+    sqnorm, bias_sqnorm = rank_one.rank_one_sqnorm(a, g, config=TILE, splits=splits)
     inputs, outputs = a.double().square().sum(1), g.double().square().sum(1)
     assert_close(sqnorm, inputs * outputs)
     assert_close(bias_sqnorm, outputs)
 
 
+@pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sqnorm(dtype, shape, features_per_program):
+def test_sqnorm(dtype, shape, splits):
     batch, d_in, d_out = shape
-    check_sqnorm(random((batch, d_in), dtype, "cpu", 1), random((batch, d_out), dtype, "cpu", 2))
+    a, g = random((batch, d_in), dtype, "cpu", 1), random((batch, d_out), dtype, "cpu", 2)
+    check_sqnorm(a, g, splits)
 
 
 def test_sqnorm_of_views(dtype):
@@ -51,12 +51,13 @@ def test_a_zero_example_is_zero(dtype):
     check_sqnorm(a, g)
 
 
+@pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_inner(dtype, shape, features_per_program):
+def test_inner(dtype, shape, splits):
     batch, d_in, d_out = shape
     a1, a2 = random((batch, d_in), dtype, "cpu", 1), random((batch, d_in), dtype, "cpu", 2)
     g1, g2 = random((batch, d_out), dtype, "cpu", 3), random((batch, d_out), dtype, "cpu", 4)
-    inner, bias_inner = rank_one.rank_one_inner(a1, g1, a2, g2, config=TILE)
+    inner, bias_inner = rank_one.rank_one_inner(a1, g1, a2, g2, config=TILE, splits=splits)
     inputs = (a1.double() * a2.double()).sum(1)
     outputs = (g1.double() * g2.double()).sum(1)
     input_scale = (a1.double() * a2.double()).abs().sum(1)

@@ -1,0 +1,87 @@
+"""The CUDA backend of ``Outer`` contractions: registered operators that launch Triton kernels.
+
+Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Outer
+from gradstats.contractions._result import Contraction, unit_roundoff, well_conditioned
+from gradstats.errors import BackendError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Set to "torch" to contract with PyTorch's own operations on CUDA too.
+BACKEND_VARIABLE = "GRADSTATS_BACKEND"
+
+
+def serves(factor: Outer) -> bool:
+    """Whether the kernels contract this factor; the PyTorch backend contracts every other."""
+    left, right = factor.left, factor.right
+    if left.device.type != "cuda" or left.dtype != right.dtype or left.dtype not in DTYPES:
+        return False
+    if os.environ.get(BACKEND_VARIABLE) == "torch":
+        return False
+    require_triton()
+    return True
+
+
+@cache
+def require_triton() -> None:
+    """Raise unless Triton can be imported."""
+    if importlib.util.find_spec("triton") is None:
+        raise BackendError(
+            "the model is on CUDA, where gradstats contracts with Triton kernels, but triton is "
+            "not installed. Install triton>=3.6, or set the environment variable "
+            f"{BACKEND_VARIABLE}=torch to contract with PyTorch's own operations, more slowly."
+        )
+
+
+def rank_one(factor: Outer) -> Contraction:
+    """Return ‖left‖²‖right‖² in one pass over both operands."""
+    from gradstats.kernels import operators
+
+    a, g = _operands(factor)
+    value, _ = operators.rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
+    return well_conditioned(_over_groups(value, factor), torch.float32)
+
+
+def gram(factor: Outer) -> Contraction:
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with the bound eps·Σ|terms|."""
+    from gradstats.kernels import operators
+
+    value, magnitude, _, _ = operators.gram_sqnorm(*_operands(factor))
+    bound = 4 * unit_roundoff(torch.float32) * _over_groups(magnitude, factor)
+    return Contraction(_over_groups(value, factor), bound)
+
+
+def direct(factor: Outer) -> Contraction:
+    """Return the squares of gradient tiles that never leave the chip."""
+    from gradstats.kernels import operators
+
+    value = operators.direct_sqnorm(*_operands(factor))
+    return well_conditioned(_over_groups(value, factor), torch.float32)
+
+
+def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i (1, p, q) from one kernel; for factors of one group."""
+    from gradstats.kernels import operators
+
+    gradient, value = operators.weight_gradient_sqnorm(*_operands(factor))
+    return well_conditioned(value.double(), torch.float32), gradient.unsqueeze(0)
+
+
+def _operands(factor: Outer) -> tuple[Tensor, Tensor]:
+    """Return a and g of (B·K, T, ·) as the kernels name them: G = Σ_t g_t a_tᵀ."""
+    return factor.right.flatten(0, 1), factor.left.flatten(0, 1)
+
+
+def _over_groups(values: Tensor, factor: Outer) -> Tensor:
+    return values.double().view(factor.batch, -1).sum(1)

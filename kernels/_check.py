@@ -1,0 +1,204 @@
+"""Input validation: everything a kernel assumes is checked here, before any launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+
+SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+MAX_PROGRAMS = 2**31 - 1
+
+
+class KernelInputError(ValueError):
+    """An input that no kernel can serve; the message says what, got, expected, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """How the rows of a pair of operands divide into examples.
+
+    Dense operands are (B, T, .): `positions` is T. Packed operands are (N, .): `positions` is the
+    longest segment that the launch provides for, and `cu_seqlens` (B + 1,) lies on the device.
+    """
+
+    batch: int
+    positions: int
+    total_rows: int
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def ragged(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def strides(self, operand: torch.Tensor) -> tuple[int, int, int]:
+        """(example, position, feature) strides; packed rows have no example stride."""
+        *outer, position, feature = operand.stride()
+        return (0 if self.ragged else outer[0], position, feature)
+
+
+def check_operands(
+    a: torch.Tensor,
+    g: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Segments:
+    """Checks one factor (a, g) and returns how its rows divide into examples.
+
+    Raises: KernelInputError for anything a kernel cannot serve. Segment bounds that lie on the
+    host are checked here and uploaded without waiting for the device. Bounds that lie on the
+    device are copied back and checked, which waits; pass `max_seqlen` to avoid that: then the
+    kernels themselves answer NaN for an example whose bounds are wrong or longer than promised.
+    """
+    _check_tensors(a, g)
+    if cu_seqlens is None:
+        if a.dim() != 3 or g.dim() != 3:
+            raise KernelInputError(
+                f"expected a (B, T, d_in) and g (B, T, d_out); got {tuple(a.shape)} and "
+                f"{tuple(g.shape)}: add a position axis of length 1, or pass cu_seqlens for "
+                "packed rows"
+            )
+        if a.shape[:2] != g.shape[:2]:
+            raise KernelInputError(
+                f"a and g must share their batch and position axes; got {tuple(a.shape)} and "
+                f"{tuple(g.shape)}: pass the inputs and output gradients of one layer call"
+            )
+        return Segments(a.shape[0], a.shape[1], a.shape[0] * a.shape[1], None)
+    if a.dim() != 2 or g.dim() != 2:
+        raise KernelInputError(
+            f"with cu_seqlens, expected packed a (N, d_in) and g (N, d_out); got "
+            f"{tuple(a.shape)} and {tuple(g.shape)}: flatten the rows of all examples"
+        )
+    if a.shape[0] != g.shape[0]:
+        raise KernelInputError(
+            f"a and g must have the same rows; got {a.shape[0]} and {g.shape[0]}: pass the inputs "
+            "and output gradients of one layer call"
+        )
+    longest = check_segments(cu_seqlens, a.shape[0], max_seqlen)
+    on_device = cu_seqlens.to(a.device, non_blocking=True).contiguous()
+    return Segments(cu_seqlens.numel() - 1, longest, a.shape[0], on_device)
+
+
+def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) -> int:
+    """Checks segment bounds over `rows` packed rows; returns the longest length to provide for."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise KernelInputError(
+            f"cu_seqlens must be an int32 or int64 vector of B + 1 bounds; got "
+            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.numel() < 1:
+        raise KernelInputError("cu_seqlens must hold at least one bound; got none: start it with 0")
+    if max_seqlen is not None and cu_seqlens.device.type != "cpu":
+        return min(int(max_seqlen), rows)
+    bounds = cu_seqlens.to("cpu", torch.int64)
+    if bounds[0] < 0 or bounds[-1] > rows:
+        raise KernelInputError(
+            f"cu_seqlens must stay within the {rows} packed rows; got bounds from "
+            f"{int(bounds[0])} to {int(bounds[-1])}: bounds are row numbers, not byte offsets or "
+            "token ids"
+        )
+    lengths = bounds.diff()
+    if bool((lengths < 0).any()):
+        first = int((lengths < 0).nonzero()[0])
+        raise KernelInputError(
+            f"cu_seqlens must not decrease, or segments overlap; got {int(bounds[first])} then "
+            f"{int(bounds[first + 1])} at example {first}: pass cumulative sums of the lengths"
+        )
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if max_seqlen is not None and longest > max_seqlen:
+        raise KernelInputError(
+            f"max_seqlen must be at least the longest segment, {longest}; got {max_seqlen}"
+        )
+    return longest
+
+
+def check_match(first: torch.Tensor, second: torch.Tensor, axis: str) -> None:
+    """Checks that two operands that are contracted with each other agree."""
+    if first.shape[-1] != second.shape[-1]:
+        raise KernelInputError(
+            f"the two factors must agree in {axis}; got {first.shape[-1]} and "
+            f"{second.shape[-1]}: both must come from the same layer"
+        )
+    if first.dtype != second.dtype or first.device != second.device:
+        raise KernelInputError(
+            f"the two factors must share dtype and device; got {first.dtype} on {first.device} "
+            f"and {second.dtype} on {second.device}: move or cast one of them"
+        )
+
+
+def check_precision(dtype: torch.dtype, precision: str | None) -> str:
+    """The input precision of dots: "ieee" for half types, else what the caller or torch asks for.
+
+    "highest", torch's default, is true fp32 accuracy; which of "ieee" and "tf32x3" serves it is
+    the tile table's choice. "high" and "medium" allow tf32.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise KernelInputError(
+            f"precision must be one of {PRECISIONS} or None; got {precision!r}: None follows "
+            "torch.get_float32_matmul_precision()"
+        )
+    if dtype != torch.float32:
+        return "ieee"
+    if precision is not None:
+        return precision
+    return "highest" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def check_programs(programs: int) -> int:
+    """The size of a one-dimensional grid, if the device can launch it."""
+    if programs > MAX_PROGRAMS:
+        raise KernelInputError(
+            f"at most {MAX_PROGRAMS} programs fit one launch; this input needs {programs}: split "
+            "the batch"
+        )
+    return programs
+
+
+def is_aligned(*operands: torch.Tensor) -> bool:
+    """Whether rows can be copied asynchronously: 16-byte bases, features adjacent, and all other
+    strides and the number of features multiples of 16 (what the compiler specializes on)."""
+    return all(
+        operand.stride(-1) == 1
+        and operand.shape[-1] % 16 == 0
+        and all(stride % 16 == 0 for stride in operand.stride()[:-1])
+        and operand.data_ptr() % 16 == 0
+        for operand in operands
+    )
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number (90 for 9.0); 90 where there is no CUDA device."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _check_tensors(*operands: torch.Tensor) -> None:
+    for operand in operands:
+        if operand.dtype not in SUPPORTED:
+            raise KernelInputError(
+                f"the kernels support bfloat16, float16 and float32; got {operand.dtype}: use the "
+                "PyTorch backend for float64"
+            )
+        if not _runs_here(operand.device):
+            raise KernelInputError(
+                f"the kernels need CUDA tensors; got one on {operand.device}: move it, or use the "
+                "PyTorch backend"
+            )
+    if len({operand.device for operand in operands}) > 1:
+        raise KernelInputError(
+            f"operands must lie on one device; got "
+            f"{', '.join(str(operand.device) for operand in operands)}: move them together"
+        )
+    if len({operand.dtype for operand in operands}) > 1:
+        raise KernelInputError(
+            f"operands must share one dtype; got "
+            f"{', '.join(str(operand.dtype) for operand in operands)}: cast to the wider one"
+        )
+
+
+def _runs_here(device: torch.device) -> bool:
+    return device.type == "cuda" or bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,227 @@
+"""Tile configurations: a pure function of shape, dtype, architecture and alignment.
+
+Nothing is timed at run time. Configurations come from the committed table in `_table.py`, which
+`benchmarks/tune_linear_kernels.py` regenerates on a GPU; among each entry's candidates the shape
+picks the one that covers it at least cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+from gradstats.kernels._table import TABLE
+
+OPERATIONS = (
+    "rank_one",
+    "vector",
+    "gram",
+    "direct",
+    "weight_gradient",
+    "weight_gradient_descriptor",
+    "pairwise",
+    "diagonal",
+    "direction",
+)
+KINDS = ("half", "ieee", "tf32x3", "tf32")
+ARCHITECTURES = (80, 90, 100)
+
+# shared memory that one program may use, in bytes, by compute capability
+SHARED_LIMIT = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448}
+SMALLEST_SHARED_LIMIT = 101376
+
+# streaming multiprocessors of the largest common part: fixed here, not read off the device, so
+# that the order of summation depends on the architecture alone
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+
+MAX_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """One kernel configuration.
+
+    `rows` and `columns` are the tile held in registers, `inner` the length of one step of the
+    contraction; what they index is said by each `choose_<operation>`.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    precision: str = "ieee"
+
+    def __str__(self) -> str:
+        """As the table writes it; the precision is part of the table's key."""
+        tile = f"{self.rows}x{self.columns}x{self.inner}"
+        return f"{tile}w{self.num_warps}s{self.num_stages}"
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Estimate of the shared memory that the pipelined operand tiles need."""
+        return self.num_stages * (self.rows + self.columns) * self.inner * itemsize
+
+    def is_valid(self, itemsize: int, architecture: int) -> bool:
+        """Whether the estimate fits the architecture."""
+        return self.shared_bytes(itemsize) <= shared_limit(architecture)
+
+
+def shared_limit(architecture: int) -> int:
+    """Bytes of shared memory that one program may use."""
+    return SHARED_LIMIT.get(architecture, SMALLEST_SHARED_LIMIT)
+
+
+def family(architecture: int) -> int:
+    """The tuned architecture whose table serves this one."""
+    if architecture in (90, 100):
+        return architecture
+    if architecture == 103:
+        return 100
+    # consumer parts after Ampere keep its warp-level matrix instructions, at less shared memory
+    return 80
+
+
+def kind(itemsize: int, precision: str) -> str:
+    """The row of the table: "half", or the precision of fp32 products."""
+    return "half" if itemsize == 2 else precision
+
+
+def parse(tile: str, precision: str) -> TileConfig:
+    """The configuration that `str` of a TileConfig describes."""
+    rows, columns, inner, num_warps, num_stages = map(int, re.findall(r"\d+", tile))
+    return TileConfig(rows, columns, inner, num_warps, num_stages, precision)
+
+
+@functools.cache
+def shipped(operation: str) -> dict[tuple[int, str, bool], tuple[TileConfig, ...]]:
+    """The table of one operation: (architecture, kind, aligned) to configurations."""
+    return {
+        key: tuple(parse(tile, "ieee" if key[1] == "half" else key[1]) for tile in tiles.split())
+        for key, tiles in TABLE[operation].items()
+    }
+
+
+def candidates(
+    operation: str, itemsize: int, precision: str, architecture: int, aligned: bool
+) -> tuple[TileConfig, ...]:
+    """The table's configurations for one class of inputs, largest tile first.
+
+    "highest" takes the split tf32 products where the table lists them, else plain fp32 ones.
+    """
+    entries = shipped(operation)
+    tuned = family(architecture)
+    if precision == "highest":
+        precision = "tf32x3" if (tuned, "tf32x3", aligned) in entries else "ieee"
+    configs = entries[(tuned, kind(itemsize, precision), aligned)]
+    valid = tuple(config for config in configs if config.is_valid(itemsize, architecture))
+    return valid or configs[-1:]
+
+
+def _cheapest(configs: tuple[TileConfig, ...], rows: int, columns: int) -> TileConfig:
+    """The tile that covers a rows x columns area at least cost.
+
+    Cost is the area covered, padding included, over a tile's efficiency, taken as its size to the
+    power 0.3: twice the tile does the same work in four fifths of the time, by sharing operands.
+    """
+
+    def cost(config: TileConfig) -> float:
+        row_tiles = -(-max(rows, 1) // config.rows)
+        column_tiles = -(-max(columns, 1) // config.columns)
+        return row_tiles * column_tiles * (config.rows * config.columns) ** 0.7
+
+    return min(configs, key=cost)
+
+
+def choose_rank_one(
+    batch: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Rows are examples, inner the features read per step, columns unused (1)."""
+    configs = candidates("rank_one", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if features >= config.inner), configs[-1])
+
+
+def choose_vector(
+    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are features, inner positions, rows unused (1)."""
+    configs = candidates("vector", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * features > config.columns), configs[-1])
+
+
+def choose_gram(
+    positions: int,
+    itemsize: int,
+    precision: str = "ieee",
+    architecture: int = 90,
+    aligned: bool = True,
+) -> TileConfig:
+    """Rows and columns are positions (square tiles), inner features."""
+    configs = candidates("gram", itemsize, precision, architecture, aligned)
+    return _cheapest(configs, positions, positions)
+
+
+def choose_direct(
+    d_out: int,
+    d_in: int,
+    itemsize: int,
+    precision: str = "ieee",
+    architecture: int = 90,
+    aligned: bool = True,
+    operation: str = "direct",
+) -> TileConfig:
+    """Rows are output features, columns input features, inner positions."""
+    configs = candidates(operation, itemsize, precision, architecture, aligned)
+    return _cheapest(configs, d_out, d_in)
+
+
+def choose_pairwise(
+    rows: int,
+    columns: int,
+    itemsize: int,
+    precision: str = "ieee",
+    architecture: int = 90,
+    aligned: bool = True,
+    operation: str = "pairwise",
+) -> TileConfig:
+    """Rows are (example, position) rows of the first factor, columns of the second, inner
+    features."""
+    configs = candidates(operation, itemsize, precision, architecture, aligned)
+    return _cheapest(configs, rows, columns)
+
+
+def choose_direction(
+    rows: int,
+    d_in: int,
+    itemsize: int,
+    precision: str = "ieee",
+    architecture: int = 90,
+    aligned: bool = True,
+) -> TileConfig:
+    """Rows are positions of all examples, columns input features, inner output features."""
+    configs = candidates("direction", itemsize, precision, architecture, aligned)
+    return _cheapest(configs, rows, d_in)
+
+
+def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> int:
+    """Into how many parts rows of `steps` steps are divided: four programs per processor at best,
+    and no part longer than eight steps, which is where a program stops hiding latency better."""
+    wanted = -(-4 * MULTIPROCESSORS[family(architecture)] // max(row_blocks, 1))
+    return min(steps, max(wanted, -(-steps // 8)))
+
+
+def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
+    """Into how many ranges of examples a weight gradient of few tiles is split.
+
+    The fewest splits that keep at least four fifths of the best reachable share of the machine
+    busy: every split costs one more fp32 copy of the gradient, written and read once.
+    """
+    processors = MULTIPROCESSORS[family(architecture)]
+
+    def busy(splits: int) -> float:
+        programs = tiles * splits
+        return programs / (-(-programs // processors) * processors)
+
+    options = range(1, max(1, min(batch, MAX_SPLITS)) + 1)
+    best = max(busy(splits) for splits in options)
+    return next(splits for splits in options if busy(splits) >= 0.8 * best)

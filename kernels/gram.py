@@ -1,0 +1,200 @@
+"""Per-example squared norms of sequences through two Gram matrices that never leave registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gradstats.kernels import _check, _config
+from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
+
+
+@triton.jit
+def gram_tile(
+    base1,  # pointer to the first row of one example of the first factor
+    base2,  # pointer to the first row of one example of the second factor
+    rows,
+    columns,
+    row_stride1,
+    feature_stride1,
+    row_stride2,
+    feature_stride2,
+    length1,
+    length2,
+    features,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[BLOCK, BLOCK] inner products of positions of one example with positions of another."""
+    inner = tl.arange(0, INNER)
+    products = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for feature in range(0, features, INNER):
+        channel = feature + inner
+        left = load_tile(base1, rows, row_stride1, length1, channel, feature_stride1, features)
+        right = load_tile(base2, columns, row_stride2, length2, channel, feature_stride2, features)
+        products = dot(left, right.T, products, PRECISION)
+    return products
+
+
+@triton.jit(do_not_specialize=["batch", "positions", "total_rows", "pairs"])
+def gram_kernel(
+    a_ptr,  # (B, T, d_in) or packed (N, d_in)
+    g_ptr,  # (B, T, d_out) or packed (N, d_out)
+    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
+    partial_ptr,  # fp32 (4 if BIAS else 2, B, pairs): norm, its absolute terms, the same for bias
+    stride_ab,
+    stride_at,
+    stride_ad,
+    stride_gb,
+    stride_gt,
+    stride_gd,
+    batch,
+    positions,
+    total_rows,
+    d_in,
+    d_out,
+    pairs,  # tiles of the lower triangle of the longest example
+    BIAS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One tile (r, c), c <= r, of sum_{t,s} (a_t . a_s)(g_t . g_s) of one example.
+
+    The matrix of terms is symmetric, so a tile below the diagonal stands for its mirror image too.
+    """
+    index = tl.program_id(0)
+    example = index // pairs
+    row_tile, column_tile = triangle(index - example * pairs)
+    first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
+    output = partial_ptr + index
+    stride_output = tl.cast(batch, tl.int64) * pairs
+
+    total = poison
+    magnitude = poison
+    bias_total = poison
+    bias_magnitude = poison
+    if row_tile * BLOCK < length:
+        rows = row_tile * BLOCK + tl.arange(0, BLOCK)
+        columns = column_tile * BLOCK + tl.arange(0, BLOCK)
+        a_base = example_base(a_ptr, example, stride_ab, first_row, stride_at)
+        g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
+        a_products = gram_tile(
+            a_base,
+            a_base,
+            rows,
+            columns,
+            stride_at,
+            stride_ad,
+            stride_at,
+            stride_ad,
+            length,
+            length,
+            d_in,
+            PRECISION,
+            BLOCK,
+            INNER,
+        )
+        g_products = gram_tile(
+            g_base,
+            g_base,
+            rows,
+            columns,
+            stride_gt,
+            stride_gd,
+            stride_gt,
+            stride_gd,
+            length,
+            length,
+            d_out,
+            PRECISION,
+            BLOCK,
+            INNER,
+        )
+        terms = a_products * g_products
+        weight = tl.where(row_tile == column_tile, 1.0, 2.0)
+        total += weight * tl.sum(terms)
+        magnitude += weight * tl.sum(tl.abs(terms))
+        if BIAS:
+            bias_total += weight * tl.sum(g_products)
+            bias_magnitude += weight * tl.sum(tl.abs(g_products))
+    tl.store(output, total)
+    tl.store(output + stride_output, magnitude)
+    if BIAS:
+        tl.store(output + 2 * stride_output, bias_total)
+        tl.store(output + 3 * stride_output, bias_magnitude)
+
+
+def gram_sqnorm(
+    a: torch.Tensor,
+    g: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    bias: bool = False,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Squared norms of per-example weight gradients, from the Gram matrices of positions.
+
+    sqnorm_i = sum_{t,s} (a_it . a_is)(g_it . g_is),  magnitude_i = the same of absolute terms
+
+    The sum can cancel: its rounding error is about eps * magnitude_i, which may exceed sqnorm_i
+    (then use `direct_sqnorm`). A result may be slightly negative for the same reason.
+
+    Args:
+        a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,
+            any strides.
+        g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
+        cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
+        max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
+        bias: also return |sum_t g_it|^2 and its magnitude, from the same products.
+        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
+            torch.get_float32_matmul_precision().
+        config: overrides the tile table.
+    Returns:
+        (sqnorm, magnitude), and (bias_sqnorm, bias_magnitude) with `bias`; each fp32 (B,).
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 8 bytes per tile pair.
+    Source: Li et al., arXiv 2110.05679.
+    """
+    segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
+    precision = _check.check_precision(a.dtype, precision)
+    config = config or _config.choose_gram(
+        segments.positions,
+        a.element_size(),
+        precision,
+        _check.architecture(a.device),
+        _check.is_aligned(a, g),
+    )
+    side = triton.cdiv(segments.positions, config.rows)
+    pairs = side * (side + 1) // 2
+    outputs = 4 if bias else 2
+    partial = torch.empty((outputs, segments.batch, pairs), dtype=torch.float32, device=a.device)
+    if partial.numel():
+        gram_kernel[(_check.check_programs(segments.batch * pairs),)](
+            a,
+            g,
+            segments.cu_seqlens,
+            partial,
+            *segments.strides(a),
+            *segments.strides(g),
+            segments.batch,
+            segments.positions,
+            segments.total_rows,
+            a.shape[-1],
+            g.shape[-1],
+            pairs,
+            BIAS=bias,
+            RAGGED=segments.ragged,
+            PRECISION=config.precision,
+            BLOCK=config.rows,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return partial.sum(2, dtype=torch.float64).float().unbind(0)

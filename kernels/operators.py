@@ -1,0 +1,192 @@
+"""The kernels as operators of torch, `torch.ops.gradstats.<name>`, for eager and compiled code.
+
+Importing this module registers them. On CUDA they launch the Triton kernels, which are imported at
+the first call; elsewhere they compute the same in plain torch. Operators have no autograd formula:
+statistics are computed in the backward pass, beside the gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradstats.kernels import _reference
+
+SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
+TWO_SEGMENTS = (
+    "Tensor? cu_seqlens1=None, Tensor? cu_seqlens2=None, "
+    "SymInt? max_seqlen1=None, SymInt? max_seqlen2=None"
+)
+TWO_FACTORS = f"Tensor a1, Tensor g1, Tensor a2, Tensor g2, {TWO_SEGMENTS}"
+
+SCHEMAS = {
+    "rank_one_sqnorm": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
+    "rank_one_inner": "(Tensor a1, Tensor g1, Tensor a2, Tensor g2) -> (Tensor, Tensor)",
+    "vector_sqnorm": f"(Tensor v, {SEGMENTS}) -> Tensor",
+    "vector_inner": f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor",
+    "gram_sqnorm": (
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "direct_sqnorm": f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
+    "direct_inner": f"({TWO_FACTORS}, str? precision=None) -> Tensor",
+    "diagonal_gram": (f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> (Tensor, Tensor)"),
+    "weight_gradient_sqnorm": (
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, ScalarType? gradient_dtype=None,"
+        " bool descriptors=False) -> (Tensor, Tensor)"
+    ),
+    "pairwise_gram": f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> Tensor",
+    "pairwise_direct": (
+        f"({TWO_FACTORS}, bool bias=False, str? precision=None, SymInt workspace=268435456)"
+        " -> Tensor"
+    ),
+    "direction_inner": (
+        f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
+        " str? precision=None) -> Tensor"
+    ),
+}
+
+# the module that holds each operator's launcher, and the names of its leading positional tensors
+LAUNCHERS = {
+    "rank_one_sqnorm": ("rank_one", 2),
+    "rank_one_inner": ("rank_one", 4),
+    "vector_sqnorm": ("vector", 1),
+    "vector_inner": ("vector", 2),
+    "gram_sqnorm": ("gram", 2),
+    "direct_sqnorm": ("direct", 2),
+    "direct_inner": ("direct", 4),
+    "diagonal_gram": ("diagonal", 4),
+    "weight_gradient_sqnorm": ("weight_gradient", 2),
+    "pairwise_gram": ("pairwise", 4),
+    "pairwise_direct": ("pairwise_direct", 4),
+    "direction_inner": ("direction", 3),
+}
+
+
+def _launch(name: str, module: str, tensors: int) -> Callable:
+    """The CUDA implementation of an operator: its launcher, imported at the first call."""
+    extra = {"bias": True} if name == "gram_sqnorm" else {}
+
+    def implementation(*args, **kwargs):
+        try:
+            launcher = getattr(importlib.import_module(f"gradstats.kernels.{module}"), name)
+        except ImportError as error:
+            raise RuntimeError(
+                f"gradstats::{name} on CUDA needs triton, which cannot be imported ({error}): "
+                "install triton>=3.6, or choose the PyTorch backend"
+            ) from error
+        # launchers take everything after the operands by name
+        named = dict(zip(_argument_names(name)[tensors:], args[tensors:], strict=False))
+        return launcher(*args[:tensors], **named, **kwargs, **extra)
+
+    return implementation
+
+
+def _argument_names(name: str) -> list[str]:
+    schema = getattr(torch.ops.gradstats, name).default._schema
+    return [argument.name for argument in schema.arguments]
+
+
+def _batch(operand: Tensor, cu_seqlens: Tensor | None) -> int:
+    return operand.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _per_example(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    dtype = _reference.result_dtype(operand)
+    return operand.new_empty((_batch(operand, cu_seqlens),), dtype=dtype)
+
+
+def _fake_rank_one_sqnorm(a, g):
+    return _per_example(a), _per_example(a)
+
+
+def _fake_rank_one_inner(a1, g1, a2, g2):
+    return _per_example(a1), _per_example(a1)
+
+
+def _fake_vector_sqnorm(v, cu_seqlens=None, max_seqlen=None):
+    return _per_example(v, cu_seqlens)
+
+
+def _fake_vector_inner(v1, v2, cu_seqlens=None, max_seqlen=None):
+    return _per_example(v1, cu_seqlens)
+
+
+def _fake_gram_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
+    sqnorm, magnitude = _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
+    return sqnorm, magnitude, _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
+
+
+def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
+    return _per_example(a, cu_seqlens)
+
+
+def _fake_direct_inner(a1, g1, a2, g2, cu_seqlens1=None, *rest, **options):
+    return _per_example(a1, cu_seqlens1)
+
+
+def _fake_diagonal_gram(a1, g1, a2, g2, cu_seqlens1=None, *rest, **options):
+    return _per_example(a1, cu_seqlens1), _per_example(a1, cu_seqlens1)
+
+
+def _fake_weight_gradient_sqnorm(
+    a,
+    g,
+    cu_seqlens=None,
+    max_seqlen=None,
+    precision=None,
+    gradient_dtype=None,
+    descriptors=False,
+):
+    shape = (g.shape[-1], a.shape[-1])
+    gradient = a.new_empty(shape, dtype=gradient_dtype or a.dtype)
+    return gradient, _per_example(a, cu_seqlens)
+
+
+def _fake_pairwise(a1, g1, a2, g2, cu_seqlens1=None, cu_seqlens2=None, *rest, **options):
+    shape = (_batch(a1, cu_seqlens1), _batch(a2, cu_seqlens2))
+    return a1.new_empty(shape, dtype=_reference.result_dtype(a1))
+
+
+def _fake_direction_inner(
+    a, g, direction, bias_direction=None, cu_seqlens=None, max_seqlen=None, precision=None
+):
+    return _per_example(a, cu_seqlens)
+
+
+FAKES = {
+    "rank_one_sqnorm": _fake_rank_one_sqnorm,
+    "rank_one_inner": _fake_rank_one_inner,
+    "vector_sqnorm": _fake_vector_sqnorm,
+    "vector_inner": _fake_vector_inner,
+    "gram_sqnorm": _fake_gram_sqnorm,
+    "direct_sqnorm": _fake_direct_sqnorm,
+    "direct_inner": _fake_direct_inner,
+    "diagonal_gram": _fake_diagonal_gram,
+    "weight_gradient_sqnorm": _fake_weight_gradient_sqnorm,
+    "pairwise_gram": _fake_pairwise,
+    "pairwise_direct": _fake_pairwise,
+    "direction_inner": _fake_direction_inner,
+}
+
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"gradstats::{_name}", _schema)
+    torch.library.impl(f"gradstats::{_name}", "CUDA")(_launch(_name, *LAUNCHERS[_name]))
+    torch.library.impl(f"gradstats::{_name}", "CPU")(getattr(_reference, _name))
+    torch.library.register_fake(f"gradstats::{_name}")(FAKES[_name])
+
+# bound once: a lookup through torch.ops at every call costs more than a small launch
+rank_one_sqnorm = torch.ops.gradstats.rank_one_sqnorm.default
+rank_one_inner = torch.ops.gradstats.rank_one_inner.default
+vector_sqnorm = torch.ops.gradstats.vector_sqnorm.default
+vector_inner = torch.ops.gradstats.vector_inner.default
+gram_sqnorm = torch.ops.gradstats.gram_sqnorm.default
+direct_sqnorm = torch.ops.gradstats.direct_sqnorm.default
+direct_inner = torch.ops.gradstats.direct_inner.default
+diagonal_gram = torch.ops.gradstats.diagonal_gram.default
+weight_gradient_sqnorm = torch.ops.gradstats.weight_gradient_sqnorm.default
+pairwise_gram = torch.ops.gradstats.pairwise_gram.default
+pairwise_direct = torch.ops.gradstats.pairwise_direct.default
+direction_inner = torch.ops.gradstats.direction_inner.default

@@ -1,0 +1,299 @@
+"""Inner products of all pairs of per-example weight gradients, through products of positions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gradstats.kernels import _check, _config
+from gradstats.kernels._tile import dot, load_rows, segment_length
+from gradstats.kernels.direct import check_two_factors
+
+
+@triton.jit
+def packed_rows(
+    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
+    first_example,
+    batch,
+    positions,
+    total_rows,
+    RAGGED: tl.constexpr,
+    EXAMPLES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Which example and position each of EXAMPLES * POSITIONS tile rows stands for.
+
+    Returns (example, position in the block, first row, length, poison), each a vector.
+    """
+    lane = tl.arange(0, EXAMPLES * POSITIONS)
+    example = first_example + lane // POSITIONS
+    inside = example < batch
+    if RAGGED:
+        start = tl.load(cu_seqlens_ptr + example, mask=inside, other=0)
+        end = tl.load(cu_seqlens_ptr + example + 1, mask=inside, other=0)
+        length, valid = segment_length(start, end, positions, total_rows)
+        first_row = tl.cast(start, tl.int64)
+        poison = tl.where(valid, 0.0, float("nan"))
+    else:
+        length = tl.where(inside, positions, 0)
+        first_row = tl.zeros((EXAMPLES * POSITIONS,), tl.int64)
+        poison = tl.zeros((EXAMPLES * POSITIONS,), tl.float32)
+    return example, lane % POSITIONS, first_row, length, poison
+
+
+@triton.jit
+def cross_tile(
+    first_ptr,
+    offsets1,
+    inside1,
+    feature_stride1,
+    second_ptr,
+    offsets2,
+    inside2,
+    feature_stride2,
+    features,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[ROWS, COLUMNS] inner products of rows of the first operand with rows of the second."""
+    inner = tl.arange(0, INNER)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for feature in range(0, features, INNER):
+        columns = feature + inner
+        left = load_rows(first_ptr, offsets1, inside1, columns, feature_stride1, features)
+        right = load_rows(second_ptr, offsets2, inside2, columns, feature_stride2, features)
+        products = dot(left, right.T, products, PRECISION)
+    return products
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch1",
+        "batch2",
+        "positions1",
+        "positions2",
+        "total_rows1",
+        "total_rows2",
+        "column_tiles",
+        "splits",
+    ]
+)
+def pairwise_kernel(
+    a1_ptr,  # (B1, T1, d_in) or packed (N1, d_in)
+    g1_ptr,  # (B1, T1, d_out) or packed (N1, d_out)
+    a2_ptr,  # (B2, T2, d_in) or packed (N2, d_in)
+    g2_ptr,  # (B2, T2, d_out) or packed (N2, d_out)
+    cu_seqlens1_ptr,  # int (B1 + 1,), read if RAGGED
+    cu_seqlens2_ptr,  # int (B2 + 1,), read if RAGGED
+    partial_ptr,  # fp32 (splits, B1, B2)
+    stride_a1b,
+    stride_a1t,
+    stride_a1d,
+    stride_g1b,
+    stride_g1t,
+    stride_g1d,
+    stride_a2b,
+    stride_a2t,
+    stride_a2d,
+    stride_g2b,
+    stride_g2t,
+    stride_g2d,
+    batch1,
+    batch2,
+    positions1,
+    positions2,
+    total_rows1,
+    total_rows2,
+    d_in,
+    d_out,
+    column_tiles,
+    splits,
+    BIAS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXAMPLES1: tl.constexpr,  # examples side by side in one tile, each padded to POSITIONS
+    POSITIONS1: tl.constexpr,
+    EXAMPLES2: tl.constexpr,
+    POSITIONS2: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """K[i, j] = sum_{t,s} (a1_it . a2_js)(g1_it . g2_js) for one tile of pairs (i, j).
+
+    Split s of the position blocks of the first factor goes to partial[s].
+    """
+    index = tl.program_id(0)
+    split = index % splits
+    tile = index // splits
+    first1 = (tile // column_tiles) * EXAMPLES1
+    first2 = (tile % column_tiles) * EXAMPLES2
+    ROWS: tl.constexpr = EXAMPLES1 * POSITIONS1
+    COLUMNS: tl.constexpr = EXAMPLES2 * POSITIONS2
+
+    example1, place1, row1, length1, poison1 = packed_rows(
+        cu_seqlens1_ptr, first1, batch1, positions1, total_rows1, RAGGED, EXAMPLES1, POSITIONS1
+    )
+    example2, place2, row2, length2, poison2 = packed_rows(
+        cu_seqlens2_ptr, first2, batch2, positions2, total_rows2, RAGGED, EXAMPLES2, POSITIONS2
+    )
+    example1 = tl.cast(example1, tl.int64)
+    example2 = tl.cast(example2, tl.int64)
+    longest1 = tl.max(length1, axis=0)
+    longest2 = tl.max(length2, axis=0)
+
+    total = tl.zeros((EXAMPLES1, EXAMPLES2), tl.float32)
+    for block1 in range(split * POSITIONS1, longest1, splits * POSITIONS1):
+        inside1 = block1 + place1 < length1
+        position1 = row1 + block1 + place1
+        for block2 in range(0, longest2, POSITIONS2):
+            inside2 = block2 + place2 < length2
+            position2 = row2 + block2 + place2
+            a_products = cross_tile(
+                a1_ptr,
+                example1 * stride_a1b + position1 * stride_a1t,
+                inside1,
+                stride_a1d,
+                a2_ptr,
+                example2 * stride_a2b + position2 * stride_a2t,
+                inside2,
+                stride_a2d,
+                d_in,
+                PRECISION,
+                ROWS,
+                COLUMNS,
+                INNER,
+            )
+            g_products = cross_tile(
+                g1_ptr,
+                example1 * stride_g1b + position1 * stride_g1t,
+                inside1,
+                stride_g1d,
+                g2_ptr,
+                example2 * stride_g2b + position2 * stride_g2t,
+                inside2,
+                stride_g2d,
+                d_out,
+                PRECISION,
+                ROWS,
+                COLUMNS,
+                INNER,
+            )
+            terms = a_products * g_products
+            if BIAS:
+                # the bias acts as one more input feature that is always 1
+                terms += g_products
+            blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
+            total += tl.sum(tl.sum(blocks, axis=3), axis=1)
+    if RAGGED:
+        total += tl.sum(poison1.reshape(EXAMPLES1, POSITIONS1), axis=1)[:, None]
+        total += tl.sum(poison2.reshape(EXAMPLES2, POSITIONS2), axis=1)[None, :]
+
+    rows = first1 + tl.arange(0, EXAMPLES1)
+    columns = first2 + tl.arange(0, EXAMPLES2)
+    offsets = (
+        tl.cast(split, tl.int64) * batch1 + tl.cast(rows, tl.int64)[:, None]
+    ) * batch2 + tl.cast(columns, tl.int64)[None, :]
+    mask = (rows < batch1)[:, None] & (columns < batch2)[None, :]
+    tl.store(partial_ptr + offsets, total, mask=mask)
+
+
+def pairwise_gram(
+    a1: torch.Tensor,
+    g1: torch.Tensor,
+    a2: torch.Tensor,
+    g2: torch.Tensor,
+    *,
+    cu_seqlens1: torch.Tensor | None = None,
+    cu_seqlens2: torch.Tensor | None = None,
+    max_seqlen1: int | None = None,
+    max_seqlen2: int | None = None,
+    bias: bool = False,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Inner products of all pairs of per-example weight gradients, through products of positions.
+
+    K[i, j] = sum_{t,s} (a1_it . a2_js)(g1_it . g2_js)
+
+    With T = 1 this is (A1 A2^T) o (G1 G2^T). The right form for few positions; its cost grows with
+    T1 T2, that of `pairwise_direct.pairwise_direct` does not.
+
+    Args:
+        a1, g1: first factor (B1, T1, d_in) and (B1, T1, d_out), or packed rows with cu_seqlens1;
+            bf16, fp16 or fp32, any strides.
+        a2, g2: second factor, same layout (dense or packed), dtype and features.
+        cu_seqlens1, cu_seqlens2: int (B1 + 1,) and (B2 + 1,) first rows of the examples.
+        max_seqlen1, max_seqlen2: with device bounds, the longest segments; avoids a wait.
+        bias: add the inner products of the bias gradients, sum_{t,s} g1_it . g2_js.
+        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
+            torch.get_float32_matmul_precision().
+        config: overrides the tile table.
+        splits: overrides into how many parts the first factor's positions are divided.
+    Returns:
+        fp32 (B1, B2).
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: 2 T1 T2 (d_in + d_out) flops per pair; no workspace beyond splits copies of K.
+    """
+    first, second = check_two_factors(
+        a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
+    )
+    precision = _check.check_precision(a1.dtype, precision)
+    architecture = _check.architecture(a1.device)
+    config = config or _config.choose_pairwise(
+        first.batch * first.positions,
+        second.batch * second.positions,
+        a1.element_size(),
+        precision,
+        architecture,
+        _check.is_aligned(a1, g1, a2, g2),
+    )
+    positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
+    positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
+    examples1, examples2 = config.rows // positions1, config.columns // positions2
+    row_tiles = triton.cdiv(first.batch, examples1)
+    column_tiles = triton.cdiv(second.batch, examples2)
+    splits = splits or _config.choose_splits(
+        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
+    )
+    partial = torch.empty(
+        (splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
+    )
+    if partial.numel():
+        pairwise_kernel[(_check.check_programs(row_tiles * column_tiles * splits),)](
+            a1,
+            g1,
+            a2,
+            g2,
+            first.cu_seqlens,
+            second.cu_seqlens,
+            partial,
+            *first.strides(a1),
+            *first.strides(g1),
+            *second.strides(a2),
+            *second.strides(g2),
+            first.batch,
+            second.batch,
+            first.positions,
+            second.positions,
+            first.total_rows,
+            second.total_rows,
+            a1.shape[-1],
+            g1.shape[-1],
+            column_tiles,
+            splits,
+            BIAS=bias,
+            RAGGED=first.ragged,
+            PRECISION=config.precision,
+            EXAMPLES1=examples1,
+            POSITIONS1=positions1,
+            EXAMPLES2=examples2,
+            POSITIONS2=positions2,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return partial[0] if splits == 1 else partial.sum(0, dtype=torch.float64).float()

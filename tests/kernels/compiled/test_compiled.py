@@ -1,0 +1,84 @@
+"""Shipped configurations, compiled for sm_80, sm_90 and sm_100 and inspected."""
+
+from gradstats.kernels import _config
+from gradstats.kernels._config import TileConfig
+from gradstats.kernels._table import TABLE
+from tests.kernels.compiled import aot, checks, launches
+
+MATMULS = {
+    "gram",
+    "direct",
+    "diagonal",
+    "weight_gradient",
+    "weight_gradient_descriptor",
+    "pairwise",
+    "direction",
+}
+
+
+def cases():
+    """(operation, architecture, kind, aligned, configuration, layout, in the default subset)."""
+    # the tiles of pairwise_direct are those of direct, in a kernel that stores them
+    for operation in (*TABLE, "example_tiles"):
+        entries = _config.shipped("direct" if operation == "example_tiles" else operation)
+        for (architecture, kind, aligned), configs in entries.items():
+            for rank, config in enumerate(configs):
+                for layout in ("dense", "ragged"):
+                    if layout == "ragged" and operation.endswith("_descriptor"):
+                        continue
+                    other = layout == ("ragged" if aligned else "dense")
+                    default = rank == 0 and (
+                        (kind == "half" and (other or operation.endswith("_descriptor")))
+                        or (kind == "tf32x3" and architecture == 90 and layout == "dense")
+                    )
+                    yield operation, architecture, kind, aligned, config, layout, default
+
+
+def name_of(case):
+    operation, architecture, kind, aligned, config, layout, _ = case
+    alignment = "aligned" if aligned else "unaligned"
+    return f"{operation}-sm_{architecture}-{kind}-{alignment}-{config}-{layout}"
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--all-configs", default=False)
+        chosen = [case for case in cases() if every or case[-1]]
+        metafunc.parametrize("case", chosen, ids=map(name_of, chosen))
+
+
+def test_shipped_configuration(case):
+    operation, architecture, kind, aligned, config, layout, _ = case
+    recorded = launches.launches(operation, config, launches.DTYPES[kind], aligned, layout)
+    assert recorded
+    for launch in recorded:
+        compiled = aot.compile_launch(launch, architecture)
+        checks.check_shared(compiled, _config.shared_limit(architecture))
+        checks.check_spills(compiled, checks.allowed_spills(operation, config))
+        checks.check_no_atomics(compiled)
+        checks.check_offsets(compiled)
+        matmul = operation in MATMULS and not compiled.name.startswith("segment_sum")
+        if matmul and kind != "ieee":
+            checks.check_tensor_cores(compiled, architecture, config.rows)
+
+
+def test_transposed_operands_compile():
+    """Features apart and positions adjacent: another memory layout, so another compilation."""
+    config = _config.choose_direct(1024, 1024, 2, aligned=False)
+    for operation in ("direct", "weight_gradient"):
+        for launch in launches.launches(
+            operation, config, launches.DTYPES["half"], True, "transposed"
+        ):
+            compiled = aot.compile_launch(launch, 90)
+            checks.check_shared(compiled, _config.shared_limit(90))
+            checks.check_tensor_cores(compiled, 90, config.rows)
+
+
+def test_the_largest_fused_tile_spills_no_more_than_listed():
+    """Not in the table before a GPU has timed it, but callers can ask for it."""
+    operation, config = "weight_gradient_descriptor", TileConfig(128, 256, 64, 8, 3)
+    for launch in launches.launches(operation, config, launches.DTYPES["half"], True):
+        compiled = aot.compile_launch(launch, 90)
+        checks.check_shared(compiled, _config.shared_limit(90))
+        checks.check_spills(compiled, checks.allowed_spills(operation, config))
+        assert compiled.ptx.count("cp.async.bulk.tensor") >= 2

@@ -1,0 +1,74 @@
+"""The checks of this lane reject kernels that are broken in one line."""
+
+import inspect
+
+import pytest
+import torch
+
+from gradstats.kernels import _check, _tile, gram
+from gradstats.kernels._config import TileConfig
+from tests.kernels.compiled import aot, checks, launches
+from tests.kernels.mutants import mutant
+
+TILE = TileConfig(64, 64, 64, 4, 2)
+
+
+def compile_gram(module, monkeypatch, tile=TILE):
+    monkeypatch.setattr(_check, "_runs_here", lambda device: True)
+    a, g, _, _ = launches.factor(torch.bfloat16, True, "dense")
+    with aot.recorded(module) as recorded:
+        module.gram_sqnorm(a, g, config=tile)
+    return aot.compile_launch(recorded[0], 90)
+
+
+def test_the_checks_accept_what_is_shipped(monkeypatch):
+    compiled = compile_gram(gram, monkeypatch)
+    checks.check_offsets(compiled)
+    checks.check_no_atomics(compiled)
+    checks.check_spills(compiled)
+    checks.check_tensor_cores(compiled, 90, 64)
+
+
+@pytest.mark.parametrize(
+    "wide, narrow",
+    [
+        ("tl.cast(rows, tl.int64)[:, None] * row_stride", "rows[:, None] * row_stride"),
+        ("tl.cast(example, tl.int64) * example_stride", "example * example_stride"),
+    ],
+    ids=["rows of a tile", "first row of an example"],
+)
+def test_a_32_bit_offset(tmp_path, monkeypatch, wide, narrow):
+    broken = mutant(_tile, wide, narrow, tmp_path)
+    source = "from gradstats.kernels._tile import"
+    module = mutant(gram, source, f"from {broken.__name__} import", tmp_path)
+    with pytest.raises(AssertionError, match="32-bit offset"):
+        checks.check_offsets(compile_gram(module, monkeypatch))
+
+
+def test_an_atomic_sum(tmp_path, monkeypatch):
+    module = mutant(
+        gram, "    tl.store(output, total)\n", "    tl.atomic_add(partial_ptr, total)\n", tmp_path
+    )
+    with pytest.raises(AssertionError, match="atomic"):
+        checks.check_no_atomics(compile_gram(module, monkeypatch))
+
+
+def test_a_tile_that_spills(monkeypatch):
+    compiled = compile_gram(gram, monkeypatch, TileConfig(128, 128, 64, 4, 2))
+    with pytest.raises(AssertionError, match="spilled"):
+        checks.check_spills(compiled)
+
+
+def test_a_kernel_without_tensor_cores(monkeypatch):
+    compiled = compile_gram(gram, monkeypatch)
+    compiled.ptx = compiled.ptx.replace("wgmma.mma_async", "fma.rn.f32")
+    with pytest.raises(AssertionError, match="no wgmma"):
+        checks.check_tensor_cores(compiled, 90, 64)
+
+
+def test_what_is_recorded_is_what_the_kernel_takes():
+    a, g, _, _ = launches.factor(torch.bfloat16, True, "dense")
+    assert a.device.type == "meta" and g.device.type == "meta"
+    names = list(inspect.signature(gram.gram_kernel.fn).parameters)
+    recorded = launches.launches("gram", TILE, torch.bfloat16, True)
+    assert list(recorded[0].arguments) == names

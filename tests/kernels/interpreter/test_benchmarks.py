@@ -1,0 +1,25 @@
+"""The benchmark's calls and references, on shapes that the interpreter can run."""
+
+import pytest
+import torch
+
+from benchmarks.bench_linear_kernels import Shape, error, operands, providers
+
+SHAPES = [Shape("one position", 5, 1, 32, 48), Shape("sequence", 2, 9, 32, 48)]
+SHAPES.append(Shape("unaligned", 2, 9, 33, 47))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_provider_runs_and_is_right(shape):
+    checked = set()
+    inputs = operands(shape, torch.float32, 0, "cpu")
+    for provider in providers(shape, torch.float32, descriptors=True):
+        off = error(provider, inputs)
+        if off is None:
+            assert torch.is_tensor(provider.call(*inputs))
+            continue
+        assert off < 1e-5, (provider.operation, provider.name, off)
+        checked.add(provider.operation)
+    shared = {"weight_gradient", "direction", "pairwise_gram"}
+    own = {"rank_one"} if shape.positions == 1 else {"gram", "direct", "vector", "pairwise_direct"}
+    assert checked == shared | own

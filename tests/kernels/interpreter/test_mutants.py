@@ -1,0 +1,112 @@
+"""The checks of this lane reject kernels that are broken in one line."""
+
+import pytest
+import torch
+
+from gradstats.kernels import _tile, direct, gram, weight_gradient
+from gradstats.kernels._config import TileConfig
+from tests.kernels import reference
+from tests.kernels.cases import CASES
+from tests.kernels.mutants import mutant
+from tests.kernels.reference import assert_close
+
+TILE = TileConfig(16, 16, 16, num_warps=1, num_stages=1)
+
+
+def operands(case):
+    return CASES[case](torch.float32, 16, "cpu")
+
+
+def check_direct(module, case):
+    a, g, cu_seqlens = operands(case)
+    got = module.direct_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens))
+
+
+def check_fused_norm(module, case):
+    a, g, cu_seqlens = operands(case)
+    _, got = module.weight_gradient_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE, splits=1)
+    assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens))
+
+
+def check_fused_gradient(module, case):
+    a, g, cu_seqlens = operands(case)
+    got, _ = module.weight_gradient_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE, splits=1)
+    terms = reference.gradients(a.abs(), g.abs(), cu_seqlens).sum(0)
+    assert_close(got, reference.weight_gradient_reference(a, g, cu_seqlens), terms)
+
+
+def check_gram(module, case):
+    a, g, cu_seqlens = operands(case)
+    got, _ = module.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    magnitude = reference.magnitude_reference(a, g, cu_seqlens)
+    assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
+
+
+def rejects(check, module, case):
+    with pytest.raises(AssertionError, match=r"times the limit|not finite"):
+        check(module, case)
+
+
+def test_the_checks_accept_what_is_shipped():
+    for case in ("prime", "ragged in padding"):
+        check_direct(direct, case)
+        check_fused_norm(weight_gradient, case)
+        check_fused_gradient(weight_gradient, case)
+        check_gram(gram, case)
+
+
+def test_a_wrapped_load(tmp_path, monkeypatch):
+    broken = mutant(
+        _tile,
+        "    return tl.load(base + offsets, mask=mask, other=0.0)",
+        "    offsets = (tl.cast(rows, tl.int64) % row_limit)[:, None] * row_stride + (\n"
+        "        tl.cast(columns, tl.int64) % column_limit\n"
+        "    )[None, :] * column_stride\n"
+        "    return tl.load(base + offsets)",
+        tmp_path,
+    )
+    for module, check in ((direct, check_direct), (weight_gradient, check_fused_norm)):
+        monkeypatch.setattr(module, "load_tile", broken.load_tile)
+        rejects(check, module, "prime")
+
+
+def test_a_mask_by_multiplication(tmp_path, monkeypatch):
+    broken = mutant(
+        _tile,
+        "    return tl.load(base + offsets, mask=mask, other=0.0)",
+        "    inside = (columns < column_limit)[None, :] & (rows < row_limit + 4)[:, None]\n"
+        "    return tl.load(base + offsets, mask=inside, other=0.0) * mask",
+        tmp_path,
+    )
+    monkeypatch.setattr(direct, "load_tile", broken.load_tile)
+    rejects(check_direct, direct, "ragged in padding")
+
+
+def test_a_missing_off_diagonal_factor(tmp_path):
+    broken = mutant(gram, "tl.where(row_tile == column_tile, 1.0, 2.0)", "1.0", tmp_path)
+    rejects(check_gram, broken, "prime")
+    check_gram(broken, "block")
+
+
+def test_a_missing_example_boundary_is_seen_in_the_norms_alone(tmp_path):
+    broken = mutant(
+        weight_gradient,
+        "            total += gradient\n"
+        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
+        "            total = gradient\n",
+        tmp_path,
+    )
+    # what makes this mistake dangerous: the weight gradient itself is right
+    check_fused_gradient(broken, "prime")
+    rejects(check_fused_norm, broken, "prime")
+
+
+def test_an_example_that_reads_its_neighbours_rows(tmp_path):
+    broken = mutant(
+        weight_gradient,
+        "g = load_tile(g_base, inner, stride_gt, left, rows, stride_gd, d_out)",
+        "g = load_tile(g_base, inner, stride_gt, total_rows, rows, stride_gd, d_out)",
+        tmp_path,
+    )
+    rejects(check_fused_norm, broken, "ragged in padding")

@@ -1,0 +1,132 @@
+"""The tile choice: pure functions over a committed table."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from gradstats.kernels import _config
+from gradstats.kernels._table import TABLE
+
+GPUS = (80, 86, 87, 89, 90, 100, 103, 120)
+SIZES = (1, 15, 16, 17, 100, 768, 4096, 50257)
+PRECISIONS = {2: ("ieee",), 4: ("ieee", "tf32x3", "tf32", "highest")}
+CLASSES = [
+    (itemsize, precision, gpu, aligned)
+    for itemsize in (2, 4)
+    for precision in PRECISIONS[itemsize]
+    for gpu in GPUS
+    for aligned in (True, False)
+]
+
+
+def check(config, itemsize, gpu):
+    assert config.is_valid(itemsize, gpu), config
+    assert config.precision in ("ieee", "tf32x3", "tf32")
+    for size in (config.rows, config.columns, config.inner, config.num_warps):
+        assert size > 0 and size & (size - 1) == 0, config
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_choice_fits_the_gpu(size):
+    for itemsize, precision, gpu, aligned in CLASSES:
+        matmul = (itemsize, precision, gpu, aligned)
+        chosen = [_config.choose_gram(size, *matmul)]
+        for other in SIZES:
+            chosen.append(_config.choose_direct(size, other, *matmul))
+            chosen.append(_config.choose_direct(size, other, *matmul, operation="diagonal"))
+            chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
+            chosen.append(_config.choose_pairwise(size, other, *matmul))
+            chosen.append(_config.choose_direction(size, other, *matmul))
+        for config in chosen:
+            check(config, itemsize, gpu)
+            assert min(config.rows, config.columns, config.inner) >= 16, "too small for a dot"
+        check(_config.choose_rank_one(64, size, itemsize, gpu, aligned), itemsize, gpu)
+        check(_config.choose_vector(64, size, itemsize, gpu, aligned), itemsize, gpu)
+
+
+def test_gram_tiles_are_square():
+    for configs in _config.shipped("gram").values():
+        assert all(config.rows == config.columns for config in configs)
+
+
+def test_the_table_is_complete():
+    matmuls = set(_config.OPERATIONS) - {"rank_one", "vector", "weight_gradient_descriptor"}
+    for operation in matmuls:
+        wanted = itertools.product(_config.ARCHITECTURES, _config.KINDS, (True, False))
+        missing = set(wanted) - set(TABLE[operation])
+        # plain fp32 serves where no configuration with split products is free of spills
+        assert all(kind == "tf32x3" for _, kind, _ in missing), (operation, missing)
+    assert set(TABLE) == set(_config.OPERATIONS)
+    assert {key[0] for key in TABLE["weight_gradient_descriptor"]} == {90, 100}
+
+
+def test_candidates_run_from_large_to_small():
+    for operation in set(TABLE) - {"rank_one", "vector"}:
+        for key, configs in _config.shipped(operation).items():
+            areas = [config.rows * config.columns for config in configs]
+            assert areas == sorted(areas, reverse=True), (operation, key)
+
+
+def test_small_shapes_get_small_tiles():
+    assert _config.choose_gram(8, 2).rows < _config.choose_gram(1024, 2).rows
+    small = _config.choose_direct(10, 64, 2, operation="weight_gradient")
+    large = _config.choose_direct(4096, 4096, 2, operation="weight_gradient")
+    assert small.rows * small.columns < large.rows * large.columns
+
+
+def test_padding_is_weighed_against_the_size_of_the_tile():
+    assert _config.choose_gram(1024, 2).rows == 128
+    assert _config.choose_gram(128, 2).rows == 128
+    assert _config.choose_gram(140, 2).rows == 64
+    assert _config.choose_gram(1, 2).rows == 16
+    assert _config.choose_direct(768, 2304, 2).columns == 256
+    assert _config.choose_direct(768, 264, 2).columns < 256
+
+
+def test_true_fp32_never_becomes_tf32():
+    for operation in ("gram", "direct", "weight_gradient", "pairwise", "direction"):
+        for gpu, aligned in itertools.product(GPUS, (True, False)):
+            for config in _config.candidates(operation, 4, "highest", gpu, aligned):
+                assert config.precision in ("ieee", "tf32x3")
+
+
+def test_configurations_are_values():
+    config = _config.choose_gram(100, 2)
+    assert config == _config.choose_gram(100, 2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rows = 1
+
+
+def test_the_table_is_read_as_it_is_written():
+    config = _config.TileConfig(128, 64, 32, 8, 3)
+    assert str(config) == "128x64x32w8s3"
+    for operation, entries in TABLE.items():
+        for key, configs in _config.shipped(operation).items():
+            assert " ".join(map(str, configs)) == entries[key]
+
+
+def test_validity_is_about_shared_memory():
+    config = _config.TileConfig(128, 256, 64, 8, 4)
+    assert config.shared_bytes(2) == 4 * 384 * 64 * 2
+    assert config.is_valid(2, 90) and not config.is_valid(2, 80) and not config.is_valid(4, 90)
+    assert _config.shared_limit(121) == _config.SMALLEST_SHARED_LIMIT
+
+
+def test_splits_fill_the_machine_with_as_few_copies_as_possible():
+    assert _config.choose_splits(132 * 10, 64) == 1
+    assert _config.choose_splits(132, 64) == 1
+    assert _config.choose_splits(36, 64) == 3
+    assert _config.choose_splits(36, 2) == 2
+    assert _config.choose_splits(1, 1000) <= _config.MAX_SPLITS
+    assert _config.choose_splits(1, 1) == 1
+    for tiles, batch in itertools.product((1, 7, 100, 133, 144), (1, 3, 64)):
+        assert 1 <= _config.choose_splits(tiles, batch) <= min(batch, _config.MAX_SPLITS)
+
+
+def test_rows_are_shared_until_the_machine_is_full():
+    assert _config.choose_row_splits(10**6, 1) == 1
+    assert _config.choose_row_splits(10**6, 8) == 1
+    assert _config.choose_row_splits(10**6, 80) == 10
+    assert _config.choose_row_splits(132, 16) == 4
+    assert _config.choose_row_splits(1, 16) == 16

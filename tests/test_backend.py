@@ -1,0 +1,106 @@
+"""The CUDA backend's wiring, exercised on the CPU implementations of the same operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradstats.kernels import operators
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.workloads import Transformer, next_token
+from gradstats._cost import choose_outer_form
+from gradstats._factors import Outer
+from gradstats.contractions import _triton, sqnorm, sqnorm_and_sum
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+WORKSPACE = 1 << 20
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Send every factor to the operators and record which were called."""
+    calls = []
+    for name in ("rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
+        operator = getattr(operators, name)
+
+        def record(*args, name=name, operator=operator):
+            calls.append(name)
+            return operator(*args)
+
+        monkeypatch.setattr(operators, name, record)
+    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("positions", "groups", "expected"),
+    [(1, 1, "rank_one_sqnorm"), (1, 3, "rank_one_sqnorm"), (2, 1, "gram_sqnorm"),
+     (7, 2, "gram_sqnorm"), (300, 1, "direct_sqnorm"), (300, 2, "direct_sqnorm")],
+)  # fmt: skip
+def test_squared_norms(kernels, positions, groups, expected):
+    left = torch.randn(4, groups, positions, 40)
+    right = torch.randn(4, groups, positions, 24)
+    factor = Outer(left, right, (groups, 40, 24))
+    result = sqnorm([factor], WORKSPACE)
+    want = Outer(left.double(), right.double(), factor.shape).dense().flatten(1).square().sum(1)
+    assert kernels == [expected]
+    torch.testing.assert_close(result.value, want, rtol=1e-4, atol=0)
+
+
+def test_a_gram_result_that_cancels_is_recomputed(kernels):
+    left = torch.randn(3, 1, 20, 64)
+    left -= left.mean(2, keepdim=True)
+    factor = Outer(left, 3 + 1e-3 * torch.randn(3, 1, 20, 64), (64, 64))
+    assert choose_outer_form(20, 64, 64, on_chip=True) == "gram"
+    result = sqnorm([factor], WORKSPACE)
+    want = Outer(factor.left.double(), factor.right.double(), (64, 64)).dense()
+    assert kernels == ["gram_sqnorm", "direct_sqnorm"]
+    torch.testing.assert_close(result.value, want.flatten(1).square().sum(1), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("positions", [1, 5])
+def test_weight_gradient_with_norms(kernels, positions):
+    left, right = torch.randn(4, 1, positions, 6), torch.randn(4, 1, positions, 3)
+    result, total = sqnorm_and_sum(Outer(left, right, (6, 3)), WORKSPACE)
+    want = Outer(left.double(), right.double(), (6, 3)).dense()
+    assert kernels == ["rank_one_sqnorm" if positions == 1 else "weight_gradient_sqnorm"]
+    torch.testing.assert_close(total.double(), want.sum(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.value, want.flatten(1).square().sum(1), rtol=1e-5, atol=0)
+
+
+def test_a_transformer(kernels):
+    model = Transformer(layers=2, width=16, heads=2, vocabulary=50, positions=12)
+    tokens = torch.randint(50, (5, 10))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    expected = oracle_sqnorms(model, batch, next_token)
+    assert_sqnorms(gs.per_example_norms(model, batch, next_token), expected, 1e-4)
+    with gs.track(model, batch_size=5) as tracker:
+        tracker.backward(next_token(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    assert {"gram_sqnorm", "weight_gradient_sqnorm"} <= set(kernels)
+
+
+def test_compiled(monkeypatch):
+    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    batch = torch.randn(5, 7, 4), torch.randn(5)
+
+    def losses(model, batch):
+        return functional.mse_loss(model(batch[0]).mean((1, 2)), batch[1], reduction="none")
+
+    expected = oracle_sqnorms(model, batch, losses)
+    stats = gs.per_example_norms(
+        torch.compile(model, fullgraph=True, backend="aot_eager"), batch, losses
+    )
+    assert_sqnorms(stats, expected, 1e-4)
+
+
+def test_cuda_without_triton(monkeypatch):
+    monkeypatch.setattr(_triton.importlib.util, "find_spec", lambda name: None)
+    _triton.require_triton.cache_clear()
+    with pytest.raises(gs.BackendError, match=r"triton>=3.6.*GRADSTATS_BACKEND=torch"):
+        _triton.require_triton()
+    _triton.require_triton.cache_clear()
