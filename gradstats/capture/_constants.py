@@ -46,6 +46,8 @@ CALLERS_VALUES = frozenset(
     }
 )
 
+CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES
+
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
@@ -98,6 +100,11 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
+        if args and not kwargs and not tracker.follows_layouts and func not in CHANGES_LAYOUT:
+            # Almost every operation has data as its first operand, and nothing more to say.
+            first = args[0]
+            if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
+                return
         operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]

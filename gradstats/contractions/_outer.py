@@ -91,11 +91,13 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         for row in range(0, positions, block):
             here = slice(row, row + block)
             products = (left[:, here] @ left[:, row:].mT).mul_(right[:, here] @ right[:, row:].mT)
-            # Tiles right of the diagonal tile stand for their mirror images too.
-            part = 2 * products.sum((1, 2)).double() - products[:, :, :block].sum((1, 2))
-            total = part if total is None else total + part
+            if row + block < positions:
+                # Tiles right of the diagonal tile stand for their mirror images too.
+                products[:, :, block:] *= 2
+            part = products.sum((1, 2))
+            total = part.double() if total is None else total + part
         assert total is not None
-        values.append(total.view(-1, groups).sum(1))
+        values.append(total.view(-1, groups).sum(1) if groups > 1 else total)
     value = torch.cat(values)
     bound = unit_roundoff(dtype) * _magnitude(factor, dtype).square().sum(1)
     return Contraction(value, bound)
@@ -180,9 +182,9 @@ def inner_with_rows(outer: Outer, rows: Rows, workspace: int) -> Tensor:
 
 def _magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
     """Return Σ_t ‖left_t‖‖right_t‖ of shape (B, K); its square bounds Σ|terms| of the Gram form."""
-    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype).double()
-    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype).double()
-    return (left * right).sum(2)
+    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
+    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
+    return (left * right).sum(2, dtype=torch.float64)
 
 
 def _total(factor: Outer) -> Tensor:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._cost import in_cache
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
+
+# Bytes of x̂ and its product with the gradient that are computed at once.
+SCRATCH = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,8 @@ class AffineFactors:
         dtype = compute_dtype(grad)
         grad, x = self.examples.first(grad), self.examples.first(x)
         batch = grad.shape[0]
-        # x̂ and its product with the gradient are used at once and dropped: a few examples at a time
-        # they never leave the cache.
-        chunk = batch
-        if not torch.compiler.is_compiling():
-            chunk = in_cache(3 * grad[0].numel() * torch.finfo(dtype).bits // 8, batch)
+        # x̂ and its product with the gradient are used at once and dropped.
+        chunk = max(1, min(batch, SCRATCH // (2 * grad[0].numel() * torch.finfo(dtype).bits // 8)))
         scales, shifts = [], []
         for start in range(0, batch, chunk):
             rows = slice(start, start + chunk)
