@@ -195,7 +195,6 @@ class LinearUse(torch.autograd.Function):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked, examples = ctx.tracked
         shape, weight_dtype, bias_dtype = ctx.shapes
-        grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
         grad_weight = grad_bias = None
         want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
         want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
@@ -221,6 +220,8 @@ class LinearUse(torch.autograd.Function):
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         reports = _reports(use, settings, factors)
+        # Last, so that the layer below finds its gradient still in the cache.
+        grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 
@@ -260,6 +261,13 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(result)
             else:
                 factors.append(patches)
+        if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
+            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            if bias_tracked:
+                factors.append(Vector(values, (grad.shape[1],)))
+            if settings.weight_gradients and ctx.needs_input_grad[6]:
+                grad_bias = values.sum(0).to(ctx.bias_dtype)
+        reports = _reports(use, settings, factors)
         stride, padding, dilation, transposed, output_padding, groups = ctx.call
         grad_x = None
         if wanted[0] or wanted[1]:
@@ -268,13 +276,6 @@ class ConvolutionUse(torch.autograd.Function):
                 groups, wanted,
             )  # fmt: skip
             grad_weight = native if wanted[1] else grad_weight
-        if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
-            if bias_tracked:
-                factors.append(Vector(values, (grad.shape[1],)))
-            if settings.weight_gradients and ctx.needs_input_grad[6]:
-                grad_bias = values.sum(0).to(ctx.bias_dtype)
-        reports = _reports(use, settings, factors)
         return (None, None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 
