@@ -116,7 +116,7 @@ def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, a
             compiled = aot.compile_launch(launch, architecture)
             try:
                 checks.check_shared(compiled, _config.shared_limit(architecture))
-                checks.check_spills(compiled, checks.allowed_spills(name, config))
+                checks.check_spills(compiled, checks.allowed_spills(name, config, architecture))
             except AssertionError:
                 return False
     return True

@@ -7,11 +7,15 @@ import re
 from gradstats.kernels._config import TileConfig
 from tests.kernels.compiled.aot import Compiled
 
-# bytes that may spill, stores and loads together, by operation and tile
+# bytes that may spill, stores and loads together, by operation, architecture and tile
 ALLOWED_SPILLS = {
     # two accumulators of this tile are the whole register file; what spills is a few words of the
     # sum over examples, touched where an example ends and not in the loop over positions
-    ("weight_gradient_descriptor", 128, 256): 320,
+    ("weight_gradient_descriptor", 90, "128x256x64w8s3"): 320,
+    ("weight_gradient_descriptor", 90, "128x256x64w8s4"): 320,
+    # plain fp32 products of rows that cannot be copied asynchronously: every tile spills on one of
+    # the supported compilers, this one least
+    ("pairwise", 80, "64x64x16w8s2"): 128,
 }
 
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
@@ -22,8 +26,8 @@ def check_shared(compiled: Compiled, limit: int) -> None:
     assert compiled.shared <= limit, f"{compiled.name}: {compiled.shared} bytes of shared memory"
 
 
-def allowed_spills(operation: str, config: TileConfig) -> int:
-    return ALLOWED_SPILLS.get((operation, config.rows, config.columns), 0)
+def allowed_spills(operation: str, config: TileConfig, architecture: int) -> int:
+    return ALLOWED_SPILLS.get((operation, architecture, str(config)), 0)
 
 
 def check_spills(compiled: Compiled, allowed: int = 0) -> None:
