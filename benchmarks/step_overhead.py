@@ -1,6 +1,6 @@
 """What do norms cost beside a plain training step, in time and in memory?
 
-    python -m benchmarks.step_overhead [mlp cnn gpt] [--rounds 31] [--no-csv]
+python -m benchmarks.step_overhead [mlp cnn gpt] [--rounds 31] [--no-csv]
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-
 from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
@@ -34,8 +33,10 @@ MATMULS = (
 )
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
-    "rank_one": "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
-    "vector": "1x128x64w4s1 1x32x64w4s1",
+    ("rank_one", "half"): "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
+    ("rank_one", "ieee"): "2x1x1024w8s1 4x1x512w4s1 32x1x64w4s1",
+    ("vector", "half"): "1x128x64w4s1 1x32x64w4s1",
+    ("vector", "ieee"): "1x128x64w4s1 1x32x64w4s1",
 }
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,6 +118,8 @@ def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, a
             try:
                 checks.check_shared(compiled, _config.shared_limit(architecture))
                 checks.check_spills(compiled, checks.allowed_spills(name, config, architecture))
+                if kind != "ieee" and not compiled.name.startswith("segment_sum"):
+                    checks.check_tensor_cores(compiled, architecture, config.rows)
             except AssertionError:
                 return False
     return True
@@ -234,10 +237,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
     table = {name: dict(_table.TABLE.get(name, {})) for name in _config.OPERATIONS}
-    for name, tiles in STREAMING.items():
+    for (name, kind), tiles in STREAMING.items():
         for key in classes_of_inputs(name, _config.ARCHITECTURES):
-            if key[1] in ("half", "ieee"):
-                table[name].setdefault(key, tiles)
+            if key[1] == kind:
+                table[name][key] = tiles
     for operation in options.operations:
         for key in classes_of_inputs(operation, options.architectures):
             tiles = tune(operation, key, timed)

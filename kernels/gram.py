@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
 

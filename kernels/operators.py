@@ -11,9 +11,8 @@ import importlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from gradstats.kernels import _reference
+from torch import Tensor
 
 SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
 TWO_SEGMENTS = (

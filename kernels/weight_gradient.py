@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import (
     dot,
@@ -22,6 +20,7 @@ from gradstats.kernels._tile import (
     segment,
     segment_length,
 )
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 

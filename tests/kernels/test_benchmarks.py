@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from benchmarks import bench_linear_kernels, tune_linear_kernels
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
+
+from benchmarks import bench_linear_kernels, tune_linear_kernels
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, tune_linear_kernels])

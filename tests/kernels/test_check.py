@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from gradstats.kernels import (
     _check,
     diagonal,

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import pytest
-
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-
 from gradstats.kernels import operators
+
 from tests.kernels import reference
 from tests.kernels.reference import assert_close
 from tests.kernels.samples import operator_samples

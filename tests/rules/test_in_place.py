@@ -1,4 +1,4 @@
-"""Changes in place: data may be changed; what belongs to no example may not, for it may be aliased."""
+"""Changes in place: data may be changed; what belongs to no example may be aliased, and may not."""
 
 import pytest
 import torch

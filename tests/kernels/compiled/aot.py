@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -131,8 +132,7 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
 
 def assemble(ptx: str, architecture: int) -> tuple[int, int]:
     """(registers per thread, bytes of spill stores and loads) by the bundled assembler."""
-    tools = triton.knobs.nvidia
-    assembler = tools.ptxas_blackwell.path if architecture >= 100 else tools.ptxas.path
+    assembler = get_ptxas(architecture).path
     target = re.search(r"\.target (sm_\w+)", ptx).group(1)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

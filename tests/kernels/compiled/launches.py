@@ -5,7 +5,6 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-
 from gradstats.kernels import (
     _check,
     _config,
@@ -19,6 +18,7 @@ from gradstats.kernels import (
     vector,
     weight_gradient,
 )
+
 from tests.kernels.compiled import aot
 
 ALIGNED, UNALIGNED = 1024, 1001

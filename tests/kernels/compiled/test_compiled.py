@@ -3,6 +3,7 @@
 from gradstats.kernels import _config
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._table import TABLE
+
 from tests.kernels.compiled import aot, checks, launches
 
 MATMULS = {

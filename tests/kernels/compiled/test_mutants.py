@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 import torch
-
 from gradstats.kernels import _check, _tile, gram
 from gradstats.kernels._config import TileConfig
+
 from tests.kernels.compiled import aot, checks, launches
 from tests.kernels.mutants import mutant
 

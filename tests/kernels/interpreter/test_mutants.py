@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from gradstats.kernels import _tile, direct, gram, weight_gradient
 from gradstats.kernels._config import TileConfig
+
 from tests.kernels import reference
 from tests.kernels.cases import CASES
 from tests.kernels.mutants import mutant

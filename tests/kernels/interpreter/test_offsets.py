@@ -5,7 +5,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
 from gradstats.kernels import (
     diagonal,
     direct,
@@ -19,6 +18,7 @@ from gradstats.kernels import (
 )
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._tile import grouped, triangle
+
 from tests.kernels import reference
 from tests.kernels.cases import random
 from tests.kernels.reference import assert_close

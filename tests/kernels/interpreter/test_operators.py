@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from gradstats.kernels import _reference, operators
+
 from tests.kernels.samples import operator_samples
 
 SAMPLES = list(operator_samples(torch.float32))

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-
 from gradstats.kernels import _check, diagonal, direct, direction, pairwise, pairwise_direct
 from gradstats.kernels._config import TileConfig
+
 from tests.kernels import reference
 from tests.kernels.cases import CASES, random
 from tests.kernels.reference import assert_close

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from gradstats.kernels import rank_one
 from gradstats.kernels._config import TileConfig
+
 from tests.kernels.cases import random
 from tests.kernels.reference import assert_close
 

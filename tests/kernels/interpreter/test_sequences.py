@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-
 from gradstats.kernels import _check, direct, gram, vector, weight_gradient
 from gradstats.kernels._config import TileConfig
+
 from tests.kernels import reference
 from tests.kernels.cases import CASES, cancelling, dense, random
 from tests.kernels.reference import assert_close
