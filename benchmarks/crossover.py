@@ -1,6 +1,6 @@
 """Where does the Gram form stop paying, and does the cost model know?
 
-For layers of several widths, both forms are timed over T in one run; the choice of the cost model is
+For layers of several widths both forms are timed over T in one run, and the cost model's choice is
 compared with the faster one.
 
     python -m benchmarks.crossover [--rounds 9] [--no-csv]
