@@ -34,9 +34,9 @@ MATMULS = (
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
     ("rank_one", "half"): "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
-    ("rank_one", "ieee"): "2x1x1024w8s1 4x1x512w4s1 32x1x64w4s1",
-    ("vector", "half"): "1x128x64w4s1 1x32x64w4s1",
-    ("vector", "ieee"): "1x128x64w4s1 1x32x64w4s1",
+    ("rank_one", "ieee"): "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
+    ("vector", "half"): "1x128x64w8s1 1x32x64w4s1",
+    ("vector", "ieee"): "1x128x64w8s1 1x32x64w4s1",
 }
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -25,6 +25,9 @@ GRAM_BLOCK = 32
 # The same for the kernels, whose tiles fill the tensor cores.
 KERNEL_BLOCK = 128
 
+# Positions that a direct kernel takes at once.
+KERNEL_STEP = 64
+
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
 CACHE_BYTES = 1024 * 1024
@@ -84,7 +87,12 @@ def choose_outer_form(
         return "direct"
     if on_chip:
         entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
-        return "gram" if entries * (d_left + d_right) < positions * d_left * d_right else "direct"
+        gram = entries * (d_left + d_right)
+        if with_sum:
+            gram += positions * d_left * d_right
+        # The direct kernels step through positions in blocks and pad the last one.
+        direct = max(positions, KERNEL_STEP) * d_left * d_right
+        return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if with_sum:
         gram += positions * d_left * d_right

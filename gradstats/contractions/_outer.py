@@ -36,10 +36,11 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
-    if _triton.serves(factor) and factor.left.shape[1] == 1 and positions > 1:
+    on_chip = _triton.serves(factor)
+    form = _cost.choose_outer_form(positions, p, q, with_sum=True, on_chip=on_chip)
+    if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
-    form = _cost.choose_outer_form(positions, p, q, with_sum=True)
     if form == "direct":
         return _direct(factor, workspace, with_sum=True)
     result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
