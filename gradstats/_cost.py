@@ -87,11 +87,11 @@ def choose_outer_form(
         return "direct"
     if on_chip:
         entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
-        gram = entries * (d_left + d_right)
+        gram: float = entries * (d_left + d_right)
         if with_sum:
             gram += positions * d_left * d_right
         # The direct kernels step through positions in blocks and pad the last one.
-        direct = max(positions, KERNEL_STEP) * d_left * d_right
+        direct: float = max(positions, KERNEL_STEP) * d_left * d_right
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if with_sum:

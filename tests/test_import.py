@@ -1,0 +1,32 @@
+"""Importing gradstats is cheap, and does not need Triton."""
+
+import subprocess
+import sys
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, gradstats as gs\n"
+        "layer = torch.nn.Linear(2, 1)\n"
+        "stats = gs.per_example_norms(layer, torch.ones(3, 2), lambda m, x: m(x).sum(1))\n"
+        "print(stats.sqnorm.tolist())"
+    )
+    assert run(code).strip() == "[3.0, 3.0, 3.0]"
+
+
+def test_what_is_imported():
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import gradstats; print(*sorted(set(sys.modules) - before))"
+    )
+    imported = run(code).split()
+    assert "gradstats.statistics._norms" in imported
+    for package in ("triton", "matplotlib", "sklearn", "transformers", "torch._inductor"):
+        assert not any(name.split(".")[0] == package or name == package for name in imported)
