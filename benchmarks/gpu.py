@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command: correctness, then the kernels, then whole steps.
+"""Everything that needs a GPU, in one command: correctness first, then the kernels' speed.
 
     python -m benchmarks.gpu --out FOLDER
 
@@ -19,9 +19,8 @@ def main() -> int:
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     steps = {
-        "tests": ["-m", "pytest", "-q", "-m", "gpu", "tests"],
+        "tests": ["-m", "pytest", "-q", "-m", "gpu", "tests/kernels/gpu"],
         "kernels": ["-m", "benchmarks.bench_linear_kernels", "--out", str(folder / "kernels.csv")],
-        "steps": ["-m", "benchmarks.step_overhead", "--no-csv"],
     }
     for name, arguments in steps.items():
         done = subprocess.run(

@@ -77,9 +77,7 @@ def interleave(
 
 
 def machine() -> str:
-    """Return the name of the processor or GPU and the number of threads in use."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    """Return the name of the processor and the number of threads in use."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
