@@ -287,7 +287,7 @@ class ExampleView(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layout, value, carrier_count, *carriers):
+    def forward(ctx, use, settings, layout, value, *carriers):
         ctx.use, ctx.settings, ctx.layout = use, settings, layout
         ctx.shape = tuple(value.shape)
         return layout.view(value)
@@ -300,7 +300,7 @@ class ExampleView(torch.autograd.Function):
         grad_value = None
         if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
             grad_value = layout.total(grad, ctx.shape)
-        return (None, None, None, grad_value, None, *reports)
+        return (None, None, None, grad_value, *reports)
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
     use, carriers = carriers_for([node])
     value = node.value if use is not None else node.parameter  # type: ignore[attr-defined]
-    return ExampleView.apply(use, tracker.settings, layout, value, len(carriers), *carriers)
+    return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
 
 
 def as_positions(tensor: Tensor) -> Tensor:
