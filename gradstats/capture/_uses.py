@@ -108,15 +108,12 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     return use, use.carriers
 
 
-def compiled_reports(factors: Sequence[Factor], workspace: int) -> list[Tensor]:
-    """Return the gradients of the carriers in a compiled graph, where each root has one use."""
-    return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
-
-
 def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
-    if use is None:
-        return list(compiled_reports(factors, settings.workspace))
-    return use.reports(factors)
+    if use is not None:
+        return use.reports(factors)
+    # In a compiled graph each root has one use.
+    workspace = settings.workspace
+    return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
 
 
 def unseen(backward):
@@ -146,7 +143,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, use, settings, factors_of, carriers, result, *tensors):
-        ctx.use, ctx.settings, ctx.factors_of, ctx.carriers = use, settings, factors_of, carriers
+        ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
         ctx.save_for_backward(*tensors[carriers:])
         ctx.mark_dirty(result)
         return result
@@ -212,8 +209,7 @@ class LinearUse(torch.autograd.Function):
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
         if bias_tracked:
-            dtype = compute_dtype(left)
-            values = left.to(dtype).flatten(1, -2).sum(1) if left.dim() > 2 else left
+            values = over_positions(left)
             factors.append(Vector(values, (shape[0],)))
             if want_bias:
                 grad_bias = values.sum(0).to(bias_dtype)
@@ -351,6 +347,13 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     use, carriers = carriers_for([node])
     value = node.value if use is not None else node.parameter  # type: ignore[attr-defined]
     return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
+
+
+def over_positions(tensor: Tensor) -> Tensor:
+    """Return Σ_t of (B, *, width), the gradient of a bias: (B, width) in the accumulation dtype."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.to(compute_dtype(tensor)).flatten(1, -2).sum(1)
 
 
 def as_positions(tensor: Tensor) -> Tensor:

@@ -11,12 +11,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._cost import product
-from gradstats._factors import Outer, Vector, compute_dtype
+from gradstats._factors import Outer, Vector
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import ExampleLayout, LinearUse, as_positions, carriers_for, tap
+from gradstats.capture._uses import (
+    ExampleLayout,
+    LinearUse,
+    as_positions,
+    carriers_for,
+    over_positions,
+    tap,
+)
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
 
@@ -71,8 +78,7 @@ class LinearFactors:
             right = as_positions(self.examples.first(x))
             factors.append(Outer(as_positions(left), right, self.shape))
         if self.bias:
-            values = left.to(compute_dtype(left)).reshape(left.shape[0], -1, left.shape[-1]).sum(1)
-            factors.append(Vector(values, (left.shape[-1],)))
+            factors.append(Vector(over_positions(left), (left.shape[-1],)))
         return factors
 
 
