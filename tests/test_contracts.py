@@ -245,17 +245,6 @@ def test_a_loss_without_data(model):
         tracker.backward(model(torch.zeros(B, 4)).sum(1))
 
 
-def test_derivatives_of_the_network_are_refused(model):
-    x = torch.randn(B, 4, requires_grad=True)
-
-    def gradient_penalty(m, batch):
-        (slope,) = torch.autograd.grad(m(batch).sum(), batch, create_graph=True)
-        return slope.square().sum(1)
-
-    with pytest.raises(gs.UnsupportedOperationError, match="derivatives of the network"):
-        gs.per_example_norms(model, x, gradient_penalty)
-
-
 class ScaledParameter(nn.Parameter):
     """A subclass of the user's: it may compute with values that its data do not show."""
 

@@ -71,7 +71,11 @@ class ConstantTracking(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         elif func is torch.autograd.backward:
             losses = args[0] if args else kwargs["tensors"]
-            self.tracker.before_backward([losses] if isinstance(losses, Tensor) else losses)
+            create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+            losses = [losses] if isinstance(losses, Tensor) else losses
+            self.tracker.before_backward(losses, create_graph)
+        elif func is torch.autograd.grad:
+            self._check_inner(*args, **kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
@@ -80,7 +84,7 @@ class ConstantTracking(TorchFunctionMode):
     def _backward(
         self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=()
     ) -> None:
-        self.tracker.before_backward([loss])
+        self.tracker.before_backward([loss], create_graph)
         if gradient is None:
             gradient = torch.ones_like(loss)
         if retain_graph is None:
@@ -97,6 +101,19 @@ class ConstantTracking(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+
+    def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
+                     create_graph=False, *args, **kwargs) -> None:  # fmt: skip
+        """Refuse derivatives with respect to tracked parameters as a part of the loss."""
+        for item in [inputs] if isinstance(inputs, Tensor) else inputs:
+            node = node_of(item)
+            if node is not None and (create_graph or not self.tracker.settings.weight_gradients):
+                raise CoupledExamplesError(
+                    f"torch.autograd.grad inside the context asks for the gradient of "
+                    f"{node.describe()}, which sums over the examples: a loss that contains it has "
+                    "no per-example gradient. Compute it outside the context, or leave the "
+                    f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
+                )
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker

@@ -93,6 +93,13 @@ class Root(Node):
 
     def register_use(self) -> Tensor:
         """Count one more use and return the carrier it must pass through its Function."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise UnsupportedOperationError(
+                f"{self.describe()} is used inside a torch.func transform (vmap, grad, jacrev, jvp "
+                "…), which hides the examples. Expected plain autograd: write derivatives of the "
+                "network with torch.autograd.grad(..., create_graph=True) on the whole batch, or "
+                f"leave the parameter out by name with exclude=[{self.name!r}]."
+            )
         self.uses += 1
         if self._carrier is None:
             self._carrier = self.probe.view_as(self.probe)

@@ -163,8 +163,15 @@ class Tracker:
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(list(factors), workspace)
 
-    def before_backward(self, losses: Sequence[Tensor]) -> None:
+    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> None:
         """Check, before a backward changes anything, that it can be accounted for."""
+        if create_graph:
+            raise UnsupportedOperationError(
+                "the backward of a tracking context was asked to create a graph, so that the "
+                "training gradient can be differentiated: expected create_graph=False, since what "
+                "is computed from the training gradient mixes the examples. Run that backward "
+                "outside the context."
+            )
         if self._backward_ran:
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "

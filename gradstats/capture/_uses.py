@@ -27,7 +27,7 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import Node, Root, make_report, unique_roots
+from gradstats.capture._nodes import Derived, Node, Root, make_report, unique_roots
 from gradstats.contractions import Contraction, sqnorm, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
@@ -89,16 +89,6 @@ class Use:
             reports.append(report)
         return reports
 
-    def refuse_derivatives(self) -> None:
-        """Raise if this backward is itself being differentiated."""
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(
-                "the loss contains derivatives of the network (a backward with create_graph=True "
-                f"ran through {self.nodes[0].describe()}), where the parameter is used once more "
-                "in a way that is not counted. Compute the derivative terms outside the context, "
-                "or exclude the parameter."
-            )
-
 
 def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     """Return the use and the carriers for an operation on ``nodes``."""
@@ -116,22 +106,124 @@ def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None
     return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
 
 
-def unseen(backward):
+def unseen(again):
     """Make a backward of (ctx, grad, *saved) whose operations no function mode has to look at.
 
     Saved tensors are read first: reading them makes a checkpoint compute its part again, and that
     must be seen.
+
+    Args:
+        again: what to do with grad mode on, when an inner ``torch.autograd.grad(...,
+            create_graph=True)`` is running: what it returns becomes part of the loss. Nothing is
+            reported then; the gradients of the data come from tracked operations, in which the
+            parameters are used once more. Called as again(ctx, grad, *saved); returns the position
+            and the gradient of each input that is data.
     """
 
-    def run(ctx, grad):
-        saved = ctx.saved_tensors
-        if ctx.use is None:
-            return backward(ctx, grad, *saved)
-        ctx.use.refuse_derivatives()
-        with torch._C.DisableTorchFunction():
-            return backward(ctx, grad, *saved)
+    def decorate(backward):
+        def run(ctx, grad):
+            saved = ctx.saved_tensors
+            if ctx.use is None:
+                return backward(ctx, grad, *saved)
+            if torch.is_grad_enabled():
+                gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+                check_derivatives(ctx)
+                for position, gradient in again(ctx, grad, *saved):
+                    gradients[position] = gradient
+                return tuple(gradients)
+            with torch._C.DisableTorchFunction():
+                return backward(ctx, grad, *saved)
 
-    return run
+        return run
+
+    return decorate
+
+
+def check_derivatives(ctx) -> None:
+    """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    if ctx.settings.weight_gradients and not ctx.settings.fused:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through {ctx.use.nodes[0].describe()}), and with fused=False "
+            "gradients are PyTorch's own to the bit, in which these derivatives cannot be told "
+            "apart by example. Use fused=True."
+        )
+
+
+def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
+    method = getattr(ctx.factors_of, "data_gradients", None)
+    if method is None:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
+            "how they depend on the parameter is known for linear layers, convolutions, "
+            "normalisation layers, products and whatever broadcasts, not for this operation. Write "
+            "it with such operations, or leave the parameter out by name with "
+            f"exclude={[root.name for root in ctx.use.roots]!r}."
+        )
+    gradients = method(ctx.use.nodes, grad, *saved)
+    if gradients is None:
+        return ((4, grad),)
+    return zip(ctx.data, gradients, strict=True)
+
+
+def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _, examples = ctx.tracked
+    if not ctx.needs_input_grad[3]:
+        return ()
+    if not weight_tracked:
+        return ((3, grad.matmul(weight.to(grad.dtype))),)
+    (node, *_) = ctx.use.nodes
+    transposed = derived(node, Tensor.t)
+    if node.value.dtype != grad.dtype:
+        transposed = derived(transposed, Tensor.to, grad.dtype)
+    use = Use([transposed])
+    tracked = (True, False, examples)
+    gradient = LinearUse.apply(
+        use, ctx.settings, tracked, grad, transposed.value, None, *use.carriers
+    )
+    return ((3, gradient),)
+
+
+def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _ = ctx.tracked
+    if not ctx.needs_input_grad[4]:
+        return ()
+    call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
+    if not weight_tracked:
+        return ((4, torch.ops.aten.convolution(grad, weight, None, *call)),)
+    node = ctx.use.nodes[0]
+    if node.value.dtype != grad.dtype:
+        node = derived(node, Tensor.to, grad.dtype)
+    use = Use([node])
+    gradient = ConvolutionUse.apply(
+        use, ctx.settings, (True, False), call, grad, node.value, None, *use.carriers
+    )
+    return ((4, gradient),)
+
+
+def derived(node: Node, function, *args) -> Derived:
+    """Return the node of ``function(node, *args)``, a tensor that belongs to no example."""
+    with torch._C.DisableTorchFunctionSubclass():
+        value = function(node.value, *args)
+    return Derived(node.tracker, value, function, (node, *args), {}, None)
+
+
+def adjoint_convolution(call, input, kernel, output):
+    """Return the call that maps a convolution's output gradient to its input gradient.
+
+    Args:
+        call: (stride, padding, dilation, transposed, output padding, groups).
+        input, kernel, output: spatial sizes.
+    """
+    stride, padding, dilation, transposed, _, groups = call
+    rest = [
+        0 if transposed else i - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
+        for i, k, o, s, p, d in zip(
+            input, kernel, output, stride, padding, dilation, strict=True
+        )
+    ]  # fmt: skip
+    return stride, padding, dilation, not transposed, tuple(rest), groups
 
 
 class Tap(torch.autograd.Function):
@@ -144,12 +236,13 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, settings, factors_of, carriers, result, *tensors):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
+        ctx.data = range(5 + carriers, 5 + len(tensors))
         ctx.save_for_backward(*tensors[carriers:])
         ctx.mark_dirty(result)
         return result
 
     @staticmethod
-    @unseen
+    @unseen(_tap_again)
     def backward(ctx, grad, *saved):
         reports = _reports(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
@@ -164,7 +257,10 @@ def tap(
         tracker: the context.
         nodes: the tracked operands of the operation.
         result: what the operation returned, still connected to the operands as PyTorch connects it.
-        factors_of: called as factors_of(grad, *saved); returns one factor for each node.
+        factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
+            method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
+            of ``saved`` as tracked operations compute them, or None where the tracked operands do
+            not enter them.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)
@@ -187,7 +283,7 @@ class LinearUse(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(result, result.shape)
 
     @staticmethod
-    @unseen
+    @unseen(_linear_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked, examples = ctx.tracked
@@ -236,7 +332,7 @@ class ConvolutionUse(torch.autograd.Function):
         return torch.ops.aten.convolution(x, weight, bias, *call)
 
     @staticmethod
-    @unseen
+    @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked = ctx.tracked

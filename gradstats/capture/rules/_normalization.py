@@ -6,7 +6,7 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
+from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import tap
+from gradstats.capture._uses import ExampleLayout, derived, example_view, tap
 from gradstats.capture.rules._common import Examples, locate, plain
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -58,6 +59,19 @@ class AffineFactors:
             if self.shift:
                 shifts.append(self._sum(g))
         return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor, *statistics: Tensor):
+        """Differentiate x̂·w, of which each example sees a scale of its own."""
+        if not self.scale:
+            return None
+        node = nodes[0]
+        normalised = self.normalise(self.examples.first(x), *statistics)
+        if self.channel_axis is not None:
+            node = derived(node, Tensor.view, (-1, *(1 for _ in normalised.shape[2:])))
+        layout = ExampleLayout(normalised.dim(), 0, normalised.shape[0])
+        result = normalised * example_view(node.tracker, node, layout)
+        (gradient,) = torch.autograd.grad(result, x, self.examples.first(grad), create_graph=True)
+        return gradient, *(None for _ in statistics)
 
     def _sum(self, product: Tensor) -> Tensor:
         if self.channel_axis is None:

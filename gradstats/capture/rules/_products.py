@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from gradstats.capture._uses import (
     LinearUse,
     as_positions,
     carriers_for,
+    derived,
     over_positions,
     tap,
 )
@@ -341,6 +342,29 @@ class ProductFactor:
             return [Outer(right, left, self.shape)]
         unfolded = tuple(size for sizes in self.sizes for size in sizes)
         return [Outer(left, right, self.shape, self.permutation, unfolded)]
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
+        """One more product with the parameter, brought to the form (K, p, q)."""
+        (node,) = nodes
+        groups, p, q = (product(sizes) for sizes in self.sizes)
+        order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
+        matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
+        left = grad.permute(self.left).reshape(self.batch, groups, -1, p)
+        again = ProductFactor(
+            self.batch,
+            (0, 1, 2, 3),
+            (0, 1, 2, 3),
+            ((groups,), (q,), (p,)),
+            (groups, p, q),
+            (0, 2, 1),
+        )
+        result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
+        result = tap(node.tracker, [matrix], result, again, left)
+        # Axes that the product summed away see the same gradient everywhere.
+        sizes = [x.shape[axis] for axis in self.right]
+        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
+        result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)
+        return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
 
 
 def _transposed(tracker, matrix: Tensor) -> Tensor:
