@@ -9,6 +9,7 @@ the training step has anyway; it never holds a (B, d) gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -94,6 +95,89 @@ class Outer:
         return Outer(self.right, self.left, (self.shape[1], self.shape[0]))
 
 
+class Segments:
+    """Which example each row of an axis belongs to, where rows of examples differ in number.
+
+    Attributes:
+        owner: (rows,) int64, the example of each row.
+        offsets: (B + 1,) where each example's rows begin and end, once sorted by example.
+        order: (rows,) the rows in that order; None where they stand so already.
+    """
+
+    def __init__(self, owner: Tensor, batch: int):
+        self.owner = owner
+        self.counts = torch.bincount(owner, minlength=batch)
+        self.offsets = (0, *self.counts.cumsum(0).tolist())
+        ascending = owner.numel() < 2 or bool((owner[1:] >= owner[:-1]).all())
+        self.order = None if ascending else torch.argsort(owner, stable=True)
+
+    @property
+    def rows(self) -> int:
+        return self.offsets[-1]
+
+    def sorted(self, tensor: Tensor) -> Tensor:
+        """Return (rows, *) in the order of the examples."""
+        return tensor if self.order is None else tensor.index_select(0, self.order)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
+        if tensor.dim() == 1:
+            return self.sum(tensor.unsqueeze(1)).squeeze(1)
+        return torch.segment_reduce(
+            self.sorted(tensor), "sum", lengths=self.counts, axis=0, unsafe=True, initial=0
+        )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products on packed examples.
+
+    Attributes:
+        left: (rows, p), sorted by example, and right: (rows, q).
+        offsets: (B + 1,) where each example's rows begin and end.
+        shape: shape of the parameter, (p, q).
+    """
+
+    left: Tensor
+    right: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    def select(self, rows) -> Ragged:
+        chosen = torch.arange(self.batch)[rows].tolist()
+        pieces = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in chosen]
+        index = torch.cat(pieces) if pieces else torch.arange(0)
+        index = index.to(self.left.device)
+        offsets = (0, *accumulate(piece.numel() for piece in pieces))
+        return Ragged(self.left[index], self.right[index], offsets, self.shape)
+
+    def dense(self) -> Tensor:
+        return self.padded().dense()
+
+    def padded(self) -> Outer:
+        """Return the same with each example's rows filled up by zeros to the longest's number."""
+        longest = max([1, *self.lengths])
+        sizes = (self.batch, 1, longest)
+        left = self.left.new_zeros(*sizes, self.left.shape[1])
+        right = self.right.new_zeros(*sizes, self.right.shape[1])
+        for example, (start, end) in enumerate(pairwise(self.offsets)):
+            left[example, 0, : end - start] = self.left[start:end]
+            right[example, 0, : end - start] = self.right[start:end]
+        return Outer(left, right, self.shape)
+
+    def transposed(self) -> Ragged:
+        """Return the factor of the transpose of a two-dimensional parameter."""
+        return Ragged(self.right, self.left, self.offsets, (self.shape[1], self.shape[0]))
+
+
 @dataclass(frozen=True)
 class ConvolutionGeometry:
     """Stride, padding and dilation per spatial axis, and the number of groups."""
@@ -114,7 +198,8 @@ class Patches:
         input: (B, C, *spatial).
         grad: (B, O, *positions), the gradient with respect to the convolution's output.
         shape: (O, C / groups, *kernel).
-        geometry: how patches are cut.
+        geometry: how patches are cut; it may have one more axis in front of the kernel's own, over
+            frames that are convolved one by one.
     """
 
     input: Tensor
@@ -130,6 +215,12 @@ class Patches:
     def positions(self) -> int:
         return product(self.grad.shape[2:])
 
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The kernel's size along each axis of the geometry."""
+        own = self.shape[2:]
+        return (1,) * (len(self.geometry.stride) - len(own)) + own
+
     def select(self, rows) -> Patches:
         return replace(self, input=self.input[rows], grad=self.grad[rows])
 
@@ -142,7 +233,7 @@ class Patches:
         x = self.input.to(dtype).reshape(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).reshape(1, examples * self.shape[0], *self.grad.shape[2:])
         # Only the weight's shape is read: one number stands for all of it.
-        weight = x.new_empty(1).expand(examples * self.shape[0], *self.shape[1:])
+        weight = x.new_empty(1).expand(examples * self.shape[0], self.shape[1], *self.kernel)
         gradient = torch.ops.aten.convolution_backward(
             g,
             x,
@@ -160,7 +251,7 @@ class Patches:
 
     def unfolded(self) -> Outer:
         """Return the same factor with its patches written out: T·q numbers an example."""
-        geometry, kernel = self.geometry, self.shape[2:]
+        geometry, kernel = self.geometry, self.kernel
         dims = len(kernel)
         pad = [amount for side in reversed(geometry.padding) for amount in (side, side)]
         x = torch.nn.functional.pad(self.input, pad).contiguous()

@@ -9,17 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats._factors import Factor
+from gradstats._factors import Factor, Segments
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._layout import MOVES, RESHAPES, Examples, follow
+from gradstats.capture._layout import (
+    CHANGES,
+    JOINS,
+    PRODUCTS,
+    REINDEXES,
+    WRITES,
+    Examples,
+    follow,
+    joined,
+    same_rows,
+)
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, Root
-from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture._tensors import TrackedParameter, node_of
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
 from gradstats.contractions import Contraction, sqnorm
-from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
+from gradstats.errors import (
+    CoverageError,
+    ExampleAxisError,
+    TrackingError,
+    UnsupportedOperationError,
+)
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
@@ -40,6 +55,7 @@ class Tracker:
         *,
         batch_size: int,
         batch_dim: int,
+        segments: Segments | None = None,
         settings: Settings,
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
@@ -47,11 +63,13 @@ class Tracker:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.settings = settings
-        self._contract = Examples(batch_size, batch_dim)
+        self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Set once any tensor has a layout of its own, so that most models pay nothing for it.
         self.follows_layouts = False
         self.closed = False
         self._backward_ran = False
+        # The example of each loss; None where they stand in the batch's order.
+        self._loss_order: Tensor | None = None
         self._mode = ConstantTracking(self)
         named = select_parameters(model, parameters, exclude)
         self.roots = [
@@ -108,7 +126,18 @@ class Tracker:
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
-        return tensor.dim() > self.batch_dim and tensor.shape[self.batch_dim] == self.batch_size
+        return self.by_contract(tensor) is not None
+
+    def by_contract(self, tensor: Tensor) -> Examples | None:
+        """Return where the examples of data lie that nothing else is known of."""
+        axis, rows = self.batch_dim, self._contract.rows
+        if tensor.dim() > axis and tensor.shape[axis] == rows:
+            return self._contract
+        if self._contract.segments is not None and tensor.dim() > axis + 1:
+            # Packed examples often keep a batch axis of size 1.
+            if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
+                return self._contract.along(axis + 1)
+        return None
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
@@ -128,24 +157,114 @@ class Tracker:
             owner, layout = getattr(tensor, "_gradstats_layout", (None, None))
             if owner is self:
                 return layout
-        return self._contract if self.has_example_axis(tensor) else None
+        return self.by_contract(tensor)
 
-    def follow_layout(self, func, args: tuple[Any, ...], source: Tensor, result: Tensor) -> None:
-        """Note where the examples lie in the result of an operation on data."""
-        marked = getattr(source, "_gradstats_layout", (None, None))[0] is self
-        if not marked and func not in MOVES and func not in RESHAPES:
-            return
-        layout = self.layout_of(source)
-        if layout is None and not marked:
-            return
-        after = follow(func, args, source, layout, result)
-        if after is None and layout is not None and self.has_example_axis(result):
-            # Where nothing else has the batch's size, shape can decide after all.
-            if sum(size == self.batch_size for size in source.shape) == 1:
+    def follow_layout(
+        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
+    ) -> None:
+        """Note where the examples lie in the result of an operation on some tensors of data."""
+        if func in JOINS:
+            after = self._joined(func, args, kwargs, result)
+        elif func in PRODUCTS and self.follows_layouts:
+            after = self._multiplied(args, result)
+        else:
+            changes = func in CHANGES
+            if func in REINDEXES:
+                # What is indexed decides. A constant indexed by data lies as its indices do; rows
+                # of data written into a constant lie where the contract says.
+                changes = any(tensor is args[0] for tensor in data)
+                data = [args[0]] if changes else data
+                if not changes and func in WRITES:
+                    return
+            source, layout = self._deciding(data)
+            if not self._is_marked(source) and (not changes or layout is None):
                 return
-        if after != self._contract or not self.has_example_axis(result):
+            if func in REINDEXES and not changes:
+                func = None
+            after = follow(func, args, kwargs, source, layout, result)
+            if after is None and layout is not None and func not in REINDEXES:
+                # Where nothing else has the batch's size, shape can decide after all.
+                alone = sum(size == self.batch_size for size in source.shape) == 1
+                if alone and layout.plain and self.has_example_axis(result):
+                    return
+        if after != self.by_contract(result):
             result._gradstats_layout = (self, after)  # type: ignore[attr-defined]
             self.follows_layouts = True
+
+    def _is_marked(self, tensor: Tensor) -> bool:
+        return getattr(tensor, "_gradstats_layout", (None, None))[0] is self
+
+    def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
+        """Return the operand whose layout the result has, and that layout.
+
+        Where operands disagree, those that depend on parameters decide: an example is what one
+        loss depends on, and inputs of other examples may enter it.
+        """
+        if len(data) == 1 or not self.follows_layouts:
+            return data[0], self.layout_of(data[0])
+        layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
+        known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
+        trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
+        deciding = trained or known
+        first = next((item for item in layouts if self._is_marked(item[0])), layouts[0])
+        if all(same_rows(deciding[0][1], layout) for _, layout in deciding[1:]):
+            agreed = any(first[0] is tensor for tensor, _ in deciding) or not deciding
+            return first if agreed else deciding[0]
+        if not trained:
+            # Inputs of several examples meet: by contract the batch's own order says whose it is.
+            return next((item for item in known if item[1].plain), first)
+        return first[0], None
+
+    def _multiplied(self, args: tuple[Any, ...], result: Tensor) -> Examples | None:
+        """Return the layout of a matrix product: rows of the first operand stay where they are."""
+        for tensor, summed in zip(args, (-1, -2), strict=False):
+            if node_of(tensor) is not None or tensor.dim() < 2 or not self.is_data(tensor):
+                continue
+            layout = self.layout_of(tensor)
+            if layout is not None and layout.axis != tensor.dim() + summed:
+                return layout.along(layout.axis + result.dim() - tensor.dim())
+            if self._is_marked(tensor):
+                return None
+        return self.by_contract(result)
+
+    def _joined(self, func, args, kwargs, result: Tensor) -> Examples | None:
+        tensors = list(args[0] if args else kwargs["tensors"])
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
+        layouts = [
+            self.layout_of(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
+        ]
+        known = [layout for layout in layouts if layout is not None]
+        if not known:
+            return self.by_contract(result)
+        if func is torch.stack:
+            shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
+            return joined(shifted, -1, result.device)
+        if dim != known[0].axis:
+            # Along other axes constants may stand beside the data.
+            return joined(known, dim, result.device)
+        return joined(layouts, dim, result.device)
+
+    def note_losses(self, losses: Tensor) -> None:
+        """Remember whose each loss is, where the model put the examples in another order."""
+        layout = self.layout_of(losses)
+        moved = self._is_marked(losses) and not (layout is not None and layout.plain)
+        if self._contract.segments is not None or not moved:
+            return
+        if layout is None:
+            raise ExampleAxisError(
+                "which loss belongs to which example was lost on the way: the losses were moved "
+                "along the example axis by an operation that is not followed. Expected losses in "
+                "the order of the batch: reduce each example's own rows, or put rows back by "
+                "indexing."
+            )
+        owner = layout.owner(losses.device)
+        if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:
+            raise ExampleAxisError(
+                f"the losses belong to the examples {owner.tolist()}, as followed through the "
+                f"model: expected one loss for each of {self.batch_size} examples. Sum the losses "
+                "of each example."
+            )
+        self._loss_order = owner
 
     @property
     def reported(self) -> bool:
@@ -230,7 +349,7 @@ class Tracker:
                 "shared parameter's uses must meet before their norm is taken, which a compiled "
                 "graph cannot do. Run this step without torch.compile."
             )
-        return reports
+        return reports if self._loss_order is None else reports[..., self._loss_order]
 
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:

@@ -12,14 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor, Outer, Patches, Rows, Vector
-from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
+from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
+from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _vector
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import recompute_suspects, unit_roundoff
 
 SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
     Patches: _patches.sqnorm,
+    Ragged: _ragged.sqnorm,
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
 }
@@ -27,15 +28,18 @@ SELF: dict[type, Callable[..., Contraction]] = {
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Outer: _outer.sqnorm_and_sum,
     Patches: _patches.sqnorm_and_sum,
+    Ragged: _ragged.sqnorm_and_sum,
 }
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _outer.inner_with_rows,
+    (Ragged, Rows): _ragged.inner_with_rows,
 }
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
+    Ragged: _ragged.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,
 }
@@ -91,11 +95,12 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     return Contraction(value, bound)
 
 
-def _pair_with_rule(factors: list[Factor]) -> tuple[Outer, Rows] | None:
+def _pair_with_rule(factors: list[Factor]) -> tuple[Factor, Factor] | None:
     """Return the factors in the order in which a rule takes them, None where there is no rule."""
     if len(factors) != 2:
         return None
     for first, second in (factors, factors[::-1]):
-        if isinstance(first, Outer) and isinstance(second, Rows) and first.spans_rows:
+        spans = not isinstance(first, Outer) or first.spans_rows
+        if (type(first), type(second)) in CROSS and spans:
             return first, second
     return None

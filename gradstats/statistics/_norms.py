@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
-from gradstats.errors import TrackingError, UnsupportedOperationError
+from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
     check_losses,
+    check_packed,
     infer_batch_size,
     loss_weights,
+    packed_segments,
 )
 from gradstats.statistics._result import GradientNorms, gather
 
@@ -41,7 +43,10 @@ def per_example_norms(
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         batch_dim: the example axis of the data.
-        cu_seqlens: boundaries of examples packed into one row. Not supported yet.
+        cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
+            padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
+            data of shape (rows, *) or (1, rows, *). The model must keep them apart (attention,
+            positions), and the losses are one for each example.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
@@ -65,13 +70,20 @@ def per_example_norms(
         2110.05679.
     """
     check_batch_dim(batch_dim)
-    _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
+    _not_yet(fallback=fallback)
     _check_choice("nonfinite", nonfinite, ("raise", "keep"))
-    batch_size = infer_batch_size(batch, batch_dim)
+    segments = None
+    if cu_seqlens is None:
+        batch_size = infer_batch_size(batch, batch_dim)
+    else:
+        segments = packed_segments(cu_seqlens, _device_of(model))
+        check_packed(batch, batch_dim, segments)
+        batch_size = len(segments.counts)
     tracker = Tracker(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
+        segments=segments,
         settings=Settings(
             weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
         ),
@@ -82,6 +94,7 @@ def per_example_norms(
         tracker.open()
         try:
             losses = check_losses(loss_fn(model, batch), batch_size)
+            tracker.note_losses(losses)
             tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()
@@ -102,6 +115,7 @@ class track:
         model: any module; outside the context it is as it was.
         batch_size: number of examples B.
         batch_dim: the example axis of the data.
+        cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
         loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
             says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
             is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted:
@@ -127,6 +141,7 @@ class track:
         *,
         batch_size: int,
         batch_dim: int = 0,
+        cu_seqlens: Tensor | None = None,
         loss_reduction: str = "mean",
         weights: Tensor | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -143,10 +158,19 @@ class track:
         self._nonfinite = _check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
+        segments = None
+        if cu_seqlens is not None:
+            segments = packed_segments(cu_seqlens, _device_of(model))
+            if len(segments.counts) != batch_size:
+                raise ExampleAxisError(
+                    f"cu_seqlens bounds {len(segments.counts)} examples, but batch_size is "
+                    f"{batch_size}: expected the same number."
+                )
         self._tracker = Tracker(
             model,
             batch_size=batch_size,
             batch_dim=check_batch_dim(batch_dim),
+            segments=segments,
             settings=Settings(
                 weight_gradients=True, fused=fused, workspace=_check_workspace(workspace)
             ),
@@ -181,6 +205,7 @@ class track:
                 "tracker.backward was called outside its context. Call it inside the with block."
             )
         losses = check_losses(losses, self._batch_size)
+        self._tracker.note_losses(losses)
         if self._weighted:
             total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
         else:
@@ -215,6 +240,10 @@ def _check_workspace(workspace: int | None) -> int:
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
         raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
     return workspace
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _not_yet(**options) -> None:

@@ -37,13 +37,13 @@ def locate(
         node: the tracked operand, for the message.
         data: the operand that carries the examples.
         axis: the example axis that the operation itself prescribes; the caller's by default.
-        folds: the rule can serve data whose examples are folded together with positions.
+        folds: the rule can serve data in which an example has several rows.
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
     expected = tracker.batch_dim if axis is None else axis
     usable = layout is not None and (axis is None or layout.axis == axis)
-    if layout is None or not usable or (layout.fold != 1 and not folds):
+    if layout is None or not usable or not (layout.plain or folds):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
