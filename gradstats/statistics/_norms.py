@@ -65,16 +65,14 @@ def per_example_norms(
         2110.05679.
     """
     check_batch_dim(batch_dim)
-    _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
-    _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
+    check_choice("nonfinite", nonfinite, ("raise", "keep"))
     batch_size = infer_batch_size(batch, batch_dim)
     tracker = Tracker(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
-        settings=Settings(
-            weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
-        ),
+        settings=Settings(weight_gradients=False, fused=True, workspace=check_workspace(workspace)),
         parameters=parameters,
         exclude=exclude,
     )
@@ -140,7 +138,7 @@ class track:
         self._weights = loss_weights(loss_reduction, weights, batch_size)
         self._weighted = weights is not None
         self._scaler = scaler
-        self._nonfinite = _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+        self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
         self._tracker = Tracker(
@@ -148,7 +146,7 @@ class track:
             batch_size=batch_size,
             batch_dim=check_batch_dim(batch_dim),
             settings=Settings(
-                weight_gradients=True, fused=fused, workspace=_check_workspace(workspace)
+                weight_gradients=True, fused=fused, workspace=check_workspace(workspace)
             ),
             parameters=parameters,
             exclude=exclude,
@@ -203,13 +201,13 @@ class track:
         return self._stats
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
 
 
-def _check_workspace(workspace: int | None) -> int:
+def check_workspace(workspace: int | None) -> int:
     if workspace is None:
         return DEFAULT_WORKSPACE
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
@@ -217,7 +215,7 @@ def _check_workspace(workspace: int | None) -> int:
     return workspace
 
 
-def _not_yet(**options) -> None:
+def not_yet(**options) -> None:
     for name, value in options.items():
         if value is not None:
             raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")
