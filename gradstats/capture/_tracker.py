@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -54,6 +56,7 @@ class Tracker:
         self.closed = False
         self._backward_ran = False
         self._mode = ConstantTracking(self)
+        self._eagerly = ExitStack()
         named = select_parameters(model, parameters, exclude)
         self.roots = [
             Root(self, name, parameter, _probe(batch_size, parameter.device))
@@ -82,11 +85,15 @@ class Tracker:
             self._classes.append((root.parameter, type(root.parameter)))
             root.parameter.__class__ = TrackedParameter
             root.parameter._gradstats = root  # type: ignore[attr-defined]
+        # A compiled graph has no place for a consumer. Without the compiler nothing is compiled.
+        if self.settings.consumer is not None and "torch._dynamo" in sys.modules:
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.__enter__()
 
     def close(self) -> None:
         """Give the parameters back as they were; nothing of the context is left on them."""
         self._mode.__exit__(None, None, None)
+        self._eagerly.close()
         for parameter, original in self._classes:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original

@@ -114,6 +114,12 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
 def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
     if use is not None:
         return use.reports(factors)
+    if settings.consumer is not None:
+        raise UnsupportedOperationError(
+            "inner products were asked for in a graph that torch.compile traced inside the "
+            "tracking context; they need the model in eager mode. Compile the model before the "
+            "context is opened: then it runs eagerly inside it."
+        )
     # In a compiled graph each root has one use.
     workspace = settings.workspace
     return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]

@@ -28,7 +28,7 @@ from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
 from gradstats.statistics._loss import check_batch_dim, check_losses, infer_batch_size, tensors_in
 from gradstats.statistics._norms import check_choice, check_workspace, not_yet
-from gradstats.statistics._result import gather
+from gradstats.statistics._result import check_finite
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -130,7 +130,7 @@ def keep(
     tracker, losses = run(
         model, batch, loss_fn, consumer, batch_dim, cu_seqlens, parameters, exclude, workspace
     )
-    gather(tracker, losses, 1.0, nonfinite)
+    check_finite(tracker, nonfinite)
     shapes = {root.name: tuple(root.parameter.shape) for root in tracker.roots}
     return KeptGradients(losses.detach(), tracker.sqnorm, shapes, consumer.kept)
 
@@ -192,7 +192,7 @@ def products(
         if consume:
             for block in blocks:
                 block.parameters.clear()
-    gather(tracker, losses, 1.0, nonfinite)
+    check_finite(tracker, nonfinite)
     loss, sqnorm = losses.detach(), tracker.sqnorm
     results = []
     for block, value, parts in zip(blocks, consumer.values, consumer.by_parameter, strict=True):
@@ -274,8 +274,8 @@ def inner_products(
     }
     if model_a is model_b and batch_a is batch_b and pairs == "all":
         together = Together(alignment=False, gram=True, per_parameter=per_parameter)
-        tracker, losses = run(model_a, batch_a, loss_fn, together, **options)
-        gather(tracker, losses, 1.0, nonfinite)
+        tracker, _ = run(model_a, batch_a, loss_fn, together, **options)
+        check_finite(tracker, nonfinite)
         result, parts = together.pairs, together.pairs_by_parameter
         assert result is not None
     else:
@@ -330,7 +330,6 @@ def alignment(
     """
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     shapes = shapes_of(model, parameters, exclude)
-    mean = isinstance(direction, str)
     consumer: Along | Together
     if isinstance(direction, str):
         check_choice("direction", direction, ("mean",))
@@ -341,12 +340,10 @@ def alignment(
         model, batch, loss_fn, consumer, batch_dim, cu_seqlens, parameters, exclude, workspace
     )
     values = consumer.with_sum if isinstance(consumer, Together) else consumer.values
-    batch_size = len(losses)
     device = tracker.once.device
-    unused = torch.zeros(batch_size, dtype=torch.float64, device=device)
-    by_parameter = {name: values.get(name, unused).to(device) for name in shapes}
-    if mean:
-        by_parameter = {name: value / batch_size for name, value in by_parameter.items()}
+    scale = 1 / len(losses) if isinstance(consumer, Together) else 1.0
+    unused = torch.zeros(len(losses), dtype=torch.float64, device=device)
+    by_parameter = {name: scale * values.get(name, unused).to(device) for name in shapes}
     whole = torch.stack(list(by_parameter.values())).sum(0)
     if nonfinite == "raise" and not bool(whole.isfinite().all()):
         bad = (~whole.isfinite()).nonzero().squeeze(1).tolist()
@@ -390,8 +387,7 @@ def run(
         parameters=parameters,
         exclude=exclude,
     )
-    # A compiled graph has no place for a consumer.
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.enable_grad():
         tracker.open()
         try:
             losses = check_losses(loss_fn(model, batch), batch_size)
