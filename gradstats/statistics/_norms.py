@@ -78,7 +78,12 @@ def per_example_norms(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
-        settings=Settings(weight_gradients=False, fused=True, workspace=check_workspace(workspace)),
+        settings=Settings(
+            weight_gradients=False,
+            fused=True,
+            workspace=check_workspace(workspace),
+            consumer=_together(alignment, gram),
+        ),
         parameters=parameters,
         exclude=exclude,
     )
