@@ -157,3 +157,37 @@ def test_positions_as_parameters_of_packed_rows_are_refused():
             lambda m, b: torch.stack([t.sum() for t in m(b).split([4, 5])]),
             cu_seqlens=torch.tensor([0, 4, 9]),
         )
+
+
+def oracle_products(model, batch, lengths):
+    """⟨∇ℓ_i, ∇ℓ_j⟩ of packed examples, each differentiated alone."""
+    rows, start = [], 0
+    for length in lengths:
+        example = tuple(tensor[start : start + length][None] for tensor in batch)
+        gradients = torch.autograd.grad(alone(model, example).sum(), list(model.parameters()))
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        start += length
+    return torch.stack(rows)
+
+
+def test_inner_products_of_packed_examples():
+    torch.manual_seed(0)
+    one, other = Tagger().double(), Tagger().double()
+    lengths, theirs = (3, 1, 5), (2, 6)
+    (batch, bounds), (batch_b, bounds_b) = packed(lengths), packed(theirs)
+    first, second = oracle_products(one, batch, lengths), oracle_products(other, batch_b, theirs)
+
+    def loss_fn(model, batch):
+        sizes = lengths if len(batch[0]) == sum(lengths) else theirs
+        return losses_of(sizes, True)(model, batch)
+
+    got = gs.inner_products(one, batch, other, batch_b, loss_fn, cu_seqlens=(bounds, bounds_b))
+    torch.testing.assert_close(got, first @ second.T, rtol=1e-9, atol=1e-12)
+    got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ first.T, rtol=1e-9, atol=1e-12)
+    direction = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+    flat = torch.cat([value.flatten() for value in direction.values()])
+    got = gs.alignment(one, batch, loss_fn, direction, cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ flat, rtol=1e-9, atol=1e-12)
+    got = gs.alignment(one, batch, loss_fn, "mean", cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ first.mean(0), rtol=1e-9, atol=1e-12)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._tensors import DerivedTensor
@@ -88,13 +88,25 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     )
 
 
-def packed_segments(cu_seqlens: Tensor, device: torch.device) -> Segments:
+def examples_in(
+    batch, batch_dim: int, cu_seqlens: Tensor | None, model: nn.Module
+) -> tuple[int, Segments | None]:
+    """Return the number of examples of a batch and, of packed ones, whose each row is."""
+    check_batch_dim(batch_dim)
+    if cu_seqlens is None:
+        return infer_batch_size(batch, batch_dim), None
+    segments = packed_segments(cu_seqlens, model)
+    check_packed(batch, batch_dim, segments)
+    return len(segments.counts), segments
+
+
+def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
     """Return whose each row of packed examples is, or raise.
 
     Args:
         cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
             of rows.
-        device: where the data are.
+        model: the data are where its parameters are.
     """
     bounds = torch.as_tensor(cu_seqlens)
     integers = bounds.dtype in (torch.int32, torch.int64)
@@ -111,6 +123,7 @@ def packed_segments(cu_seqlens: Tensor, device: torch.device) -> Segments:
             "decrease, and end with the number of packed rows."
         )
     owner = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
+    device = next((parameter.device for parameter in model.parameters()), owner.device)
     return Segments(owner.to(device), len(lengths))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
@@ -15,8 +16,7 @@ from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
     check_losses,
-    check_packed,
-    infer_batch_size,
+    examples_in,
     loss_weights,
     packed_segments,
 )
@@ -35,6 +35,8 @@ def per_example_norms(
     workspace: int | None = None,
     nonfinite: str = "raise",
     fallback: str | None = None,
+    alignment: bool = False,
+    gram: bool = False,
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
@@ -53,6 +55,9 @@ def per_example_norms(
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
         fallback: how to serve operations without a rule. Not supported yet.
+        alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
+            the cost of the weight gradients and one more forward pass.
+        gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
 
     Returns:
         GradientNorms: ``norm``, ``sqnorm``, ``loss`` (B,) each, and ``by_parameter``.
@@ -69,23 +74,19 @@ def per_example_norms(
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
         2110.05679.
     """
-    check_batch_dim(batch_dim)
-    _not_yet(fallback=fallback)
-    _check_choice("nonfinite", nonfinite, ("raise", "keep"))
-    segments = None
-    if cu_seqlens is None:
-        batch_size = infer_batch_size(batch, batch_dim)
-    else:
-        segments = packed_segments(cu_seqlens, _device_of(model))
-        check_packed(batch, batch_dim, segments)
-        batch_size = len(segments.counts)
+    not_yet(fallback=fallback)
+    check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     tracker = Tracker(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
         segments=segments,
         settings=Settings(
-            weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
+            weight_gradients=False,
+            fused=True,
+            workspace=check_workspace(workspace),
+            consumer=_together(alignment, gram),
         ),
         parameters=parameters,
         exclude=exclude,
@@ -98,7 +99,7 @@ def per_example_norms(
             tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()
-    return gather(tracker, losses, 1.0, nonfinite)
+    return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
 
 class track:
@@ -126,6 +127,11 @@ class track:
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "keep" (a scaled step may overflow) or "raise" when the context closes.
+        alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
+            context's training loss, before any scaling or averaging over processes. It costs about
+            one more forward pass.
+        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. Either makes a compiled model
+            run eagerly inside the context.
 
     Attributes:
         stats: GradientNorms, once the context has closed.
@@ -150,17 +156,19 @@ class track:
         exclude: Sequence[str] | str = (),
         workspace: int | None = None,
         nonfinite: str = "keep",
+        alignment: bool = False,
+        gram: bool = False,
     ):
         self._batch_size = check_batch_size(batch_size)
         self._weights = loss_weights(loss_reduction, weights, batch_size)
         self._weighted = weights is not None
         self._scaler = scaler
-        self._nonfinite = _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+        self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
         segments = None
         if cu_seqlens is not None:
-            segments = packed_segments(cu_seqlens, _device_of(model))
+            segments = packed_segments(cu_seqlens, model)
             if len(segments.counts) != batch_size:
                 raise ExampleAxisError(
                     f"cu_seqlens bounds {len(segments.counts)} examples, but batch_size is "
@@ -172,7 +180,10 @@ class track:
             batch_dim=check_batch_dim(batch_dim),
             segments=segments,
             settings=Settings(
-                weight_gradients=True, fused=fused, workspace=_check_workspace(workspace)
+                weight_gradients=True,
+                fused=fused,
+                workspace=check_workspace(workspace),
+                consumer=_together(alignment, gram),
             ),
             parameters=parameters,
             exclude=exclude,
@@ -191,8 +202,7 @@ class track:
         self._tracker.close()
         if kind is None and self._tracker.reported:
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            weights = self._weights * scale
-            self._stats = gather(self._tracker, self._losses, weights, self._nonfinite)
+            self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
@@ -228,13 +238,17 @@ class track:
         return self._stats
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def _together(alignment: bool, gram: bool) -> Together | None:
+    return Together(alignment=alignment, gram=gram) if alignment or gram else None
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
 
 
-def _check_workspace(workspace: int | None) -> int:
+def check_workspace(workspace: int | None) -> int:
     if workspace is None:
         return DEFAULT_WORKSPACE
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
@@ -242,11 +256,7 @@ def _check_workspace(workspace: int | None) -> int:
     return workspace
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _not_yet(**options) -> None:
+def not_yet(**options) -> None:
     for name, value in options.items():
         if value is not None:
             raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")
