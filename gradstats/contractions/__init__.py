@@ -16,6 +16,7 @@ from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
 from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _vector
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
+from gradstats.contractions._inner import by_path
 from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
@@ -59,6 +60,12 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
     if len(factors) == 1:
         contract = SELF.get(type(factors[0]), _dense.sqnorm)
         return contract(factors[0], workspace, guarded=guarded)
+    apart = _disjoint_parts(factors)
+    if apart is not None:
+        results = [sqnorm(part, workspace) for part in apart]
+        value = sum((result.value for result in results[1:]), results[0].value)
+        bound = sum((result.bound for result in results[1:]), results[0].bound)
+        return Contraction(value, bound)
     result = _sqnorm_of_sum(factors, workspace)
     return recompute_suspects(
         result, lambda rows: _dense.sqnorm_of_sum([f.select(rows) for f in factors], workspace)
@@ -68,6 +75,23 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
 def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays."""
     return WITH_SUM[type(factor)](factor, workspace)
+
+
+def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
+    """Return factors of parts of the parameter that share no element, None if there are none such.
+
+    The squared norm of the whole is the sum of the parts': chunks of one projection, experts that
+    are slices of one tensor.
+    """
+    if not any(getattr(factor, "path", ()) for factor in factors):
+        return None
+    groups = by_path(factors)
+    paths = list(groups)
+    if None in paths or () in paths:
+        return None
+    if any(not a.is_disjoint(b) for i, a in enumerate(paths) for b in paths[:i]):
+        return None
+    return list(groups.values())
 
 
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
