@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -365,6 +366,29 @@ class Patches:
         return Outer(left, right, self.shape)
 
 
+class Lookup:
+    """One look-up of a table, by ids that are known in the forward pass.
+
+    Attributes:
+        ids: (N,) row of each, and example: (N,) whose each is, ascending.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Tensor, Tensor]]):
+        self._find = find
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._find()
+
+    @property
+    def ids(self) -> Tensor:
+        return self._rows[0]
+
+    @property
+    def example(self) -> Tensor:
+        return self._rows[1]
+
+
 @dataclass(frozen=True)
 class Rows:
     """G_i = Σ_n e_{ids[n]} grad[n]ᵀ over the rows n of example i: embeddings and integer indexing.
@@ -375,6 +399,7 @@ class Rows:
         example: (N,) example of each row, ascending.
         examples: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
+        lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
     """
 
     ids: Tensor
@@ -382,6 +407,7 @@ class Rows:
     example: Tensor
     examples: int
     shape: tuple[int, ...]
+    lookup: Lookup | None = None
 
     @property
     def batch(self) -> int:

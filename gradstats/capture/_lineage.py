@@ -189,6 +189,8 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     Returns:
         The path from the root; () for the root itself, None if a step does anything else.
     """
+    if len(node.roots) != 1:
+        return None
     steps: list[tuple] = []
     (root,) = node.roots
     view: Tensor | None = None
@@ -286,15 +288,18 @@ def embedding_rows(
     ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
 ) -> Rows:
     """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
-    examples = ids.shape[0]
-    flat = ids.reshape(-1)
+    flat, example = rows_looked_up(ids)
     grad = grad.reshape(flat.numel(), -1)
     if padding_idx is not None:
-        padding_idx %= table[0]
-        grad = grad.masked_fill((flat == padding_idx).unsqueeze(1), 0)
-    positions = flat.numel() // max(1, examples)
-    example = torch.arange(examples, device=flat.device).repeat_interleave(positions)
-    return Rows(flat.long(), grad, example, examples, table)
+        grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
+    return Rows(flat, grad, example, ids.shape[0], table)
+
+
+def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids (B, *) look up, and whose each is: (N,) both."""
+    positions = ids.numel() // max(1, ids.shape[0])
+    example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
+    return ids.reshape(-1).long(), example
 
 
 LEAN_STEPS = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats._factors import Factor, Segments
+from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._dispatch import dispatch
@@ -31,7 +31,14 @@ from gradstats.capture._nodes import COUNT, VALUE, Root
 from gradstats.capture._tensors import TrackedParameter, node_of
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
-from gradstats.contractions import Contraction, Fused, sqnorm
+from gradstats.contractions import (
+    Contraction,
+    Fused,
+    Projected,
+    project,
+    sqnorm,
+    tied_sqnorm,
+)
 from gradstats.errors import (
     CoverageError,
     ExampleAxisError,
@@ -288,10 +295,25 @@ class Tracker:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         total.backward(inputs=[root.probe for root in self.roots])
 
-    def contract(self, root: Root, delivered: Sequence[Factor | Fused]) -> Contraction:
+    def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self.settings.consumer, delivered[0]
-        factors = [item.factor if isinstance(item, Fused) else item for item in delivered]
+        projected = next((item for item in delivered if isinstance(item, Projected)), None)
+        if projected is not None:
+            rows = [item for item in delivered if isinstance(item, Rows)]
+            known = all(factor.lookup in projected.gathered for factor in rows)
+            if len(rows) != len(delivered) - 1 or not known:
+                raise CoverageError(
+                    f"{root.describe()} is used by a product and then, seen only in the backward, "
+                    "in another way, so their cross term is lost. Use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave the "
+                    f"parameter out by name with exclude=[{root.name!r}]."
+                )
+            return tied_sqnorm(projected, rows, self.settings.workspace)
+        factors: list[Factor] = [
+            item.factor if isinstance(item, Fused) else item  # type: ignore[misc]
+            for item in delivered
+        ]
         total = None
         if isinstance(fused, Fused) and len(delivered) == 1:
             norms, total = fused.norms, fused.total
@@ -302,6 +324,15 @@ class Tracker:
         if consumer is not None:
             consumer.take(Arrival(root.name, factors, norms.value, total, self.settings.workspace))
         return norms
+
+    def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
+        """Return what must be kept of a factor until the look-ups tied to it deliver."""
+        if self.settings.consumer is not None or not isinstance(factor, (Outer, Ragged)):
+            return factor
+        if isinstance(factor, Ragged) or factor.spans_rows:
+            norms = sqnorm([factor], self.settings.workspace)
+            return project(factor, norms, root.lookups, self.settings.workspace)
+        return factor
 
     def _sqnorm(self, factors: list[Factor]) -> Contraction:
         workspace = self.settings.workspace

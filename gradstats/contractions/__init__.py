@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
-from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _vector
+from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _tied, _vector
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._inner import by_path
@@ -24,6 +24,9 @@ from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import recompute_suspects, unit_roundoff
+from gradstats.contractions._tied import Projected as Projected
+from gradstats.contractions._tied import project as project
+from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
 
 SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
@@ -40,8 +43,8 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
 }
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
-    (Outer, Rows): _outer.inner_with_rows,
-    (Ragged, Rows): _ragged.inner_with_rows,
+    (Outer, Rows): _tied.inner_with_rows,
+    (Ragged, Rows): _tied.inner_with_rows,
 }
 
 

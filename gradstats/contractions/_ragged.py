@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Ragged, Rows, compute_dtype
+from gradstats._factors import Ragged
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import Contraction, recompute_suspects
 
@@ -81,19 +81,3 @@ def merge(factors: list[Ragged]) -> Ragged:
         offsets.append(offsets[-1] + sum(length[example] for length in lengths))
     left, right = (torch.cat(side) for side in zip(*pieces, strict=True))
     return Ragged(left, right, tuple(offsets), factors[0].shape)
-
-
-def inner_with_rows(ragged: Ragged, rows: Rows, workspace: int) -> Tensor:
-    """Return the cross term of a product and a look-up tied to it, (B,) float64."""
-    dtype = compute_dtype(ragged.left, rows.grad)
-    result = rows.grad.new_zeros(ragged.batch, dtype=torch.float64)
-    counts = torch.bincount(rows.example, minlength=ragged.batch).tolist()
-    first = 0
-    for example, count in enumerate(counts):
-        own = slice(*ragged.offsets[example : example + 2])
-        columns = ragged.left[own].index_select(1, rows.ids[first : first + count]).to(dtype)
-        gathered = columns.mT @ ragged.right[own].to(dtype)
-        part = gathered * rows.grad[first : first + count].to(dtype)
-        result[example] = part.sum(dtype=torch.float64)
-        first += count
-    return result

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Rows
+from gradstats._factors import Lookup, Rows
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._lineage import embedding_rows
-from gradstats.capture._nodes import operands_of
+from gradstats.capture._lineage import embedding_rows, rows_looked_up
+from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
@@ -35,7 +36,11 @@ def embedding(
     result = func(
         input, plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
-    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx)
+    lookup = None
+    if isinstance(node, Root) and not torch.compiler.is_compiling():
+        lookup = Lookup(partial(looked_up, examples, input))
+        node.lookups.append(lookup)
+    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
     return tap(tracker, [node], result, factors, input)
 
 
@@ -46,9 +51,11 @@ class EmbeddingFactors:
     examples: Examples
     shape: tuple[int, ...]
     padding_idx: int | None
+    lookup: Lookup | None
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        return [table_rows(self.examples, ids, grad, self.shape, self.padding_idx)]
+        rows = table_rows(self.examples, ids, grad, self.shape, self.padding_idx)
+        return [replace(rows, lookup=self.lookup)]
 
 
 def embedding_bag(
@@ -142,10 +149,20 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
     """Return the factor of a table for ids of any layout and the gradients of what they found."""
     if examples.segments is None:
         return embedding_rows(examples.first(ids), examples.first(grad), shape, padding_idx)
-    ids = examples.segments.sorted(examples.lead(ids))
-    rows = embedding_rows(ids, examples.segments.sorted(examples.lead(grad)), shape, padding_idx)
-    owner = examples.segments.sorted(examples.segments.owner)
+    segments = examples.segments
+    ids, grad = (segments.sorted(examples.lead(tensor)) for tensor in (ids, grad))
+    rows = embedding_rows(ids, grad, shape, padding_idx)
+    owner = segments.sorted(segments.owner)
     return replace(rows, example=owner[rows.example], examples=examples.batch)
+
+
+def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids look up, and whose each is, in the order of ``table_rows``."""
+    if examples.segments is None:
+        return rows_looked_up(examples.first(ids))
+    segments = examples.segments
+    flat, row = rows_looked_up(segments.sorted(examples.lead(ids)))
+    return flat, segments.sorted(segments.owner)[row]
 
 
 def index_select(tracker, func, input, dim, index):
