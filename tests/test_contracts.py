@@ -176,7 +176,7 @@ def test_batches_without_examples(model, bad_batch, message):
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
-        ({"fallback": "vmap"}, gs.UnsupportedOperationError, "not supported yet"),
+        ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'.*vmap"),
         ({"cu_seqlens": torch.tensor([0, 5])}, gs.UnsupportedOperationError, "not supported yet"),
     ],
 )

@@ -200,8 +200,11 @@ class Tracker:
                     raise UnsupportedOperationError(
                         f"{node.name()} uses {root.describe()} without passing through a PyTorch "
                         "operation that can be tracked (a custom autograd Function?), so its "
-                        "per-example gradient is not known. Exclude the parameter by name with "
-                        f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
+                        "per-example gradient is not known. Add a rule for it with "
+                        "gs.register_rule, write the operation with PyTorch's own, have "
+                        'per_example_norms compute it one example at a time with fallback="vmap", '
+                        f"or exclude the parameter by name with exclude=[{root.name!r}].",
+                        [root.name],
                     )
 
     def reports(self) -> Tensor:
@@ -284,12 +287,14 @@ def check_trackable(root: Root) -> None:
             f"{root.describe()} is a {type(parameter).__name__}, expected a plain "
             "torch.nn.Parameter: a subclass may compute with hidden values. If it is a lazy "
             f"parameter, run one forward first; otherwise exclude it by name with "
-            f"exclude=[{root.name!r}]."
+            f"exclude=[{root.name!r}].",
+            [root.name],
         )
     if not parameter.is_floating_point():
         raise UnsupportedOperationError(
             f"{root.describe()} has dtype {parameter.dtype}, expected a real floating-point dtype. "
-            f"Exclude it by name with exclude=[{root.name!r}]."
+            f"Exclude it by name with exclude=[{root.name!r}].",
+            [root.name],
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError, UnsupportedOperationError
+from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
@@ -47,7 +48,9 @@ def per_example_norms(
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
-        fallback: how to serve operations without a rule. Not supported yet.
+        fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
+            examples at a time as the workspace allows, or one at a time where that cannot run; by
+            default they are an error.
 
     Returns:
         GradientNorms: ``norm``, ``sqnorm``, ``loss`` (B,) each, and ``by_parameter``.
@@ -65,27 +68,32 @@ def per_example_norms(
         2110.05679.
     """
     check_batch_dim(batch_dim)
-    _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
+    _not_yet(cu_seqlens=cu_seqlens)
     _check_choice("nonfinite", nonfinite, ("raise", "keep"))
-    batch_size = infer_batch_size(batch, batch_dim)
-    tracker = Tracker(
-        model,
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        settings=Settings(
-            weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
-        ),
-        parameters=parameters,
-        exclude=exclude,
-    )
-    with torch.enable_grad():
-        tracker.open()
-        try:
-            losses = check_losses(loss_fn(model, batch), batch_size)
-            tracker.backward_without_gradients(losses.sum())
-        finally:
-            tracker.close()
-    return gather(tracker, losses, 1.0, nonfinite)
+    _check_choice("fallback", fallback, (None, "vmap"))
+    options = {
+        "batch_size": infer_batch_size(batch, batch_dim),
+        "batch_dim": batch_dim,
+        "parameters": parameters,
+        "exclude": exclude,
+    }
+    workspace = _check_workspace(workspace)
+
+    def lean(**options: Any) -> GradientNorms:
+        settings = Settings(weight_gradients=False, fused=True, workspace=workspace)
+        tracker = Tracker(model, settings=settings, **options)
+        with torch.enable_grad():
+            tracker.open()
+            try:
+                losses = check_losses(loss_fn(model, batch), tracker.batch_size)
+                tracker.backward_without_gradients(losses.sum())
+            finally:
+                tracker.close()
+        return gather(tracker, losses, 1.0, nonfinite)
+
+    if fallback is None:
+        return lean(**options)
+    return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
 
 
 class track:
@@ -203,7 +211,7 @@ class track:
         return self._stats
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value

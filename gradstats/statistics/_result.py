@@ -57,28 +57,44 @@ def gather(
     reports = tracker.reports()
     scale = torch.as_tensor(weights, dtype=torch.float64, device=reports.device).square()
     values = reports[:, VALUE] / scale
-    total = values.sum(0)
     bound = reports[:, BOUND].sum(0) / scale
+    by_parameter = {root.name: row for root, row in zip(tracker.roots, values, strict=True)}
+    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
+    return summarise(by_parameter, bound, loss, nonfinite, wide)
+
+
+def summarise(
+    by_parameter: Mapping[str, Tensor],
+    bound: Tensor,
+    loss: Tensor | None,
+    nonfinite: str,
+    wide: bool,
+) -> GradientNorms:
+    """Return the statistics of one batch from its parts.
+
+    Args:
+        by_parameter: name → (B,) squared norms, float64.
+        bound: (B,) absolute bound on the rounding error of their sum.
+        loss: (B,) losses or None.
+        nonfinite: "raise" or "keep".
+        wide: the model is in float64, and so are the results.
+    """
+    total = torch.stack(list(by_parameter.values())).sum(0)
     if nonfinite == "raise" and not bool(total.isfinite().all()):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
-        names = [
-            root.name
-            for root, row in zip(tracker.roots, values, strict=True)
-            if not bool(row.isfinite().all())
-        ]
+        names = [name for name, row in by_parameter.items() if not bool(row.isfinite().all())]
         listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise NonFiniteGradientError(
             f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in "
-            f"{len(names)} of {len(tracker.roots)} parameters ({listed}). Look at these examples "
+            f"{len(names)} of {len(by_parameter)} parameters ({listed}). Look at these examples "
             "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )
-    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
     dtype = torch.float64 if wide else torch.float32
     relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
-    by_parameter = {
-        root.name: row.to(dtype) for root, row in zip(tracker.roots, values, strict=True)
-    }
     return GradientNorms(
-        total.to(dtype), None if loss is None else loss.detach(), by_parameter, relative.to(dtype)
+        total.to(dtype),
+        None if loss is None else loss.detach(),
+        {name: row.to(dtype) for name, row in by_parameter.items()},
+        relative.to(dtype),
     )
