@@ -66,7 +66,7 @@ class Survey(Tracker):
                 self.roots = [root for root in self.roots if root.name not in error.parameters]
 
     def _note(self, error: GradStatsError) -> None:
-        """Keep the reason for the parameters that an error names; raise an error of another kind."""
+        """Keep the reason for the parameters that an error names; raise any other error."""
         if not error.parameters:
             raise error
         for name in error.parameters:
