@@ -1,5 +1,6 @@
 """Exact per-example gradient norms for unmodified PyTorch models, without a (batch, d) gradient."""
 
+from gradstats.capture._registered import register_rule as register_rule
 from gradstats.errors import BackendError as BackendError
 from gradstats.errors import CoupledExamplesError as CoupledExamplesError
 from gradstats.errors import CoverageError as CoverageError

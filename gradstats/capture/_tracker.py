@@ -94,6 +94,10 @@ class Tracker:
             root.release()
         self.closed = True
 
+    def watching(self) -> ConstantTracking:
+        """Return the mode that follows constants, for code that runs while it is set aside."""
+        return self._mode
+
     def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Run one operation on a tensor that this context tracks."""
         return dispatch(self, RULES, func, args, kwargs)
@@ -195,8 +199,7 @@ class Tracker:
                     stack.append(child)
                     continue
                 root = roots.get(id(child.variable))  # type: ignore[attr-defined]
-                # A compiled graph takes the parameter itself: inside it every use is tracked.
-                if root is not None and node.name() != "CompiledFunctionBackward":
+                if root is not None and not _reports_inside(node, root):
                     raise UnsupportedOperationError(
                         f"{node.name()} uses {root.describe()} without passing through a PyTorch "
                         "operation that can be tracked (a custom autograd Function?), so its "
@@ -227,6 +230,18 @@ class Tracker:
                 "graph cannot do. Run this step without torch.compile."
             )
         return reports
+
+
+def _reports_inside(node, root: Root) -> bool:
+    """Whether a node is a compiled graph that takes a parameter and reports its use as well.
+
+    Such a graph takes the parameter itself: uses inside it were tracked when it was traced, save
+    those that tracing could not see. They leave the graph without the parameter's probe.
+    """
+    inputs = (child for child, _ in node.next_functions if child is not None)
+    return node.name() == "CompiledFunctionBackward" and any(
+        child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
+    )
 
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:
