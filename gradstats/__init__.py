@@ -13,5 +13,7 @@ from gradstats.errors import UnsupportedOperationError as UnsupportedOperationEr
 from gradstats.statistics._norms import per_example_norms as per_example_norms
 from gradstats.statistics._norms import track as track
 from gradstats.statistics._result import GradientNorms as GradientNorms
+from gradstats.statistics._verify import verify as verify
+from gradstats.statistics._verify_report import VerifyReport as VerifyReport
 
 __version__ = "0.1.0"

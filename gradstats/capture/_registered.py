@@ -120,7 +120,6 @@ class Grafted:
 
     def __call__(self, tracker, func, *args, **kwargs):
         if torch.compiler.is_compiling():
-            # Where the graph may break, the operation then runs outside it, and all is well.
             raise UnsupportedOperationError(
                 f"{function_name(func)} has a registered rule, which cannot run inside a compiled "
                 "graph. Put torch.compiler.disable on the function that calls it, or run this step "

@@ -100,13 +100,15 @@ class State:
             if device.type not in ("cpu", "meta")
         ]
 
-    def restore(self) -> None:
-        """Put everything back, buffers in place."""
+    def restore(self, *, generators: bool = True) -> None:
+        """Put everything back, buffers in place; on request all but the random generators."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = buffer
                 if not same_bits(buffer, value):
                     buffer.copy_(value)
+        if not generators:
+            return
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
