@@ -96,8 +96,7 @@ class Use:
                 "the loss contains derivatives of the network (a backward with create_graph=True "
                 f"ran through {self.nodes[0].describe()}), where the parameter is used once more "
                 "in a way that is not counted. Compute the derivative terms outside the context, "
-                "or exclude the parameter.",
-                [root.name for root in self.roots],
+                "or exclude the parameter."
             )
 
 
