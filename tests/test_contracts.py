@@ -195,7 +195,12 @@ def test_batches_without_examples(model, bad_batch, message):
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
-        ({"fallback": "vmap"}, gs.UnsupportedOperationError, "not supported yet"),
+        ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'.*vmap"),
+        (
+            {"fallback": "vmap", "gram": True},
+            gs.UnsupportedOperationError,
+            "fallback='vmap' together with gram",
+        ),
     ],
 )
 def test_options(model, batch, options, error, message):

@@ -127,6 +127,10 @@ class Tracker:
             root.release()
         self.closed = True
 
+    def watching(self) -> ConstantTracking:
+        """Return the mode that follows constants, for code that runs while it is set aside."""
+        return self._mode
+
     def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Run one operation on a tensor that this context tracks."""
         return dispatch(self, RULES, func, args, kwargs)
@@ -379,13 +383,15 @@ class Tracker:
                     stack.append(child)
                     continue
                 root = roots.get(id(child.variable))  # type: ignore[attr-defined]
-                # A compiled graph takes the parameter itself: inside it every use is tracked.
-                if root is not None and node.name() != "CompiledFunctionBackward":
+                if root is not None and not _reports_inside(node, root):
                     raise UnsupportedOperationError(
                         f"{node.name()} uses {root.describe()} without passing through a PyTorch "
                         "operation that can be tracked (a custom autograd Function?), so its "
-                        "per-example gradient is not known. Exclude the parameter by name with "
-                        f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
+                        "per-example gradient is not known. Add a rule for it with "
+                        "gs.register_rule, write the operation with PyTorch's own, have "
+                        'per_example_norms compute it one example at a time with fallback="vmap", '
+                        f"or exclude the parameter by name with exclude=[{root.name!r}].",
+                        [root.name],
                     )
 
     @property
@@ -413,6 +419,18 @@ class Tracker:
                 "graph cannot do. Run this step without torch.compile."
             )
         return reports if self._loss_order is None else reports[..., self._loss_order]
+
+
+def _reports_inside(node, root: Root) -> bool:
+    """Whether a node is a compiled graph that takes a parameter and reports its use as well.
+
+    Such a graph takes the parameter itself: uses inside it were tracked when it was traced, save
+    those that tracing could not see. They leave the graph without the parameter's probe.
+    """
+    inputs = (child for child, _ in node.next_functions if child is not None)
+    return node.name() == "CompiledFunctionBackward" and any(
+        child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
+    )
 
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:
@@ -473,12 +491,14 @@ def check_trackable(root: Root) -> None:
             f"{root.describe()} is a {type(parameter).__name__}, expected a plain "
             "torch.nn.Parameter: a subclass may compute with hidden values. If it is a lazy "
             f"parameter, run one forward first; otherwise exclude it by name with "
-            f"exclude=[{root.name!r}]."
+            f"exclude=[{root.name!r}].",
+            [root.name],
         )
     if not parameter.is_floating_point():
         raise UnsupportedOperationError(
             f"{root.describe()} has dtype {parameter.dtype}, expected a real floating-point dtype. "
-            f"Exclude it by name with exclude=[{root.name!r}]."
+            f"Exclude it by name with exclude=[{root.name!r}].",
+            [root.name],
         )
 
 

@@ -12,6 +12,7 @@ from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
@@ -54,7 +55,9 @@ def per_example_norms(
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
-        fallback: how to serve operations without a rule. Not supported yet.
+        fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
+            examples at a time as the workspace allows, or one at a time where that cannot run; by
+            default they are an error.
         alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
             the cost of the weight gradients and one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
@@ -74,32 +77,46 @@ def per_example_norms(
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
         2110.05679.
     """
-    not_yet(fallback=fallback)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    check_choice("fallback", fallback, (None, "vmap"))
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
-    tracker = Tracker(
-        model,
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        segments=segments,
-        settings=Settings(
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "batch_dim": batch_dim,
+        "segments": segments,
+        "parameters": parameters,
+        "exclude": exclude,
+    }
+    workspace = check_workspace(workspace)
+
+    def lean(**options: Any) -> GradientNorms:
+        settings = Settings(
             weight_gradients=False,
             fused=True,
-            workspace=check_workspace(workspace),
+            workspace=workspace,
             consumer=_together(alignment, gram),
-        ),
-        parameters=parameters,
-        exclude=exclude,
-    )
-    with torch.enable_grad():
-        tracker.open()
-        try:
-            losses = check_losses(loss_fn(model, batch), batch_size)
-            tracker.note_losses(losses)
-            tracker.backward_without_gradients(losses.sum())
-        finally:
-            tracker.close()
-    return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        )
+        tracker = Tracker(model, settings=settings, **options)
+        with torch.enable_grad():
+            tracker.open()
+            try:
+                losses = check_losses(loss_fn(model, batch), batch_size)
+                tracker.note_losses(losses)
+                tracker.backward_without_gradients(losses.sum())
+            finally:
+                tracker.close()
+        return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+
+    if fallback is None:
+        return lean(**options)
+    for name, wanted in (("alignment", alignment), ("gram", gram), ("cu_seqlens", segments)):
+        if wanted:
+            raise UnsupportedOperationError(
+                f"fallback={fallback!r} together with {name} is not supported: expected norms of "
+                "examples that stand in rows of their own. Exclude the parameters without a rule "
+                "instead."
+            )
+    return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
 
 
 class track:
@@ -242,7 +259,7 @@ def _together(alignment: bool, gram: bool) -> Together | None:
     return Together(alignment=alignment, gram=gram) if alignment or gram else None
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
@@ -254,9 +271,3 @@ def check_workspace(workspace: int | None) -> int:
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
         raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
     return workspace
-
-
-def not_yet(**options) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")
