@@ -174,6 +174,7 @@ def _indexed(func, args, kwargs, source, layout, result) -> Examples | None:
     """x[…]: whichever index stands at the example axis selects the examples too."""
     index = args[1] if len(args) > 1 else kwargs["indices"]
     items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
     if any(not isinstance(i, (int, slice, Tensor, type(None), type(...))) for i in items):
         return None
     dots = [position for position, item in enumerate(items) if item is ...]
@@ -312,8 +313,8 @@ REINDEXES = {
         _variants("roll"),
         _along("dims", 2, lambda owner, a, k: owner.roll(_argument(a, k, 1, "shifts"))),
     ),
-    **{function: _along("dim", 1, None) for name in ("gather", "take_along_dim")
-       for function in _variants(name)},
+    **dict.fromkeys(_variants("gather"), _along("dim", 1, None)),
+    **dict.fromkeys(_variants("take_along_dim"), _along("dim", 2, None)),
     **{function: _along("dim", 1, None) for function in WRITES},
     **{function: _along("dim", 1, None, -1) for name in ("sort", "argsort", "msort")
        for function in _variants(name)},

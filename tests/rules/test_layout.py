@@ -164,13 +164,15 @@ def test_reordered_examples(there, back):
 
 
 def test_examples_left_in_another_order():
-    """The losses say which example is which."""
-
-    def function(m, x):
-        return m.second(torch.tanh(m.first(x))[ORDER])
-
-    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)}
-    check_operation(function, parameters, normal(BATCH, 4))
+    """Norms come in the order of the losses."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batch = normal(BATCH, 4)
+    there = gs.per_example_norms(model, batch, lambda m, x: m(x)[ORDER].square().sum(1))
+    plain = gs.per_example_norms(model, batch, lambda m, x: m(x).square().sum(1))
+    torch.testing.assert_close(there.loss, plain.loss[ORDER])
+    torch.testing.assert_close(there.sqnorm, plain.sqnorm[ORDER], rtol=1e-12, atol=0)
+    with pytest.raises(gs.ExampleAxisError, match=r"another order than the batch, \[2, 0, 1\]"):
+        gs.inner_products(model, batch, model, batch, lambda m, x: m(x)[ORDER].square().sum(1))
 
 
 @pytest.mark.parametrize("lengths", [(2, 5, 1), (0, 3, 4), (4, 4, 4)], ids=str)
@@ -277,12 +279,58 @@ def test_mixed_hidden_values_are_refused():
     )
 
 
-def test_sorted_examples_are_refused():
-    """Where rows went cannot be told from a sort along the example axis."""
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: torch.sort(x, dim=0).values,
+        lambda x: x.gather(0, ORDER[:, None].expand(-1, 4)),
+        lambda x: torch.take_along_dim(x, ORDER[:, None], 0),
+        lambda x: torch.scatter(x, 0, ORDER[:, None].expand(-1, 4), x),
+        lambda x: x.topk(BATCH, dim=0).values,
+    ],
+    ids=["sort", "gather", "take_along_dim", "scatter", "topk"],
+)
+def test_examples_moved_one_by_one_are_refused(move):
+    """Where a row went cannot be told."""
     check_refused(
-        lambda m, x: m.layer(torch.sort(x, dim=0).values),
+        lambda m, x: m.layer(move(x)),
         {"layer": nn.Linear(4, 2)},
         normal(BATCH, 4),
         error=gs.ExampleAxisError,
         match="'layer.weight'",
     )
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: torch.sort(x, dim=1).values,
+        lambda x: x.gather(1, torch.tensor([[3, 0]]).expand(BATCH, -1)),
+        lambda x: torch.take_along_dim(x, torch.tensor([[3, 0, 1]]), -1),
+        lambda x: x.topk(2).values,
+        lambda x: x.sort(stable=True).values,
+        lambda x: x.roll(1, -1).flip(1),
+        lambda x: x[..., [2, 1]],
+        lambda x: x[:, torch.tensor([2, 1])],
+        lambda x: x[:, None, 1:, None].squeeze(1).squeeze(-1),
+        lambda x: torch.stack(x.unbind(1), 1)[:, 0:3],
+    ],
+)
+def test_columns_moved(move):
+    """Moves along other axes leave the examples where they are, with as many columns as rows."""
+    check_operation(
+        lambda m, x: m.layer(move(torch.tanh(m.first(x)))),
+        {"first": nn.Linear(4, 4), "layer": ScaleColumns()},
+        normal(BATCH, 4),
+    )
+
+
+class ScaleColumns(nn.Module):
+    """A parameter that is broadcast against however many columns there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        return x * self.scale
