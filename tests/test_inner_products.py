@@ -12,6 +12,9 @@ from torch.nn.utils import parametrizations
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, classification, next_token
+from gradstats.capture import _uses
+from gradstats.capture._consumers import Along
+from gradstats.capture._uses import Settings
 from gradstats.statistics._inner_products import keep, products
 from tests.oracle import (
     assert_products,
@@ -177,6 +180,12 @@ def test_by_parameter():
     same = gs.inner_products(model, batch, model, batch, classification, per_parameter=True)
     for name, value in same.items():
         assert_products(value, flat({name: first[name]}), flat({name: first[name]}), 1e-9)
+    arguments = (model, batch, model, batch, classification)
+    diagonal = gs.inner_products(*arguments, pairs="diagonal", per_parameter=True)
+    for name, value in diagonal.items():
+        torch.testing.assert_close(value, flat({name: first[name]}).square().sum(1))
+    itself = gs.inner_products(*arguments, pairs="diagonal")
+    torch.testing.assert_close(itself, flat(first).square().sum(1))
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     along = gs.alignment(model, batch, classification, direction, per_parameter=True)
     for name, value in along.items():
@@ -513,3 +522,38 @@ def test_compiled_models_run_eagerly():
     assert_products(tracker.stats.gram, rows, rows, 1e-9)
     # Afterwards it runs compiled again.
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_graph_traced_inside_the_context_is_refused():
+    settings = Settings(True, True, 1, consumer=Along({}))
+    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.compile traced inside"):
+        _uses._reports(None, settings, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device_bytes", [None, 0])
+@pytest.mark.parametrize("positions", [3, 12])
+def test_on_a_gpu(device_bytes, positions):
+    """The kernels' inner products, with factors on the device and in the host's pinned memory."""
+    model = Transformer(layers=2, width=64, heads=2, vocabulary=300, positions=12)
+    model.head.weight = model.tokens.weight
+    other = perturbed(model, 0.02)
+    first, second = token_batch(6, positions, 300), token_batch(5, positions, 300)
+    rows, columns = rows_of(model, first, next_token), rows_of(other, second, next_token)
+    model, other = model.cuda(), other.cuda()
+    first, second = (tuple(x.cuda() for x in batch) for batch in (first, second))
+    kept = keep(model, first, next_token, device_bytes=device_bytes)
+    for pairs, chosen in (("all", second), ("diagonal", first)):
+        result = products(kept, other, chosen, next_token, pairs=pairs)
+        theirs = (
+            columns
+            if pairs == "all"
+            else rows_of(other.cpu(), tuple(x.cpu() for x in chosen), next_token)
+        )
+        other = other.cuda()
+        assert_products(result.values.cpu(), rows, theirs, 1e-4)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    along = torch.cat([value.flatten() for value in direction.values()])[None].double().cpu()
+    got = gs.alignment(model, first, next_token, direction)
+    assert_products(got[:, None].cpu(), rows, along, 1e-4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
 from gradstats.capture._constants import ConstantTracking
@@ -46,6 +47,9 @@ from gradstats.errors import (
     UnsupportedOperationError,
 )
 
+# Parameters of which a compiled graph was seen to hold several uses.
+SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
@@ -54,6 +58,10 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 ACCUMULATE_GRAD = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
 )
+
+
+class SharedInGraphError(CoverageError):
+    """Several uses of a parameter met in no hub, since a compiled graph held them."""
 
 
 class Tracker:
@@ -82,6 +90,7 @@ class Tracker:
         self._loss_order: Tensor | None = None
         self._mode = ConstantTracking(self)
         self._eagerly = ExitStack()
+        self._tied = has_tied_parameters(model)
         named = select_parameters(model, parameters, exclude)
         self.roots = [
             Root(self, name, parameter, _probe(batch_size, parameter.device))
@@ -110,8 +119,10 @@ class Tracker:
             self._classes.append((root.parameter, type(root.parameter)))
             root.parameter.__class__ = TrackedParameter
             root.parameter._gradstats = root  # type: ignore[attr-defined]
-        # A compiled graph has no place for a consumer. Without the compiler nothing is compiled.
-        if self.settings.consumer is not None and "torch._dynamo" in sys.modules:
+        # A compiled graph has no place for a consumer, nor for a hub where uses of one parameter
+        # meet. Without the compiler nothing is compiled.
+        shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
+        if (self.settings.consumer is not None or self._tied or shared) and compiler_is_loaded():
             self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.__enter__()
 
@@ -412,11 +423,15 @@ class Tracker:
         reports = torch.stack([unused if grad is None else grad.to(device) for grad in grads])
         if bool((reports[:, COUNT] > 1).any()):
             counts = reports[:, COUNT].amax(1).tolist()
-            names = [r.name for r, n in zip(self.roots, counts, strict=True) if n > 1]
-            raise CoverageError(
-                f"{', '.join(map(repr, names))} contributed more than once to a compiled graph: a "
-                "shared parameter's uses must meet before their norm is taken, which a compiled "
-                "graph cannot do. Run this step without torch.compile."
+            shared = [root for root, n in zip(self.roots, counts, strict=True) if n > 1]
+            for root in shared:
+                SHARED_IN_GRAPHS[root.parameter] = True
+            raise SharedInGraphError(
+                f"{', '.join(repr(root.name) for root in shared)} contributed more than once to a "
+                "compiled graph: a shared parameter's uses must meet before their norm is taken, "
+                "which a compiled graph cannot do. Contexts opened from now on run this model "
+                "without its compiled graphs: run the step again, or begin with "
+                "torch.compiler.set_stance('force_eager')."
             )
         return reports if self._loss_order is None else reports[..., self._loss_order]
 
@@ -430,6 +445,28 @@ def _reports_inside(node, root: Root) -> bool:
     inputs = (child for child, _ in node.next_functions if child is not None)
     return node.name() == "CompiledFunctionBackward" and any(
         child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
+    )
+
+
+def has_tied_parameters(model: nn.Module) -> bool:
+    """Whether a trained parameter has several names in the model."""
+    seen: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) in seen:
+            return True
+        seen.add(id(parameter))
+    return False
+
+
+def compiler_is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it was given to torch.compile."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
     )
 
 

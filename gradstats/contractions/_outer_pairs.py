@@ -89,8 +89,13 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
     step = max(1, min(positions, budget // (groups * longest)))  # positions at once
     tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
-    columns = max(1, min(second.batch, int(tile**0.5)))
-    rows = columns if same else max(1, min(first.batch, tile // columns))
+    # Operands may have to be copied: to cast them, or to line up their positions.
+    width = groups * (first.left.shape[3] + first.right.shape[3]) * torch.finfo(dtype).bits // 8
+    columns = min(second.batch, int(tile**0.5), workspace // (4 * longest * width))
+    rows = min(first.batch, tile // max(1, columns), workspace // (4 * positions * width))
+    columns, rows = max(1, columns), max(1, rows)
+    if same:
+        columns = rows = min(columns, rows)
     for there in _tiles.chunks(second.batch, columns):
         left2, right2 = _rows_of(second.left[there], dtype), _rows_of(second.right[there], dtype)
         for here in _tiles.chunks(first.batch, rows):

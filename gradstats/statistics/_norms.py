@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
-from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
+from gradstats.capture._tracker import (
+    DEFAULT_WORKSPACE,
+    SharedInGraphError,
+    Tracker,
+    is_compiled,
+)
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+from gradstats.statistics._batches import State
 from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
@@ -108,7 +114,14 @@ def per_example_norms(
         return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
     if fallback is None:
-        return lean(**options)
+        before = State(model) if is_compiled(model) else None
+        try:
+            return lean(**options)
+        except SharedInGraphError:
+            if before is None:
+                raise
+            before.restore()
+            return lean(**options)
     for name, wanted in (("alignment", alignment), ("gram", gram), ("cu_seqlens", segments)):
         if wanted:
             raise UnsupportedOperationError(

@@ -133,10 +133,12 @@ def summarise(
     )
 
 
-def check_finite(tracker: Tracker, nonfinite: str) -> None:
-    """Raise if what a tracker's backward reported is not finite, unless that is to be kept."""
-    rows = tracker.reports()[:, VALUE]
-    sum_finite(dict(zip((root.name for root in tracker.roots), rows, strict=True)), nonfinite)
+def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
+    """Return what a tracker's backward reported, or raise if it is not finite and may not be."""
+    reports = tracker.reports()
+    names = [root.name for root in tracker.roots]
+    sum_finite(dict(zip(names, reports[:, VALUE], strict=True)), nonfinite)
+    return reports
 
 
 def sum_finite(by_parameter: Mapping[str, Tensor], nonfinite: str) -> Tensor:
