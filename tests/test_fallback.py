@@ -117,6 +117,28 @@ def test_rows_in_an_order_of_their_own():
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
 
 
+def test_packed_examples():
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.centres = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, batch):
+            rows, bounds = torch.cdist(self.body(batch["x"]), self.centres), batch["bounds"]
+            spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            return torch.stack([rows[start:end].square().sum() for start, end in spans])
+
+    batch = {
+        "x": torch.randn(9, 4, dtype=torch.float64),
+        "bounds": torch.tensor([0, 2, 3, 9], dtype=torch.int32),
+    }
+    model, losses = Distances().double(), lambda m, b: m(b) * 0.5
+    with pytest.raises(gs.UnsupportedOperationError, match="cdist"):
+        gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"])
+    stats = gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"], fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-9)
+
+
 def test_tied_parameters_and_batches_that_are_mappings():
     class Tied(nn.Module):
         def __init__(self):

@@ -373,6 +373,43 @@ def test_examples_along_another_axis_and_one_example():
     assert report.ok and report.check("coupling").ok is None and report.examples == (0,)
 
 
+@pytest.mark.parametrize("leaks", [False, True])
+def test_packed_examples(leaks):
+    """Examples of one row, kept apart by their bounds; or not, when they attend to each other."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+
+        def forward(self, batch):
+            bounds = batch["cu_seqlens"]
+            hidden = self.table(batch["ids"])
+            rows = torch.arange(hidden.shape[1])
+            owner = torch.searchsorted(bounds[1:].contiguous(), rows, right=True)
+            apart = owner[:, None] != owner
+            scores = hidden @ self.mix(hidden).mT
+            if not leaks:
+                scores = scores.masked_fill(apart, -torch.inf)
+            logits = self.head(scores.softmax(-1) @ hidden)
+            tokens = functional.cross_entropy(logits[0], batch["targets"][0], reduction="none")
+            spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            return torch.stack([tokens[start:end].mean() for start, end in spans])
+
+    batch = {
+        "ids": torch.randint(9, (1, 11)),
+        "targets": torch.randint(9, (1, 11)),
+        "cu_seqlens": torch.tensor([0, 4, 5, 8, 11], dtype=torch.int32),
+    }
+    losses = lambda model, batch: model(batch)  # noqa: E731
+    report = gs.verify(Packed(), batch, losses, cu_seqlens=batch["cu_seqlens"], examples=4)
+    assert report.examples == (0, 1, 2, 3)
+    assert report.ok is not leaks
+    assert report.check("coupling").ok is not leaks
+    if not leaks:
+        assert max(row.error for row in report.rows) < 1e-12
+
+
 def test_a_batch_that_does_not_work_alone(batch):
     """The model wants two examples at least: compared among copies of itself instead."""
 

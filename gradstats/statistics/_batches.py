@@ -40,31 +40,62 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def has_examples(tensor: Tensor, batch_size: int, batch_dim: int) -> bool:
-    """Whether a tensor of a batch holds one slice for each example; others are shared by all.
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a batch divides into examples.
 
-    A tensor of one axis counts its examples along that axis, as labels do.
+    Attributes:
+        batch_size: number of examples B.
+        batch_dim: the example axis; a tensor of fewer axes counts examples along its last, as
+            labels do.
+        bounds: where packed examples begin, and the number of rows; None where each example is
+            one slice.
     """
-    axis = example_axis(tensor, batch_dim)
-    return tensor.dim() > 0 and tensor.shape[axis] == batch_size
+
+    batch_size: int
+    batch_dim: int
+    bounds: tuple[int, ...] | None = None
+
+    def axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of one slice for each example, None if all share the tensor."""
+        axis = min(self.batch_dim, tensor.dim() - 1)
+        return axis if tensor.dim() > 0 and tensor.shape[axis] == self.batch_size else None
+
+    def packed_axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of packed rows, perhaps the one after an axis of size 1."""
+        if self.bounds is None or tensor.dim() <= self.batch_dim:
+            return None
+        sizes = tensor.shape[self.batch_dim : self.batch_dim + 2]
+        if sizes[0] == self.bounds[-1]:
+            return self.batch_dim
+        return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
+
+    def take(self, batch: Any, examples: list[int]) -> Any:
+        """Return the batch of some of the examples, in the order given."""
+        rows, bounds = list(examples), [0]
+        if self.bounds is not None:
+            spans = [range(self.bounds[i], self.bounds[i + 1]) for i in examples]
+            rows = [row for span in spans for row in span]
+            for span in spans:
+                bounds.append(bounds[-1] + len(span))
+
+        def pick(tensor: Tensor) -> Tensor:
+            if self.bounds is not None and _holds(tensor, self.bounds):
+                return tensor.new_tensor(bounds)
+            axis, indices = self.packed_axis(tensor), rows
+            if axis is None:
+                axis, indices = self.axis(tensor), examples
+            if axis is None:
+                return tensor
+            index = torch.tensor(indices, dtype=torch.long, device=tensor.device)
+            return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
+
+        return map_tensors(batch, pick)
 
 
-def example_axis(tensor: Tensor, batch_dim: int) -> int:
-    """Return the axis along which a tensor of a batch counts its examples."""
-    return min(batch_dim, tensor.dim() - 1)
-
-
-def take_examples(batch: Any, rows: list[int], batch_size: int, batch_dim: int) -> Any:
-    """Return the batch of some of the examples, in the order given."""
-
-    def take(tensor: Tensor) -> Tensor:
-        if not has_examples(tensor, batch_size, batch_dim):
-            return tensor
-        index = torch.tensor(rows, device=tensor.device)
-        taken = tensor.detach().index_select(example_axis(tensor, batch_dim), index)
-        return taken.requires_grad_(tensor.requires_grad)
-
-    return map_tensors(batch, take)
+def _holds(tensor: Tensor, numbers: tuple[int, ...]) -> bool:
+    integers = tensor.dim() == 1 and not tensor.is_floating_point()
+    return integers and tuple(tensor.tolist()) == numbers
 
 
 def to_float64(batch: Any) -> Any:

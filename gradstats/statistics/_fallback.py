@@ -17,13 +17,7 @@ from gradstats._factors import compute_dtype
 from gradstats.capture._survey import survey
 from gradstats.capture._tracker import select_parameters
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
-from gradstats.statistics._batches import (
-    State,
-    example_axis,
-    has_examples,
-    map_tensors,
-    take_examples,
-)
+from gradstats.statistics._batches import Division, State, map_tensors
 from gradstats.statistics._loss import check_losses, tensors_in
 from gradstats.statistics._result import GradientNorms, summarise
 
@@ -65,7 +59,9 @@ def norms_with_fallback(
         options: of Tracker.
         others: as for per_example_norms.
     """
-    batch_size, batch_dim = options["batch_size"], options["batch_dim"]
+    batch_size, segments = options["batch_size"], options["segments"]
+    bounds = None if segments is None else segments.offsets
+    division = Division(batch_size, options["batch_dim"], bounds)
     selected = select_parameters(model, options["parameters"], options["exclude"])
     given = options["exclude"]
     patterns = [given] if isinstance(given, str) else list(given)
@@ -93,9 +89,8 @@ def norms_with_fallback(
     after = State(model)
     names = [name for name in selected if name in served]
     alone, values = sqnorms_one_by_one(
-        model, batch, loss_fn, names,
-        batch_size=batch_size, batch_dim=batch_dim, workspace=workspace, state=before,
-    )  # fmt: skip
+        model, batch, loss_fn, names, division, workspace=workspace, state=before
+    )
     after.restore()
     check_same_losses(alone, together)
     bound = torch.zeros(batch_size, dtype=torch.float64, device=together.device)
@@ -112,9 +107,8 @@ def sqnorms_one_by_one(
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Tensor],
     names: Sequence[str],
+    division: Division,
     *,
-    batch_size: int,
-    batch_dim: int,
     workspace: int,
     state: State,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -122,10 +116,11 @@ def sqnorms_one_by_one(
 
     Args:
         names: names of parameters that require grad.
+        division: how the batch divides into examples.
         state: restored before each forward, so that all see the same buffers.
         others: as for per_example_norms.
     """
-    arguments = (model, batch, loss_fn, names, batch_size, batch_dim)
+    arguments = (model, batch, loss_fn, names, division)
     try:
         return _in_chunks(*arguments, workspace=workspace, state=state)
     except Exception:
@@ -156,20 +151,19 @@ def check_same_losses(alone: Tensor, together: Tensor) -> None:
 
 
 def _in_chunks(
-    model, batch, loss_fn, names, batch_size, batch_dim, *, workspace, state
+    model, batch, loss_fn, names, division, *, workspace, state
 ) -> tuple[Tensor, dict[str, Tensor]]:
     module = LossOfModel(model, loss_fn)
     parameters = _inner(model, names)
     if any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
         raise TypeError("torch.func would take a parameter of a subclass for a plain tensor")
+    if division.bounds is not None:
+        raise TypeError("packed examples differ in length")
     # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
     numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
-    chunk = max(1, min(batch_size, workspace // (8 * numbers)))
+    chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))
     tensors = list(tensors_in(batch))
-    dims = tuple(
-        example_axis(t, batch_dim) if has_examples(t, batch_size, batch_dim) else None
-        for t in tensors
-    )
+    dims = tuple(map(division.axis, tensors))
     keys = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
 
     def loss_of_one(values, *items):
@@ -195,16 +189,14 @@ def _in_chunks(
     return losses, dict(zip(names, values, strict=True))
 
 
-def _singly(
-    model, batch, loss_fn, names, batch_size, batch_dim, *, state
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, dict[str, Tensor]]:
     parameters = list(_inner(model, names).values())
     losses: list[Tensor] = []
     rows: list[list[Tensor]] = []
-    for number in range(batch_size):
+    for number in range(division.batch_size):
         state.restore()
         with torch.enable_grad():
-            example = take_examples(batch, [number], batch_size, batch_dim)
+            example = division.take(batch, [number])
             loss = check_losses(loss_fn(model, example), 1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
         losses.append(loss.detach().reshape(()))

@@ -122,12 +122,11 @@ def per_example_norms(
                 raise
             before.restore()
             return lean(**options)
-    for name, wanted in (("alignment", alignment), ("gram", gram), ("cu_seqlens", segments)):
+    for name, wanted in (("alignment", alignment), ("gram", gram)):
         if wanted:
             raise UnsupportedOperationError(
-                f"fallback={fallback!r} together with {name} is not supported: expected norms of "
-                "examples that stand in rows of their own. Exclude the parameters without a rule "
-                "instead."
+                f"fallback={fallback!r} together with {name} is not supported: expected norms "
+                "alone. Exclude the parameters without a rule instead."
             )
     return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
 

@@ -14,14 +14,14 @@ from gradstats.capture._survey import Survey, survey
 from gradstats.capture._tracker import select_parameters
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._batches import (
+    Division,
     State,
     map_tensors,
     same_bits,
     state_kept,
-    take_examples,
     to_float64,
 )
-from gradstats.statistics._loss import check_batch_dim, check_losses, infer_batch_size
+from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import (
     TOLERANCE,
@@ -85,28 +85,28 @@ def verify(
         About ten forwards of the batch and two backwards for each compared example; memory for the
         copy and two whole gradients in float64.
     """
-    check_batch_dim(batch_dim)
-    if cu_seqlens is not None:
-        raise TrackingError("cu_seqlens is not supported yet: leave it out.")
     if fallback not in (None, "vmap"):
         raise TrackingError(f"fallback is {fallback!r}, expected one of (None, 'vmap').")
     if not isinstance(examples, int) or isinstance(examples, bool) or examples < 1:
         raise TrackingError(f"examples is {examples!r}, expected a positive number of examples.")
     if tolerance is not None and not tolerance > 0:
         raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
-    batch_size = infer_batch_size(batch, batch_dim)
+    batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
+    bounds = None if segments is None else segments.offsets
+    division = Division(batch_size, batch_dim, bounds)
     selected = select_parameters(model, parameters, exclude)
     count = min(examples, batch_size)
     chosen = sorted({round(k * (batch_size - 1) / max(1, count - 1)) for k in range(count)})
     options: dict[str, Any] = {
         "batch_dim": batch_dim,
+        "cu_seqlens": cu_seqlens,
         "parameters": parameters,
         "exclude": exclude,
         "fallback": fallback,
     }
     with state_kept(model) as state, torch.enable_grad():
         verification = Verification(
-            model, batch, loss_fn, options, selected, batch_size, chosen, tolerance, state
+            model, batch, loss_fn, options, selected, division, chosen, tolerance, state
         )
         return verification.run()
 
@@ -121,14 +121,15 @@ class Verification:
         loss_fn: LossFunction,
         options: dict[str, Any],
         selected: dict[str, nn.Parameter],
-        batch_size: int,
+        division: Division,
         examples: list[int],
         tolerance: float | None,
         state: State,
     ):
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         self.options, self.selected = options, list(selected)
-        self.batch_size, self.examples = batch_size, examples
+        self.division, self.examples = division, examples
+        self.batch_size = division.batch_size
         self.state = state
         self.checks: list[Check] = []
         self.refused: dict[str, str] = {}
@@ -233,6 +234,8 @@ class Verification:
     def _survey(self) -> Survey | None:
         self.subject.state.restore()
         options = {name: self.options[name] for name in ("batch_dim", "parameters", "exclude")}
+        if self.division.bounds is not None:
+            options["segments"] = packed_segments(self.options["cu_seqlens"], self.subject.model)
         try:
             found = survey(
                 self.subject.model, self.subject.batch, self.loss_fn,
@@ -324,7 +327,7 @@ class Verification:
 
     def _elsewhere(self, rows: list[int], place: int, parameters: list[nn.Parameter]) -> Example:
         """Return what the loss at ``place`` of a batch of some of the examples is."""
-        batch = take_examples(self.subject.batch, rows, self.batch_size, self.options["batch_dim"])
+        batch = self.division.take(self.subject.batch, rows)
         self.subject.state.restore()
         losses = check_losses(self.loss_fn(self.subject.model, batch), len(rows))
         return Example(place, losses[place].detach(), gradients_of(losses[place], parameters))
@@ -384,9 +387,7 @@ class Verification:
             return tensor[:, :length] if padded else tensor
 
         parameters = self.subject.parameters(self.selected)
-        one = take_examples(
-            self.subject.batch, [number], self.batch_size, self.options["batch_dim"]
-        )
+        one = self.division.take(self.subject.batch, [number])
         try:
             references = []
             for variant in (one, map_tensors(one, trim)):
