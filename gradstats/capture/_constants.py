@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import MOVES, RESHAPES
+from gradstats.capture._layout import MOVES, PRESCRIBES, RESHAPES, result_axes
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
@@ -46,7 +46,7 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES
+CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES | PRESCRIBES
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -112,7 +112,12 @@ class ConstantTracking(TorchFunctionMode):
             if func in IN_PLACE or "out" in kwargs:
                 # A constant that data were written into is one no longer.
                 tracker.mark_data(kwargs.get("out", args[0]))
-            if tracker.follows_layouts or func in MOVES or func in RESHAPES:
+            axes = result_axes(func, args)
+            if axes is not None:
+                for tensor, axis in zip(results, axes, strict=False):
+                    if isinstance(tensor, Tensor):
+                        tracker.place(tensor, axis)
+            elif tracker.follows_layouts or func in MOVES or func in RESHAPES:
                 # The operand whose layout is out of the ordinary decides; in doubt the first.
                 source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
                 for tensor in results:

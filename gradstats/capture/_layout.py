@@ -60,6 +60,8 @@ def follow(
         return _moved(source, layout, result)
     if func in RESHAPES:
         return _reshaped(source, layout, result)
+    if func is Tensor.__getitem__:
+        return _indexed(args[1], layout)
     if func in REORDERS or result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1
@@ -80,6 +82,18 @@ def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     if len(found) != 1 or (layout.fold != 1 and found[0] != 0):
         return None
     return Examples(layout.batch, found[0], layout.fold)
+
+
+def _indexed(index, layout: Examples) -> Examples | None:
+    """Numbers and slices before the example axis, nothing but a whole slice on it."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(item, (int, slice)) or isinstance(item, bool) for item in items):
+        return None
+    before, own = items[: layout.axis], items[layout.axis : layout.axis + 1]
+    if own not in ((), (slice(None),)):
+        return None
+    dropped = sum(isinstance(item, int) for item in before)
+    return Examples(layout.batch, layout.axis - dropped, layout.fold)
 
 
 def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
@@ -104,6 +118,29 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
         return None
     return Examples(layout.batch, 0, rows // layout.batch)
 
+
+def result_axes(func, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Return the example axis of each result of an operation that prescribes them.
+
+    Attention and recurrent layers are sequence first, whatever the caller's ``batch_dim``; None for
+    every other operation.
+    """
+    if func is torch.nn.functional.multi_head_attention_forward:
+        return (1, 0)
+    if func in RECURRENT_CELLS:
+        return (0, 0)
+    if func in RECURRENT_LAYERS and isinstance(args[3], bool):
+        return (0 if args[8] else 1, 1, 1)
+    return None
+
+
+RECURRENT_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
+RECURRENT_CELLS = frozenset(
+    {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+)
+
+PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | {torch.nn.functional.multi_head_attention_forward}
 
 MOVES = frozenset(
     {

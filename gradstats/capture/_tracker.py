@@ -130,6 +130,13 @@ class Tracker:
                 return layout
         return self._contract if self.has_example_axis(tensor) else None
 
+    def place(self, tensor: Tensor, axis: int, fold: int = 1) -> None:
+        """Note that a tensor of data has its examples along a given axis."""
+        layout = Examples(self.batch_size, axis, fold)
+        if layout != self._contract or not self.has_example_axis(tensor):
+            tensor._gradstats_layout = (self, layout)  # type: ignore[attr-defined]
+            self.follows_layouts = True
+
     def follow_layout(self, func, args: tuple[Any, ...], source: Tensor, result: Tensor) -> None:
         """Note where the examples lie in the result of an operation on data."""
         marked = getattr(source, "_gradstats_layout", (None, None))[0] is self

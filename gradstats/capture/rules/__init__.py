@@ -5,6 +5,7 @@ at least one of them tracked and at least one of them data, and returns the oper
 """
 
 from gradstats.capture.rules import (
+    _attention,
     _convolution,
     _elementwise,
     _embedding,
@@ -18,4 +19,5 @@ RULES = {
     **_embedding.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
+    **_attention.RULES,
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import Examples as Examples
-from gradstats.capture._nodes import Node, function_name
+from gradstats.capture._nodes import Node, function_name, operands_of
 from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
 
@@ -85,3 +87,35 @@ def in_place_variants(*names: str) -> list:
     """Return the methods and operators under which an operation changes its first operand."""
     keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
     return [getattr(torch.Tensor, key) for key in keys if hasattr(torch.Tensor, key)]
+
+
+def run(tracker, func, *args, **kwargs):
+    """Run an operation from within a rule: through its own rule where an operand is tracked."""
+    if any(node_of(item) is not None for item in operands_of(args, kwargs)):
+        return tracker.dispatch(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def as_data(tracker, func, node: Node, item: Tensor, axis: int) -> Tensor:
+    """Return an operand with one slice for each example along an axis that the operation prescribes.
+
+    Args:
+        tracker: the context.
+        func, node: the operation and the tracked operand, for the message.
+        item: data; or a tracked or constant tensor that holds a slice for each example, as learned
+            queries and initial states do that were expanded to the batch.
+        axis: the example axis.
+    """
+    own = node_of(item)
+    if own is None and tracker.is_data(item):
+        locate(tracker, func, node, item, axis=axis)
+        return item
+    if item.shape[axis] != tracker.batch_size:
+        refuse(func, own or node, f"with {item.shape[axis]} slices along axis {axis} has no rule")
+    if own is None:
+        # A fresh view, so that no mark is left on a tensor of the user's.
+        item = item.view_as(item)
+    else:
+        item = example_view(tracker, own, ExampleLayout(item.dim(), axis, tracker.batch_size))
+    tracker.place(item, axis)
+    return item
