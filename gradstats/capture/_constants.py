@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import MOVES, PRESCRIBES, RESHAPES, result_axes
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._order import REORDERED, follow_order
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
@@ -46,7 +47,9 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES | PRESCRIBES
+FACTORIES = frozenset({torch.zeros, torch.ones})
+
+CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES | PRESCRIBES | REORDERED
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -107,11 +110,17 @@ class ConstantTracking(TorchFunctionMode):
                 return
         operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
+        if func in FACTORIES:
+            data = []  # a size may come from data; what is filled in does not
+        if func is torch.stack and "dim" in kwargs:
+            args = (args[0], kwargs["dim"])
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
             if func in IN_PLACE or "out" in kwargs:
                 # A constant that data were written into is one no longer.
                 tracker.mark_data(kwargs.get("out", args[0]))
+            if follow_order(tracker, func, args, kwargs, results):
+                return
             axes = result_axes(func, args)
             if axes is not None:
                 for tensor, axis in zip(results, axes, strict=False):

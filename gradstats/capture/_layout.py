@@ -56,6 +56,9 @@ def follow(
         return None
     if func is torch.einsum:
         return _contracted(args, source, layout)
+    if func is torch.stack:
+        dim = (args[1] if len(args) > 1 else 0) % result.dim()
+        return Examples(layout.batch, layout.axis + (dim <= layout.axis), layout.fold)
     if func in MOVES:
         return _moved(source, layout, result)
     if func in RESHAPES:
@@ -111,6 +114,11 @@ def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Exam
 
 def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     """Reshapes keep the order of elements: examples in front stay in front, folded or not."""
+    # With as many elements before it and as many in it, an axis is the same axis.
+    before, size = source.shape[: layout.axis].numel(), source.shape[layout.axis]
+    for axis in range(result.dim() if size > 1 else 0):
+        if result.shape[axis] == size and result.shape[:axis].numel() == before:
+            return Examples(layout.batch, axis, layout.fold)
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
     rows = result.shape[0] if result.dim() else 0
@@ -145,6 +153,7 @@ PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | {torch.nn.functional.multi_hea
 MOVES = frozenset(
     {
         torch.einsum,
+        torch.stack,
         torch.transpose,
         Tensor.transpose,
         torch.swapaxes,

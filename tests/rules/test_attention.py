@@ -1,4 +1,4 @@
-"""Multi-head attention in every form that nn.MultiheadAttention calls it, and Transformer layers."""
+"""Multi-head attention in every form of nn.MultiheadAttention, and Transformer layers."""
 
 import pytest
 import torch

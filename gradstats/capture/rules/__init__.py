@@ -11,6 +11,7 @@ from gradstats.capture.rules import (
     _embedding,
     _normalization,
     _products,
+    _recurrent,
 )
 
 RULES = {
@@ -20,4 +21,5 @@ RULES = {
     **_normalization.RULES,
     **_elementwise.RULES,
     **_attention.RULES,
+    **_recurrent.RULES,
 }

@@ -74,12 +74,12 @@ def multi_head_attention(
         )
 
     if use_separate_proj_weight:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+        separate = (q_proj_weight, k_proj_weight, v_proj_weight)
         biases = _split(tracker, in_proj_bias, [width] * 3)
-        q, k, v = (
+        q, k, v = [
             run(tracker, functional.linear, x, weight, bias)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
+            for x, weight, bias in zip((query, key, value), separate, biases, strict=True)
+        ]
     else:
         q, k, v = _project(tracker, (query, key, value), in_proj_weight, in_proj_bias)
 
@@ -105,18 +105,18 @@ def multi_head_attention(
     dropout_p = dropout_p if training else 0.0
     if need_weights:
         logits = _logits(tracker, q * math.sqrt(1.0 / q.shape[2]), k, mask)
-        weights = logits.softmax(-1)
+        attended = logits.softmax(-1)
         if dropout_p > 0.0:
-            weights = functional.dropout(weights, dropout_p)
-        mixed = torch.bmm(weights, v).transpose(0, 1).reshape(length, examples, width)
-        weights = weights.view(examples, num_heads, length, -1)
-        weights = weights.mean(1) if average_attn_weights else weights
+            attended = functional.dropout(attended, dropout_p)
+        mixed = torch.bmm(attended, v).transpose(0, 1).reshape(length, examples, width)
+        attended = attended.view(examples, num_heads, length, -1)
+        weights = attended.mean(1) if average_attn_weights else attended
     else:
-        q, k, v = (item.view(examples, num_heads, item.shape[1], -1) for item in (q, k, v))
-        for item in (q, k, v):
+        heads = [x.view(examples, num_heads, x.shape[1], -1) for x in (q, k, v)]
+        for item in heads:
             tracker.place(item, 0)
         mixed = run(
-            tracker, functional.scaled_dot_product_attention, q, k, v, mask, dropout_p, is_causal
+            tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
         )
         mixed = mixed.permute(2, 0, 1, 3).reshape(length, examples, width)
         weights = None

@@ -64,16 +64,20 @@ def locate(
     return layout
 
 
+def autocast_dtype(data: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast computes on the data's device; None where it is off."""
+    device = data.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def cast_for_autocast(data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
     which caches it.
     """
-    device = data.device.type
-    if data.is_floating_point() and torch.is_autocast_enabled(device):
-        return data.to(torch.get_autocast_dtype(device))
-    return data
+    dtype = autocast_dtype(data)
+    return data.to(dtype) if dtype is not None and data.is_floating_point() else data
 
 
 def function_variants(*names: str) -> list:
@@ -97,7 +101,7 @@ def run(tracker, func, *args, **kwargs):
 
 
 def as_data(tracker, func, node: Node, item: Tensor, axis: int) -> Tensor:
-    """Return an operand with one slice for each example along an axis that the operation prescribes.
+    """Return an operand that has one slice for each example along an axis the operation prescribes.
 
     Args:
         tracker: the context.
