@@ -111,14 +111,17 @@ def test_dropout_between_layers(kind):
     check(function, {"layer": layer}, normal(BATCH, 4, WIDTH), loss_fn=losses)
 
 
-def test_results_that_the_loss_leaves_out():
+PICKS = {
+    "one step's output": lambda result: result[0][:, 0],
+    "one hidden state": lambda result: result[1][0][0],
+    "one memory": lambda result: result[1][1][1],
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_results_that_the_loss_leaves_out(pick):
     layer = nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True)
-    for pick in (
-        lambda result: result[0][:, 0],
-        lambda result: result[1][0][0],
-        lambda result: result[1][1][1],
-    ):
-        check(lambda m, x: pick(m.layer(x)), {"layer": layer}, normal(BATCH, 4, WIDTH))
+    check(lambda m, x: pick(m.layer(x)), {"layer": layer}, normal(BATCH, 4, WIDTH))
 
 
 def test_results_changed_in_place():

@@ -1,7 +1,7 @@
 """Recurrent layers and cells: Elman, LSTM (Hochreiter & Schmidhuber 1997), GRU (Cho et al. 2014).
 
-A weight that T steps use is one use with T positions: PyTorch computes the layer, and in backward it
-is computed again step by step, for the gradients of its gates.
+A weight that T steps use is one use with T positions: PyTorch computes the layer, and in backward
+it is computed again step by step, for the gradients of its gates.
 
 Rows are what the steps read, one after the other: all examples' first step, all examples' second
 step, and so on. Packed sequences are rows already, of which later steps have fewer.
