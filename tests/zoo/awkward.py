@@ -119,10 +119,6 @@ def checkpointed(m: nn.Module, x: Tensor) -> Tensor:
     return m.block(x)
 
 
-def rows(x: Tensor) -> Tensor:
-    return x.flatten(0, 1)
-
-
 GROUPED = {
     "Conv2d, groups": lambda: nn.Conv2d(4, 6, 3, groups=2),
     "Conv2d, depthwise": lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1),
@@ -290,13 +286,6 @@ AXES = [
                     layer=nn.Linear(WIDTH, 4)),
         data((5, WIDTH)),
         losses,
-    ),
-    Case(
-        "examples in another order",
-        lambda: Net(lambda m, x: m.layer(x[x[:, 0].argsort()]), layer=nn.Linear(WIDTH, 4)),
-        data((WIDTH,)),
-        losses,
-        refused=(gs.ExampleAxisError, "layer.weight"),
     ),
     Case(
         "a custom autograd Function with a parameter",

@@ -206,7 +206,12 @@ CASES = [
         labelled(BATCH, 6),
         classify,
     ),
-    Case("nn.LSTM on packed sequences", Packed, lambda: (tokens()[0], tokens()[0][:, 0] % 4), classify),
+    Case(
+        "nn.LSTM on packed sequences",
+        Packed,
+        lambda: (tokens()[0], tokens()[0][:, 0] % 4),
+        classify,
+    ),
     Case("nn.LSTMCell, GRUCell, RNNCell", Cells, labelled(4, 6), classify),
     Case(
         "ResNet with GroupNorm, training",
