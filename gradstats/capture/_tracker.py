@@ -102,8 +102,8 @@ class Tracker:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         if torch.compiler.is_compiling():
             return True
-        if id(tensor) in self._constant_ids:
-            return False
+        if id(tensor) in self._constant_ids or isinstance(tensor, nn.Parameter):
+            return False  # a parameter that a forward makes holds no examples either
         return getattr(tensor, "_gradstats_constant", None) is not self
 
     def has_example_axis(self, tensor: Tensor) -> bool:

@@ -47,6 +47,11 @@ def language_losses(model: nn.Module, batch) -> Tensor:
     return sequence_loss(model(input_ids=ids, use_cache=False).logits, targets)
 
 
+def as_long_as_the_batch():
+    """As many positions as examples: shape cannot tell them apart."""
+    return tokens(BATCH)
+
+
 def masked_tokens():
     ids, targets = tokens()
     mask = (torch.arange(5) < torch.tensor([[5], [3], [4]])).long()
@@ -133,6 +138,15 @@ CASES = [
         language_losses,
     ),
     Case(
+        "GPT-2, T = B",
+        build(
+            "GPT2LMHeadModel", "GPT2Config", n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH,
+            vocab_size=VOCABULARY, n_positions=32, bos_token_id=1, eos_token_id=2,
+        ),
+        as_long_as_the_batch,
+        language_losses,
+    ),
+    Case(
         "Llama",
         build("LlamaForCausalLM", "LlamaConfig", **DECODER),
         tokens,
@@ -142,7 +156,7 @@ CASES = [
     Case(
         "Qwen3",
         build("Qwen3ForCausalLM", "Qwen3Config", **DECODER),
-        tokens,
+        as_long_as_the_batch,
         language_losses,
         True,
     ),
@@ -156,7 +170,7 @@ CASES = [
     Case(
         "Gemma 3",
         build("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER, sliding_window=4),
-        tokens,
+        as_long_as_the_batch,
         language_losses,
         True,
     ),
@@ -182,7 +196,7 @@ CASES = [
             state_size=4, num_hidden_layers=LAYERS, conv_kernel=3, time_step_rank=4,
             pad_token_id=0, bos_token_id=1, eos_token_id=2,
         ),
-        tokens,
+        as_long_as_the_batch,
         language_losses,
         True,
     ),
