@@ -66,10 +66,12 @@ class ConstantTracking(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func is torch.nn.functional.batch_norm:
-            check_batch_norm(*args, **kwargs)
+            if self._is_data(args[0] if args else kwargs["input"]):
+                check_batch_norm(*args, **kwargs)
         elif func is torch.batch_norm:
             input, weight, bias, mean, variance, training = args[:6]
-            check_batch_norm(input, mean, variance, weight, bias, training)
+            if self._is_data(input):
+                check_batch_norm(input, mean, variance, weight, bias, training)
         elif func is Tensor.backward:
             return self._backward(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -79,6 +81,9 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        return node_of(tensor) is None and self.tracker.is_data(tensor)
 
     def _backward(
         self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=()

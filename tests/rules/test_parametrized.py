@@ -133,6 +133,17 @@ def test_spectral_norm_in_training(old):
     check_each_forward(make, normal(BATCH, 2, WIDTH))
 
 
+def test_standardised_weights():
+    """Batch normalisation of a weight takes its statistics from no example."""
+
+    def function(m, x):
+        flat = m.w.reshape(1, len(m.w), -1)
+        weight = functional.batch_norm(flat, None, None, training=True).reshape_as(m.w)
+        return functional.conv1d(x, weight, m.b)
+
+    check_operation(function, {"w": (5, WIDTH, 2), "b": (5,)}, normal(BATCH, WIDTH, 4))
+
+
 def straight_through(weight: Tensor) -> Tensor:
     """Round to eighths; the gradient passes as if nothing were rounded."""
     return weight + ((weight * 8).round() / 8 - weight).detach()
