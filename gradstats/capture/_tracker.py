@@ -15,7 +15,7 @@ from gradstats.capture._dispatch import dispatch
 from gradstats.capture._layout import MOVES, RESHAPES, Examples, follow
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, Root
-from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture._tensors import DerivedTensor, TrackedParameter, unwrap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
 from gradstats.contractions import Contraction, sqnorm
@@ -72,6 +72,7 @@ class Tracker:
             if isinstance(tensor, Tensor) and id(tensor) not in tracked
         }
         self._classes: list[tuple[nn.Parameter, type]] = []
+        self._modules = list(model.modules())
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
@@ -90,6 +91,8 @@ class Tracker:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
         self._classes.clear()
+        for module in self._modules:
+            restore_attributes(module)
         for root in self.roots:
             root.release()
         self.closed = True
@@ -231,6 +234,15 @@ class Tracker:
                 "graph cannot do. Run this step without torch.compile."
             )
         return reports
+
+
+def restore_attributes(module: nn.Module) -> None:
+    """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
+    for name, item in vars(module).items():
+        if isinstance(item, DerivedTensor):
+            vars(module)[name] = unwrap(item)
+        elif type(item) is list and any(isinstance(entry, DerivedTensor) for entry in item):
+            item[:] = map(unwrap, item)
 
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.rules.operation import check_operation, check_refused, normal, uneven_loss
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, WIDTH, HEADS = 3, 4, 2
 
@@ -232,6 +233,32 @@ def test_dropout(need_weights):
         normal(BATCH, 4, WIDTH),
         loss_fn=losses,
     )
+
+
+def test_dropout_beside_a_trained_mask():
+    """The mask's gradient depends on which weights were dropped: known where it is computed."""
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.4)
+
+    def losses(model, batch):
+        torch.manual_seed(3)
+        return uneven_loss(model, batch)
+
+    model = Operation(
+        lambda m, x: attend(m, x, x, x, attn_mask=m.bias, need_weights=False),
+        {"attention": attention, "bias": (4, 4)},
+        upstream=False,
+    )
+    x = normal(BATCH, 4, WIDTH)
+    expected = oracle_sqnorms(model, (x,), losses)
+    assert_sqnorms(gs.per_example_norms(model, (x,), losses), expected, 1e-9)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(losses(model, (x,)))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=r"dropout.*'bias'.*fused=True"),
+        gs.track(model, batch_size=BATCH, fused=False),
+    ):
+        losses(model, (x,))
 
 
 def test_one_attention_used_twice_and_tied_weights():

@@ -75,6 +75,12 @@ def test_weight_norm(name):
     check_operation(lambda m, x: run(m.layer, x), {"layer": layer}, sample(shape))
 
 
+def attribute_types(model: nn.Module) -> list[type]:
+    """Return the types of all that modules keep, in lists too."""
+    kept = [item for module in model.modules() for item in vars(module).values()]
+    return [type(item) for item in [*kept, *(x for i in kept if type(i) is list for x in i)]]
+
+
 def check_each_forward(make, x: Tensor) -> None:
     """Compare with the oracle where a forward leaves something on the model: on fresh ones."""
 
@@ -87,9 +93,11 @@ def check_each_forward(make, x: Tensor) -> None:
     losses(plain, x).mean().backward()
     for fused in (True, False):
         model = make()
+        kinds = attribute_types(model)
         with gs.track(model, batch_size=BATCH, fused=fused) as tracker:
             tracker.backward(losses(model, x))
         assert_sqnorms(tracker.stats, expected, 1e-9)
+        assert attribute_types(model) == kinds
         for got, want in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-14)
             assert fused or torch.equal(got.grad, want.grad)
