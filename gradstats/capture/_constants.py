@@ -74,6 +74,8 @@ class ConstantTracking(TorchFunctionMode):
             create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
             losses = [losses] if isinstance(losses, Tensor) else losses
             self.tracker.before_backward(losses, create_graph)
+            func(*args, **kwargs)
+            return self.tracker.after_backward()
         elif func is torch.autograd.grad:
             self._check_inner(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -101,6 +103,7 @@ class ConstantTracking(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+        self.tracker.after_backward()
 
     def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
                      create_graph=False, *args, **kwargs) -> None:  # fmt: skip

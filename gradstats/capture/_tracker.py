@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ ACCUMULATE_GRAD = type(
 )
 
 
+class BackwardListener(Protocol):
+    """What wants to know when the backward of a context starts and when it has ended."""
+
+    def before_backward(self, losses: Sequence[Tensor]) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
 class Tracker:
     """Follows the uses of a model's parameters for the duration of one batch."""
 
@@ -51,6 +59,9 @@ class Tracker:
         # Set once any tensor has a layout of its own, so that most models pay nothing for it.
         self.follows_layouts = False
         self.closed = False
+        # Told before and after the backward, while the gradients are as the backward left them.
+        self.listener: BackwardListener | None = None
+        self.reported_twice = torch.zeros((), dtype=torch.bool)
         self._backward_ran = False
         self._mode = ConstantTracking(self)
         named = select_parameters(model, parameters, exclude)
@@ -180,6 +191,13 @@ class Tracker:
             )
         self.check_coverage([loss.grad_fn for loss in losses if loss.grad_fn is not None])
         self._backward_ran = True
+        if self.listener is not None:
+            self.listener.before_backward(losses)
+
+    def after_backward(self) -> None:
+        """Let the listener see the gradients before anything else can change them."""
+        if self.listener is not None:
+            self.listener.after_backward()
 
     def check_coverage(self, start: list) -> None:
         """Raise if the graph from ``start`` uses a tracked parameter in a way that was not seen.
@@ -222,7 +240,9 @@ class Tracker:
         unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=device)
         grads = [root.probe.grad for root in self.roots]
         reports = torch.stack([unused if grad is None else grad.to(device) for grad in grads])
-        if bool((reports[:, COUNT] > 1).any()):
+        self.reported_twice = (reports[:, COUNT] > 1).any()
+        # Looking waits for the device: who listens looks at a time of its own.
+        if self.listener is None and bool(self.reported_twice):
             counts = reports[:, COUNT].amax(1).tolist()
             names = [r.name for r, n in zip(self.roots, counts, strict=True) if n > 1]
             raise CoverageError(
