@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+SERIALS = itertools.count()
 
 ACCUMULATE_GRAD = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
@@ -52,6 +55,8 @@ class Tracker:
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
     ):
+        # Tensors are marked with this number: they may be copied, and may outlive the context.
+        self.serial = next(SERIALS)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.settings = settings
@@ -115,7 +120,7 @@ class Tracker:
             return True
         if id(tensor) in self._constant_ids:
             return False
-        return getattr(tensor, "_gradstats_constant", None) is not self
+        return getattr(tensor, "_gradstats_constant", None) != self.serial
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
@@ -125,11 +130,11 @@ class Tracker:
         """Remember that a tensor was computed without data."""
         if id(tensor) in self._constant_ids:
             return
-        tensor._gradstats_constant = self  # type: ignore[attr-defined]
+        tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor."""
-        if getattr(tensor, "_gradstats_constant", None) is self:
+        if getattr(tensor, "_gradstats_constant", None) == self.serial:
             del tensor._gradstats_constant  # type: ignore[attr-defined]
         self._constant_ids.discard(id(tensor))
 
@@ -137,13 +142,13 @@ class Tracker:
         """Return where the examples of a tensor of data lie, None where that is not known."""
         if not torch.compiler.is_compiling():
             owner, layout = getattr(tensor, "_gradstats_layout", (None, None))
-            if owner is self:
+            if owner == self.serial:
                 return layout
         return self._contract if self.has_example_axis(tensor) else None
 
     def follow_layout(self, func, args: tuple[Any, ...], source: Tensor, result: Tensor) -> None:
         """Note where the examples lie in the result of an operation on data."""
-        marked = getattr(source, "_gradstats_layout", (None, None))[0] is self
+        marked = getattr(source, "_gradstats_layout", (None, None))[0] == self.serial
         if not marked and func not in MOVES and func not in RESHAPES:
             return
         layout = self.layout_of(source)
@@ -155,7 +160,7 @@ class Tracker:
             if sum(size == self.batch_size for size in source.shape) == 1:
                 return
         if after != self._contract or not self.has_example_axis(result):
-            result._gradstats_layout = (self, after)  # type: ignore[attr-defined]
+            result._gradstats_layout = (self.serial, after)  # type: ignore[attr-defined]
             self.follows_layouts = True
 
     @property
