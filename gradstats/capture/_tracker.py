@@ -16,6 +16,7 @@ from gradstats.capture._dispatch import dispatch
 from gradstats.capture._layout import MOVES, RESHAPES, Examples, follow
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, Root
+from gradstats.capture._sharded import ShardedParameters, is_sharded
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
@@ -88,20 +89,35 @@ class Tracker:
             if isinstance(tensor, Tensor) and id(tensor) not in tracked
         }
         self._classes: list[tuple[nn.Parameter, type]] = []
+        self._sharded = ShardedParameters(model, self.roots, self._track_whole, self._ignore_whole)
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
-        for root in self.roots:
+        whole = [root for root in self.roots if not is_sharded(root.parameter)]
+        for root in whole:
             check_trackable(root)
-        for root in self.roots:
-            self._classes.append((root.parameter, type(root.parameter)))
-            root.parameter.__class__ = TrackedParameter
-            root.parameter._gradstats = root  # type: ignore[attr-defined]
+        for root in whole:
+            self._track(root)
+        self._sharded.open()
         self._mode.__enter__()
+
+    def _track(self, root: Root) -> None:
+        self._classes.append((root.parameter, type(root.parameter)))
+        root.parameter.__class__ = TrackedParameter
+        root.parameter._gradstats = root  # type: ignore[attr-defined]
+
+    def _track_whole(self, root: Root, parameter: nn.Parameter) -> None:
+        root.parameter = parameter
+        check_trackable(root)
+        self._track(root)
+
+    def _ignore_whole(self, parameter: nn.Parameter) -> None:
+        self._constant_ids.add(id(parameter))
 
     def close(self) -> None:
         """Give the parameters back as they were; nothing of the context is left on them."""
         self._mode.__exit__(None, None, None)
+        self._sharded.close()
         for parameter, original in self._classes:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
@@ -224,6 +240,7 @@ class Tracker:
                     seen.add(child)
                     stack.append(child)
                     continue
+                self._sharded.check_known(child.variable)  # type: ignore[attr-defined]
                 root = roots.get(id(child.variable))  # type: ignore[attr-defined]
                 # A compiled graph takes the parameter itself: inside it every use is tracked.
                 if root is not None and node.name() != "CompiledFunctionBackward":
