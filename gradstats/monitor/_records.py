@@ -120,10 +120,10 @@ class RunningSelfInfluence:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved state."""
-        ids = np.asarray(state["ids"], dtype=np.int64)
+        ids = torch.as_tensor(state["ids"]).tolist()
         self._place = {int(i): place for place, i in enumerate(ids)}
-        self._values = np.array(state["values"], dtype=np.float64)
-        self._visits = np.array(state["visits"], dtype=np.int64)
+        self._values = np.array(torch.as_tensor(state["values"]).tolist(), dtype=np.float64)
+        self._visits = np.array(torch.as_tensor(state["visits"]).tolist(), dtype=np.int64)
 
     def _order(self) -> list[int]:
         return [self._place[i] for i in self.ids.tolist()]
