@@ -87,8 +87,8 @@ class ShardedParameters:
         if self._places and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole:
             raise CoverageError(
                 f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
-                "module that fully_shard manages, where it cannot be tracked. Run the model through "
-                "its forward, or apply fully_shard to the module whose parameters are used."
+                "module that fully_shard manages, where it cannot be tracked. Run the model "
+                "through its forward, or apply fully_shard to the module whose parameters are used."
             )
 
 

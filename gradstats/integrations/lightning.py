@@ -1,7 +1,7 @@
 """Gradient statistics in a Lightning run, of ``lightning`` or of ``pytorch_lightning``.
 
-    from gradstats.integrations.lightning import GradStatsCallback
-    Trainer(callbacks=[GradStatsCallback(every=50)])
+from gradstats.integrations.lightning import GradStatsCallback
+Trainer(callbacks=[GradStatsCallback(every=50)])
 """
 
 from __future__ import annotations

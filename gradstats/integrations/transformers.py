@@ -1,7 +1,7 @@
 """Gradient statistics in a run of Hugging Face's Trainer.
 
-    from gradstats.integrations.transformers import GradStatsCallback
-    Trainer(..., callbacks=[GradStatsCallback(every=50)])
+from gradstats.integrations.transformers import GradStatsCallback
+Trainer(..., callbacks=[GradStatsCallback(every=50)])
 """
 
 from __future__ import annotations

@@ -20,9 +20,7 @@ from gradstats.statistics._training import (
 )
 
 
-def step_metrics(
-    measured: Measured, clip: float | None, learning_rate: float
-) -> dict[str, float]:
+def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -> dict[str, float]:
     """Return name → number; the formulas stand at ``Monitor`` and in ``_training``.
 
     Args:

@@ -94,10 +94,7 @@ class Monitor:
             DistributedDataParallel or sharded model.
 
     Attributes:
-        self_influence: RunningSelfInfluence, by id, of the steps that were given ids.
-        spikes: list of Spike.
-        nonfinite: (step, id or position) of examples whose gradient was not finite, the last 1000.
-        history: metric → list, for all measured steps; with "step" and the norms' quantiles.
+        steps: how many optimizer steps have ended.
 
     Cost:
         A measured step costs what ``gs.track`` costs, and one copy from the device to the host
@@ -149,13 +146,13 @@ class Monitor:
             loss_reduction, alignment, gram, layers, fused, parameters, exclude, workspace
         )
         Layers(list(select_parameters(model, parameters, exclude)), layers)
-        self._spike, self._top, self._clip = spike, top, clip
+        self._spike_factor, self._top, self._clip = spike, top, clip
         self._group = process_group
         self.steps = 0
-        self.spikes: list[Spike] = []
-        self.self_influence = RunningSelfInfluence()
-        self.nonfinite: deque[tuple[int, int]] = deque(maxlen=1000)
-        self.history: dict[str, list[float]] = {}
+        self._spikes: list[Spike] = []
+        self._self_influence = RunningSelfInfluence()
+        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._history: dict[str, list[float]] = {}
         self._decay = decay
         self._ratios: dict[str, RunningRatio] = {}
         self._undefined = self._nonfinite_steps = 0
@@ -197,6 +194,30 @@ class Monitor:
         return MonitorStep(
             self, batch_size, ids, weights, index == 0, index == count - 1, count, count == 1
         )
+
+    @property
+    def self_influence(self) -> RunningSelfInfluence:
+        """Running self-influence by id, of the measured steps that were given ids."""
+        self._settle()
+        return self._self_influence
+
+    @property
+    def spikes(self) -> list[Spike]:
+        """The steps at which a norm stood out."""
+        self._settle()
+        return self._spikes
+
+    @property
+    def nonfinite(self) -> deque[tuple[int, int]]:
+        """(step, id or position) of examples whose gradient was not finite, the last 1000."""
+        self._settle()
+        return self._nonfinite
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Metric → its values at all measured steps, whose numbers are under "step"."""
+        self._settle()
+        return self._history
 
     def metrics(self) -> dict[str, float]:
         """Return the last step's metrics, name → number; empty if it was not measured."""
@@ -248,15 +269,15 @@ class Monitor:
             "steps": self.steps,
             "undefined": self._undefined,
             "nonfinite_steps": self._nonfinite_steps,
-            "nonfinite": [list(item) for item in self.nonfinite],
+            "nonfinite": [list(item) for item in self._nonfinite],
             "ratios": {name: ratio.state_dict() for name, ratio in self._ratios.items()},
             "recent": {name: list(values) for name, values in self._recent.items()},
-            "spikes": [spike.state_dict() for spike in self.spikes],
+            "spikes": [spike.state_dict() for spike in self._spikes],
             "history": {
                 name: torch.tensor(values, dtype=torch.float64)
-                for name, values in self.history.items()
+                for name, values in self._history.items()
             },
-            "self_influence": self.self_influence.state_dict(),
+            "self_influence": self._self_influence.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,13 +289,13 @@ class Monitor:
             )
         self.steps = state["steps"]
         self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
-        self.nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        self._nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
         for name, saved in state["ratios"].items():
             self._ratio(name).load_state_dict(saved)
         self._recent = {n: deque(v, maxlen=WINDOW) for n, v in state["recent"].items()}
-        self.spikes = [Spike.from_state(saved) for saved in state["spikes"]]
-        self.history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        self.self_influence.load_state_dict(state["self_influence"])
+        self._spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        self._history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
+        self._self_influence.load_state_dict(state["self_influence"])
         self._collector = self._pending = self._measured = None
         self._metrics, self._next = {}, 0
 
@@ -305,11 +326,11 @@ class Monitor:
         measured = self._measured = pending.read()
         step = measured.step
         if measured.ids is not None and measured.influence is not None:
-            self.self_influence.add(measured.ids, measured.influence)
+            self._self_influence.add(measured.ids, measured.influence)
         wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
         self._nonfinite_steps += bool(len(wrong))
         names = wrong if measured.ids is None else measured.ids[wrong]
-        self.nonfinite.extend((number, int(name)) for name in names)
+        self._nonfinite.extend((number, int(name)) for name in names)
         metrics = step_metrics(measured, self._clip, rate)
         for prefix, gradients in {"": step, **measured.layers}.items():
             path = f"gns/{prefix}/" if prefix else "gns/"
@@ -329,21 +350,21 @@ class Monitor:
         metrics["spike"] = float(self._look_for_spikes(number, metrics))
         self._metrics = metrics
         for name, value in {"step": number, **metrics}.items():
-            self.history.setdefault(name, []).append(float(value))
+            self._history.setdefault(name, []).append(float(value))
 
     def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
         found = False
         for name in WATCHED:
             recent, value = self._recent[name], metrics[name]
             typical = float(np.median(recent)) if len(recent) >= FEWEST else math.nan
-            if not math.isfinite(value) or value > self._spike * typical:
+            if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
                 examples = self.examples(self._top)
                 if self._options.alignment:
                     examples += self.examples(self._top, by="alignment")
                 distinct = {record.position: record for record in examples}
                 ordered = sorted(distinct.values(), key=lambda record: -record.norm)
-                self.spikes.append(Spike(number, name, value, typical, tuple(ordered)))
+                self._spikes.append(Spike(number, name, value, typical, tuple(ordered)))
             if math.isfinite(value):
                 recent.append(value)
         return found

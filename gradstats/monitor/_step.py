@@ -211,9 +211,7 @@ class Collector:
             [header, gradient.to(device), batches.flatten(), torch.cat(self._examples).flatten()]
         )
         vectors = [vector] if self.group is None else gather(vector, self.group)
-        return Pending(
-            vectors, self.options, self.layers, self.names, self.optimizer is not None
-        )
+        return Pending(vectors, self.options, self.layers, self.names, self.optimizer is not None)
 
     def _largest(self, by_parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest share of each example's squared norm and whose it is, (B,) each."""

@@ -189,7 +189,7 @@ class RunningRatio:
     @property
     def standard_error(self) -> float:
         """The standard error of ``value``; NaN before the second step."""
-        total, squares, y, x, yy, xy, xx = self._sums
+        total, squares, _, x, yy, xy, xx = self._sums
         ratio = self.value
         if self.count < 2 or math.isnan(ratio):
             return NAN

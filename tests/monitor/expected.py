@@ -8,10 +8,12 @@ import torch
 from tests.oracle import oracle_gradients
 
 
-def gradient_rows(model, batch, loss_fn, parameters=None) -> np.ndarray:
+def gradient_rows(model, batch, loss_fn) -> np.ndarray:
     """Return the per-example gradients as rows, (B, d) float64."""
     gradients = oracle_gradients(model, batch, loss_fn)
-    kept = [g.flatten(1) for name, g in gradients.items() if parameters is None or name in parameters]
+    kept = [
+        g.flatten(1) for name, g in gradients.items() if parameters is None or name in parameters
+    ]
     return torch.cat(kept, 1).numpy()
 
 
