@@ -13,8 +13,8 @@ class Layers:
 
     A pattern is matched path component by path component with the beginning of a parameter's name:
     ``"blocks.*"`` makes one layer of all that lies in ``blocks.0``, another of ``blocks.1``;
-    ``"*"`` makes one of each top-level module. The first pattern that matches decides; parameters that
-    none matches belong to no layer.
+    ``"*"`` makes one of each top-level module. The first pattern that matches decides; parameters
+    that none matches belong to no layer.
 
     Attributes:
         names: the layers, in the model's order.

@@ -253,8 +253,8 @@ class Collector:
                 f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected "
                 f"({batch_size},) integers: one for each example."
             )
-        if ids.device.type == "cpu" and bool((ids.abs() >= MAX_ID).any()):
-            raise TrackingError(f"ids must lie between -2⁵³ and 2⁵³, got {ids.abs().max().item()}.")
+        if ids.device.type == "cpu" and np.abs(ids.numpy()).max() >= MAX_ID:
+            raise TrackingError(f"ids must lie between -2⁵³ and 2⁵³, got {ids.tolist()}.")
         return ids.to(device).double()
 
 
@@ -386,6 +386,6 @@ def _gram_statistics(gram: Tensor) -> Tensor:
             (pairs / (norm[:, None] * norm)).nansum() / count,
             pairs.sign().sum() / count,
             gram.masked_fill(~apart, torch.inf).min(),
-            (pairs < 0).sum() / count,
+            (pairs < 0).double().sum() / count,
         ]
     )
