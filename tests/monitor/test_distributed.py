@@ -1,0 +1,13 @@
+"""Two processes over gloo, against one process on all their data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.monitor.processes import RANKS, data_parallel, free_port, fully_sharded, process
+
+
+@pytest.mark.parametrize("body", [data_parallel, fully_sharded])
+def test_two_processes(body):
+    torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
