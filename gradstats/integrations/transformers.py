@@ -78,7 +78,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             ) from error
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
-        self._stop()
+        self.close()
         _refuse_what_cannot_be_measured(args)
         self._handler = _calling_handler()
         self._accumulation = args.gradient_accumulation_steps
@@ -129,7 +129,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._handler.on_log(args, state, dataclasses.replace(control), logs)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        self._stop()
+        self.close()
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
@@ -169,7 +169,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def _after_forward(self, model, args, output) -> None:
         if output is None:  # the forward raised
-            self._stop()
+            self.close()
 
     def _ids_in(self, kwargs) -> Tensor:
         if self._ids not in kwargs:
@@ -186,7 +186,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             step, self._step = self._step, None
             step.close(last)
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         """Leave the model as it was, whatever was going on."""
         self._remove_hooks()
         if self._step is not None:
