@@ -11,3 +11,9 @@ from tests.monitor.processes import RANKS, data_parallel, free_port, fully_shard
 @pytest.mark.parametrize("body", [data_parallel, fully_sharded])
 def test_two_processes(body):
     torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
+
+
+def test_two_processes_of_a_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    body = pytest.importorskip("tests.monitor.trainer_process")
+    torch.multiprocessing.spawn(body.train, (free_port(), str(tmp_path), RANKS), nprocs=RANKS)
