@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from gradstats.errors import GradStatsError, TrackingError
-from gradstats.monitor._monitor import Monitor, MonitorStep
+from gradstats.monitor._context import MonitorStep
+from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
 from gradstats.statistics._loss import infer_batch_size
 

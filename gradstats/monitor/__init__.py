@@ -3,6 +3,7 @@
 _layers    groups of parameters by a pattern
 _ranks     what several processes tell each other
 _step      one optimizer step being measured, until it goes to the host in one copy
+_context   the context around one forward and backward
 _metrics   the metrics of one step
 _records   what is said about single examples
 _monitor   the public face: which steps are measured, averages over steps, spikes, state

@@ -73,12 +73,15 @@ def plot(monitor: Monitor) -> Figure:
     norms.set_ylabel("gradient norm")
     norms.legend(fontsize=8, ncols=2)
 
-    value, error = history["gns/b_simple"], history["gns/b_simple_se"]
+    value, spread = history["gns/b_simple"], 2 * history["gns/b_simple_se"]
     noise.fill_between(
-        steps, value - 2 * error, value + 2 * error, color=BLUE, alpha=0.25,
-        label="± 2 standard errors",
-    )  # fmt: skip
+        steps, value - spread, value + spread, color=BLUE, alpha=0.25, label="± 2 standard errors"
+    )
     noise.plot(steps, value, color=BLUE, label="noise scale $B_{simple}$")
+    # The first few steps know next to nothing: they must not set the scale.
+    known = (value + spread)[np.isfinite(value + spread)]
+    if len(known):
+        noise.set_ylim(0, 1.2 * np.percentile(known, 90))
     noise.set_ylabel("examples")
     noise.set_xlabel("optimizer step")
     noise.legend(fontsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def gradient_sqnorms(
     device = next(iter(parameters)).device
     shares = torch.zeros(1 + layers, dtype=torch.float64, device=device)
     for parameter, layer in zip(parameters, layer_of, strict=True):
-        gradient = parameter.grad
+        gradient: Any = parameter.grad
         if gradient is None:
             continue
         copies = ranks

@@ -116,9 +116,6 @@ class Collector:
         self._last = last
         options = self.options
         reduction = "sum" if options.loss_reduction == "sum" else "mean"
-        wanted = {"alignment": True} if options.alignment else {}
-        if options.gram:
-            wanted["gram"] = True
         context = track(
             self.model,
             batch_size=batch_size,
@@ -128,7 +125,8 @@ class Collector:
             parameters=options.parameters,
             exclude=options.exclude,
             workspace=options.workspace,
-            **wanted,
+            alignment=options.alignment,
+            gram=options.gram,
         )
         tracker = context._tracker
         tracker.listener = self
@@ -166,9 +164,10 @@ class Collector:
         weight = torch.full((batch_size,), unit[self.options.loss_reduction], dtype=torch.float64)
         if weights is not None:
             weight = torch.as_tensor(weights, dtype=torch.float64).detach()
-        columns = [
+        unknown = torch.full((batch_size,), torch.nan, dtype=torch.float64, device=device)
+        columns: list[Tensor | None] = [
             stats.sqnorm.double(),
-            stats.alignment.double() if self.options.alignment else None,
+            None if stats.alignment is None else stats.alignment.double(),
             weight.to(device),
             self._ids(ids, batch_size, device),
             layer.double(),
@@ -176,37 +175,31 @@ class Collector:
             self._influence(by_parameter),
             *self._by_layer(by_parameter),
         ]
-        if self.options.alignment:
+        if stats.alignment_by_parameter is not None:
             rows = [stats.alignment_by_parameter[name] for name in self.names]
             columns += self._by_layer(torch.stack(rows).double())
-        unknown = torch.full((batch_size,), torch.nan, dtype=torch.float64, device=device)
-        columns = [unknown if column is None else column for column in columns]
-        self._examples.append(torch.stack(columns, 1))
+        known = [unknown if column is None else column for column in columns]
+        self._examples.append(torch.stack(known, 1))
         size = torch.tensor([batch_size, divisor], dtype=torch.float64).to(device)
         assert self._scalar is not None
-        gram = _gram_statistics(stats.gram) if self.options.gram else size.new_empty(0)
+        gram = size.new_empty(0) if stats.gram is None else _gram_statistics(stats.gram)
         self._batches.append(torch.cat([size, self._scalar.to(device)[None], gram]))
         self._twice = self._twice + context._tracker.reported_twice
 
-    def finish(self, divisor: float | None = None) -> Pending:
-        """Return the step, gathered from all processes, still on the device.
-
-        Args:
-            divisor: by how much each micro-batch's scalar was divided; as given to ``add`` if None.
-        """
+    def finish(self) -> Pending:
+        """Return the step, gathered from all processes, still on the device."""
         assert self.layers is not None
         device = self._examples[0].device
         scale = torch.ones((), dtype=torch.float64, device=device)
         if self.scaler is not None and self.scaler.is_enabled():
             # Not get_scale(), which waits for the device.
             scale = self.scaler.scale(torch.ones((), device=device)).double()
-        measured = self._gradient is not None
-        gradient = self._gradient if measured else scale.new_zeros(1 + len(self.layers.names))
+        measured, gradient = self._gradient is not None, self._gradient
+        if gradient is None:
+            gradient = scale.new_zeros(1 + len(self.layers.names))
         flags = [float(len(self._batches)), scale, self._stale, self._twice, float(measured)]
         header = torch.stack([torch.as_tensor(f, device=device).double() for f in flags])
         batches = torch.stack(self._batches)
-        if divisor is not None:
-            batches[:, B_DIVISOR] = divisor
         vector = torch.cat(
             [header, gradient.to(device), batches.flatten(), torch.cat(self._examples).flatten()]
         )
