@@ -1,5 +1,9 @@
-"""Exact per-example gradient norms for unmodified PyTorch models, without a (batch, d) gradient."""
+"""Exact per-example gradient norms and inner products for unmodified PyTorch models.
 
+Neither ever holds a (batch, d) gradient.
+"""
+
+from gradstats.capture._registered import register_rule as register_rule
 from gradstats.errors import BackendError as BackendError
 from gradstats.errors import CoupledExamplesError as CoupledExamplesError
 from gradstats.errors import CoverageError as CoverageError
@@ -15,5 +19,7 @@ from gradstats.statistics._inner_products import inner_products as inner_product
 from gradstats.statistics._norms import per_example_norms as per_example_norms
 from gradstats.statistics._norms import track as track
 from gradstats.statistics._result import GradientNorms as GradientNorms
+from gradstats.statistics._verify import verify as verify
+from gradstats.statistics._verify_report import VerifyReport as VerifyReport
 
 __version__ = "0.1.0"

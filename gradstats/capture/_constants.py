@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import MOVES, RESHAPES
+from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
@@ -46,7 +46,7 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES
+WATCHED = IN_PLACE | CHANGES
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -120,7 +120,7 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if args and not kwargs and not tracker.follows_layouts and func not in CHANGES_LAYOUT:
+        if args and not kwargs and not tracker.follows_layouts and func not in WATCHED:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
@@ -132,12 +132,10 @@ class ConstantTracking(TorchFunctionMode):
             if func in IN_PLACE or "out" in kwargs:
                 # A constant that data were written into is one no longer.
                 tracker.mark_data(kwargs.get("out", args[0]))
-            if tracker.follows_layouts or func in MOVES or func in RESHAPES:
-                # The operand whose layout is out of the ordinary decides; in doubt the first.
-                source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
+            if tracker.follows_layouts or func in CHANGES:
                 for tensor in results:
-                    if isinstance(tensor, Tensor) and tensor is not source:
-                        tracker.follow_layout(func, args, source, tensor)
+                    if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
+                        tracker.follow_layout(func, args, kwargs, data, tensor)
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor
-from gradstats.contractions import Contraction, Fused
+from gradstats._factors import Factor, Lookup
+from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Root(Node):
         self.reported = False
         self._alias: Tensor | None = None
         self._carrier: Tensor | None = None
-        self._delivered: list[tuple[int, Factor | Fused]] = []
+        # Look-ups of this parameter that the forward pass made, in order.
+        self.lookups: list[Lookup] = []
+        self._delivered: list[tuple[int, Factor | Fused | Projected]] = []
 
     @property
     def value(self) -> Tensor:
@@ -111,12 +113,16 @@ class Root(Node):
         """Let go of the graph when the context closes."""
         self._alias = self._carrier = None
         self._delivered.clear()
+        self.lookups.clear()
 
     def deliver(self, factor: Factor | Fused) -> None:
         """Keep the factor of one use until the hub of the running backward asks for it."""
+        kept: Factor | Fused | Projected = factor
+        if self.lookups and self.uses == 1 + len(self.lookups):
+            kept = self.tracker.shrink(self, factor)
         # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its
         # deliveries carry another task's number and are dropped.
-        self._delivered.append((torch._C._current_graph_task_id(), factor))
+        self._delivered.append((torch._C._current_graph_task_id(), kept))
 
     def settle(self, report: Tensor) -> Tensor:
         """Return the final report; called once all uses in the graph have delivered."""

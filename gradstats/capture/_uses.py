@@ -18,15 +18,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
 from gradstats._factors import (
     ConvolutionGeometry,
     Factor,
     Outer,
     Patches,
+    Ragged,
     Vector,
     compute_dtype,
 )
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._layout import Examples
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, make_report, unique_roots
 from gradstats.contractions import Fused, sqnorm, sqnorm_and_sum
@@ -195,7 +198,7 @@ def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
 
 
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
-    weight_tracked, _ = ctx.tracked
+    weight_tracked, _, examples = ctx.tracked
     if not ctx.needs_input_grad[4]:
         return ()
     call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
@@ -206,7 +209,7 @@ def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
         node = derived(node, Tensor.to, grad.dtype)
     use = Use([node])
     gradient = ConvolutionUse.apply(
-        use, ctx.settings, (True, False), call, grad, node.value, None, *use.carriers
+        use, ctx.settings, (True, False, examples), call, grad, node.value, None, *use.carriers
     )
     return ((4, gradient),)
 
@@ -301,20 +304,19 @@ class LinearUse(torch.autograd.Function):
         want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
         want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
         factors: list[Factor | Fused] = []
-        left, right = examples.first(grad), examples.first(x)
         if weight_tracked:
-            outer = Outer(as_positions(left), as_positions(right), tuple(shape))
+            factor = linear_factor(examples, grad, x, tuple(shape))
             sole = use is not None and use.is_sole(use.nodes[0])
             if sole and want_weight and settings.fused:
-                result, total = sqnorm_and_sum(outer, settings.workspace)
+                result, total = sqnorm_and_sum(factor, settings.workspace)
                 grad_weight = total.to(weight_dtype)
-                factors.append(Fused(outer, result, total))
+                factors.append(Fused(factor, result, total))
             else:
-                factors.append(outer)
+                factors.append(factor)
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
         if bias_tracked:
-            values = over_positions(left)
+            values = bias_gradient(examples, grad)
             factors.append(Vector(values, (shape[0],)))
             if want_bias:
                 grad_bias = values.sum(0).to(bias_dtype)
@@ -344,7 +346,7 @@ class ConvolutionUse(torch.autograd.Function):
     @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
-        weight_tracked, bias_tracked = ctx.tracked
+        weight_tracked, bias_tracked, examples = ctx.tracked
         wanted = [
             ctx.needs_input_grad[4],
             ctx.needs_input_grad[5] and settings.weight_gradients,
@@ -353,7 +355,7 @@ class ConvolutionUse(torch.autograd.Function):
         factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
         if weight_tracked:
-            patches = convolution_factor(grad, x, tuple(weight.shape), ctx.call)
+            patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
             sole = use is not None and use.is_sole(use.nodes[0])
             if sole and wanted[1] and settings.fused:
                 result, total = sqnorm_and_sum(patches, settings.workspace)
@@ -363,7 +365,7 @@ class ConvolutionUse(torch.autograd.Function):
             else:
                 factors.append(patches)
         if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            values = channel_gradient(examples, grad)
             if bias_tracked:
                 factors.append(Vector(values, (grad.shape[1],)))
             if settings.weight_gradients and ctx.needs_input_grad[6]:
@@ -410,40 +412,46 @@ class ExampleLayout:
 
     Attributes:
         dims: number of axes of the operation's result.
-        axis: the result's example axis.
-        batch: number of examples.
+        examples: where the result's examples lie.
     """
 
     dims: int
-    axis: int
-    batch: int
+    examples: Examples
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (1,) * (self.dims - len(shape)) + tuple(shape)
 
     def own_slices(self, shape: Sequence[int]) -> bool:
-        """Whether each example sees its own slice of the tensor rather than the whole."""
-        return self.padded(shape)[self.axis] == self.batch and self.batch != 1
+        """Whether each row sees its own slice of the tensor rather than the whole."""
+        rows = self.examples.rows
+        return self.padded(shape)[self.examples.axis] == rows and rows != 1
+
+    def serves(self, shape: Sequence[int]) -> bool:
+        """Whether the factor of a tensor of this shape can be told."""
+        return self.examples.plain or not self.own_slices(shape)
 
     def view(self, value: Tensor) -> Tensor:
         shape = list(self.padded(value.shape))
         viewed = value.view(shape) if len(shape) != value.dim() else value.view_as(value)
         if self.own_slices(value.shape):
             return viewed
-        shape[self.axis] = self.batch
+        shape[self.examples.axis] = self.examples.rows
         return viewed.expand(shape)
 
     def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
-        slices = grad.movedim(self.axis, 0)
+        slices = self.examples.lead(grad)
+        batch = self.examples.batch
         if self.own_slices(shape):
-            axis = self.axis - (self.dims - len(shape))
+            axis = self.examples.axis - (self.dims - len(shape))
             rest = shape[:axis] + shape[axis + 1 :]
-            return Vector(slices.reshape(self.batch, *rest), shape, axis)
-        return Vector(slices.reshape(self.batch, *shape), shape)
+            return Vector(slices.reshape(batch, *rest), shape, axis)
+        if not self.examples.plain:
+            slices = self.examples.reduce(slices.to(compute_dtype(slices)))
+        return Vector(slices.reshape(batch, *shape), shape)
 
     def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
         if not self.own_slices(shape):
-            grad = grad.sum(self.axis, keepdim=True)
+            grad = grad.sum(self.examples.axis, keepdim=True)
         return grad.reshape(shape)
 
 
@@ -454,11 +462,28 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
 
 
-def over_positions(tensor: Tensor) -> Tensor:
-    """Return Σ_t of (B, *, width), the gradient of a bias: (B, width) in the accumulation dtype."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.to(compute_dtype(tensor)).flatten(1, -2).sum(1)
+def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return Σ_t g_t for each example: (B, width) in the accumulation dtype."""
+    rows = examples.lead(grad)
+    if rows.dim() == 2 and examples.plain:
+        return rows
+    rows = rows.to(compute_dtype(rows))
+    if examples.segments is None:
+        return examples.first(grad).to(rows.dtype).flatten(1, -2).sum(1)
+    return examples.reduce(rows if rows.dim() == 2 else rows.flatten(1, -2).sum(1))
+
+
+def linear_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...]
+) -> Outer | Ragged:
+    """Return the factor of a weight that multiplies x (…, d_in) to give grad (…, d_out)."""
+    if examples.segments is None:
+        return Outer(as_positions(examples.first(grad)), as_positions(examples.first(x)), shape)
+    left, right = examples.segments.sorted(examples.lead(grad)), examples.lead(x)
+    right = examples.segments.sorted(right)
+    positions = product(left.shape[1:-1])
+    offsets = tuple(bound * positions for bound in examples.segments.offsets)
+    return Ragged(left.flatten(0, -2), right.flatten(0, -2), offsets, shape)
 
 
 def as_positions(tensor: Tensor) -> Tensor:
@@ -470,7 +495,14 @@ def as_positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, -2)[:, None]
 
 
-def convolution_factor(grad: Tensor, x: Tensor, shape: tuple[int, ...], call) -> Factor:
+def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return the sum over positions of (rows, C, *) for each example: (B, C)."""
+    return examples.reduce(grad.to(compute_dtype(grad)).flatten(2).sum(2))
+
+
+def convolution_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...], call
+) -> Factor:
     """Return the factor of a convolution's weight; 1×1 convolutions are plain products."""
     stride, padding, dilation, transposed, output_padding, groups = call
     if transposed:
@@ -480,6 +512,10 @@ def convolution_factor(grad: Tensor, x: Tensor, shape: tuple[int, ...], call) ->
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
+    if examples.fold != 1:
+        # An example's frames are one more axis, along which the kernel has size 1.
+        x, grad = (examples.first(side).transpose(1, 2) for side in (x, grad))
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
     if pointwise:
         left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)

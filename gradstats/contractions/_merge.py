@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradstats._factors import Factor, Outer, Rows, Vector
-from gradstats.contractions import _outer, _rows, _vector
+from gradstats._factors import Factor, Outer, Ragged, Rows, Vector
+from gradstats.contractions import _outer, _ragged, _rows, _vector
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
+    Ragged: _ragged.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,
 }
@@ -18,10 +19,10 @@ MERGE: dict[type, Callable[..., Factor]] = {
 def merge(factors: Sequence[Factor]) -> list[Factor]:
     """Return factors with the same sum, those of one kind and layout merged into one."""
     kinds: dict[object, list[Factor]] = {}
-    for factor in factors:
+    for index, factor in enumerate(factors):
         # Only factors that agree in everything but their positions can be merged.
         key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
-        kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
+        kinds.setdefault(key if key[0] in MERGE else index, []).append(factor)
     return [
         group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
     ]

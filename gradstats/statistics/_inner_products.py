@@ -23,11 +23,12 @@ from gradstats.capture._consumers import (
     Together,
     storages_of,
 )
+from gradstats.capture._nodes import VALUE
 from gradstats.capture._tracker import Tracker, clean_name, select_parameters
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
-from gradstats.statistics._loss import check_batch_dim, check_losses, infer_batch_size, tensors_in
-from gradstats.statistics._norms import check_choice, check_workspace, not_yet
+from gradstats.statistics._loss import check_losses, examples_in, tensors_in
+from gradstats.statistics._norms import check_choice, check_workspace
 from gradstats.statistics._result import check_finite
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -59,7 +60,11 @@ class KeptGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the factors hold, each storage counted once."""
+        """Bytes that the factors hold, each storage counted once.
+
+        Copies of the parameters that derived tensors (weight_norm, 1 + w) are computed from stay
+        on the device and are not counted.
+        """
         factors = [f for parameter in self.parameters.values() for f in parameter.factors]
         return sum(storages_of(factors).values())
 
@@ -168,7 +173,7 @@ def products(
     check_choice("pairs", pairs, ("all", "diagonal"))
     diagonal = pairs == "diagonal"
     shapes = shapes_of(model, parameters, exclude)
-    batch_size = infer_batch_size(batch, check_batch_dim(batch_dim))
+    batch_size, _ = examples_in(batch, batch_dim, cu_seqlens, model)
     for block in blocks:
         check_same_parameters(block.shapes, shapes)
         if diagonal:
@@ -212,7 +217,7 @@ def inner_products(
     *,
     pairs: str = "all",
     batch_dim: int = 0,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -223,7 +228,8 @@ def inner_products(
 
     The two models are one architecture with different weights, say two checkpoints, or one model
     given twice. A model and batch with themselves (the same objects) take one backward, and
-    products are computed once for ⟨i, j⟩ and ⟨j, i⟩.
+    products are computed once for ⟨i, j⟩ and ⟨j, i⟩. Everything else takes one backward for either
+    side, one after the other.
 
     Args:
         model_a, model_b: modules with the same parameters; both are left as they were found.
@@ -232,7 +238,8 @@ def inner_products(
         pairs: "all" for every i of ``batch_a`` with every j of ``batch_b``, or "diagonal" for the
             i-th with the i-th.
         batch_dim: the example axis of the data.
-        cu_seqlens: boundaries of examples packed into one row. Not supported yet.
+        cu_seqlens: bounds of packed examples (see per_example_norms): one for both batches, or a
+            pair, either of which may be None.
         parameters, exclude: fnmatch patterns over parameter names; all that require grad by
             default.
         workspace: bytes of scratch memory; 256 MiB by default.
@@ -262,35 +269,42 @@ def inner_products(
     check_same_parameters(
         shapes_of(model_a, parameters, exclude), shapes_of(model_b, parameters, exclude)
     )
-    sizes = [infer_batch_size(batch, check_batch_dim(batch_dim)) for batch in (batch_a, batch_b)]
+    bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    sides = zip((batch_a, batch_b), bounds, (model_a, model_b), strict=True)
+    sizes = [examples_in(batch, batch_dim, cu, model)[0] for batch, cu, model in sides]
     if pairs == "diagonal":
         check_equal_sizes(*sizes)
     options: dict[str, Any] = {
         "batch_dim": batch_dim,
-        "cu_seqlens": cu_seqlens,
         "parameters": parameters,
         "exclude": exclude,
         "workspace": workspace,
     }
-    if model_a is model_b and batch_a is batch_b and pairs == "all":
-        together = Together(alignment=False, gram=True, per_parameter=per_parameter)
-        tracker, _ = run(model_a, batch_a, loss_fn, together, **options)
-        check_finite(tracker, nonfinite)
-        result, parts = together.pairs, together.pairs_by_parameter
-        assert result is not None
+    parts: Mapping[str, Tensor] | None
+    if model_a is model_b and batch_a is batch_b:
+        together = Together(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
+        tracker, _ = run(model_a, batch_a, loss_fn, together, cu_seqlens=bounds[0], **options)
+        reports = check_finite(tracker, nonfinite)
+        if together.pairs is not None:
+            result, parts = together.pairs, together.pairs_by_parameter
+        else:
+            result = tracker.sqnorm
+            parts = {
+                root.name: row[VALUE] for root, row in zip(tracker.roots, reports, strict=True)
+            }
     else:
-        kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options)
+        kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, cu_seqlens=bounds[0], **options)
         found = products(
             kept, model_b, batch_b, loss_fn, nonfinite=nonfinite, pairs=pairs,
-            per_parameter=per_parameter, consume=True, **options,
+            per_parameter=per_parameter, consume=True, cu_seqlens=bounds[1], **options,
         )  # fmt: skip
         result, parts = found.values, found.by_parameter
     dtype = result_dtype(model_a, model_b)
-    if not per_parameter:
+    if not per_parameter or parts is None:
         return result.to(dtype)
     unused = torch.zeros_like(result)
-    names = shapes_of(model_a, parameters, exclude)
-    return {name: parts.get(name, unused).to(dtype) for name in names}
+    shapes = shapes_of(model_a, parameters, exclude)
+    return {name: parts.get(name, unused).to(dtype) for name in shapes}
 
 
 def alignment(
@@ -374,8 +388,7 @@ def run(
     Returns:
         The closed context and the losses.
     """
-    not_yet(cu_seqlens=cu_seqlens)
-    batch_size = infer_batch_size(batch, check_batch_dim(batch_dim))
+    batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     settings = Settings(
         weight_gradients=False, fused=True, workspace=check_workspace(workspace), consumer=consumer
     )
@@ -383,6 +396,7 @@ def run(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
+        segments=segments,
         settings=settings,
         parameters=parameters,
         exclude=exclude,
@@ -391,6 +405,7 @@ def run(
         tracker.open()
         try:
             losses = check_losses(loss_fn(model, batch), batch_size)
+            tracker.note_losses(losses)
             tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()

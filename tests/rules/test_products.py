@@ -187,16 +187,6 @@ def test_layers_on_folded_rows(fold):
     check_operation(function, layers, normal(3, 10, 4))
 
 
-def test_rows_folded_elsewhere_are_refused():
-    check_refused(
-        lambda m, x: m.layer(x.transpose(0, 1).reshape(-1, 4)).reshape(5, 3, 2).transpose(0, 1),
-        {"layer": nn.Linear(4, 2)},
-        normal(3, 5, 4),
-        error=gs.ExampleAxisError,
-        match=r"layer.*\(15, 4\)",
-    )
-
-
 @pytest.mark.parametrize("alpha, beta", [(1, 1), (2.5, -0.5), (2, 0)])
 @pytest.mark.parametrize("bias", [(3, 5, 2), (1, 5, 2), (5, 2), (2,), (1, 1, 1)], ids=str)
 def test_baddbmm(alpha, beta, bias):

@@ -37,27 +37,31 @@ def locate(
         node: the tracked operand, for the message.
         data: the operand that carries the examples.
         axis: the example axis that the operation itself prescribes; the caller's by default.
-        folds: the rule can serve data whose examples are folded together with positions.
+        folds: the rule can serve data in which an example has several rows.
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
+    names = [root.name for root in node.roots]
     expected = tracker.batch_dim if axis is None else axis
     usable = layout is not None and (axis is None or layout.axis == axis)
-    if layout is None or not usable or (layout.fold != 1 and not folds):
+    if layout is None or not usable or not (layout.plain or folds):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
             "assigned to examples by guessing. If the examples lie along another axis, pass "
             "batch_dim=; if they are folded together with positions or moved to another axis, keep "
-            "the example axis as it is up to this operation; otherwise leave the parameter out by "
-            "name with exclude=."
+            "the example axis as it is up to this operation; otherwise have per_example_norms "
+            'compute the parameter one example at a time with fallback="vmap", or leave it out by '
+            "name with exclude=.",
+            names,
         )
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
             f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
             f"{layout.axis}: otherwise it mixes them. Give each example a row of its own, or pass "
-            "batch_dim=."
+            "batch_dim=.",
+            names,
         )
     return layout
 
@@ -66,10 +70,11 @@ def cast_for_autocast(data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it.
+    which caches it. Autocast leaves float64 as it is.
     """
     device = data.device.type
-    if data.is_floating_point() and torch.is_autocast_enabled(device):
+    eligible = data.is_floating_point() and data.dtype != torch.float64
+    if eligible and torch.is_autocast_enabled(device):
         return data.to(torch.get_autocast_dtype(device))
     return data
 

@@ -19,10 +19,10 @@ from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import (
     ExampleLayout,
     LinearUse,
-    as_positions,
+    bias_gradient,
     carriers_for,
     derived,
-    over_positions,
+    linear_factor,
     tap,
 )
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
@@ -73,13 +73,11 @@ class LinearFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
-        left = self.examples.first(grad)
         factors: list = []
         if self.weight:
-            right = as_positions(self.examples.first(x))
-            factors.append(Outer(as_positions(left), right, self.shape))
+            factors.append(linear_factor(self.examples, grad, x, self.shape))
         if self.bias:
-            factors.append(Vector(over_positions(left), (left.shape[-1],)))
+            factors.append(Vector(bias_gradient(self.examples, grad), (grad.shape[-1],)))
         return factors
 
 
@@ -147,7 +145,7 @@ def _summed(tracker, func, result, x, parts, *terms):
     }
     if len(axes) != 1:
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    layout = ExampleLayout(result.dim(), axes.pop(), tracker.batch_size)
+    layout = ExampleLayout(result.dim(), Examples(tracker.batch_size, axes.pop()))
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
@@ -188,10 +186,8 @@ class BroadcastFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor | None) -> list:
-        sizes = self.layout.padded(self.shape)
-        repeated = [
-            axis for axis, size in enumerate(sizes) if size == 1 and axis != self.layout.axis
-        ]
+        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
+        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
         if repeated:
             grad = grad.sum(repeated, keepdim=True)
         return [self.layout.factor(grad, self.shape)]
