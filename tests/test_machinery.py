@@ -149,6 +149,46 @@ def test_checkpoints():
     check_model(Checkpointed().double(), vectors(), classify)
 
 
+class Reentrant(Checkpointed):
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_reentrant_checkpoints():
+    """Their part of the graph appears in an inner backward only."""
+    model, twin = Reentrant().double(), Checkpointed().double()
+    batch = vectors()
+    twin.load_state_dict(model.state_dict())
+    expected = oracle_sqnorms(twin, batch, classify)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    classify(twin, batch).mean().backward()
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(model, batch_size=B, fused=fused) as tracker:
+            tracker.backward(classify(model, batch))
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        for got, want in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_shared_by_reentrant_checkpoints_is_refused():
+    class Shared(Reentrant):
+        def __init__(self):
+            super().__init__()
+            self.blocks[1] = self.blocks[0]
+
+    model = Shared().double()
+    with pytest.raises(gs.CoverageError, match=r"'blocks\.0\..*use_reentrant=False"):
+        gs.per_example_norms(model, vectors(), classify)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_checkpoints_under_autocast():
     model, batch = Checkpointed(), vectors(torch.float32)
 

@@ -68,14 +68,9 @@ class ConstantTracking(TorchFunctionMode):
             input, weight, bias, mean, variance, training = args[:6]
             check_batch_norm(input, mean, variance, weight, bias, training)
         elif func is Tensor.backward:
-            return self._backward(*args, **kwargs)
+            return self._backward_of_one(*args, **kwargs)
         elif func is torch.autograd.backward:
-            losses = args[0] if args else kwargs["tensors"]
-            create_graph = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
-            losses = [losses] if isinstance(losses, Tensor) else losses
-            self.tracker.before_backward(losses, create_graph)
-            func(*args, **kwargs)
-            return self.tracker.after_backward()
+            return self._backward(*args, **kwargs)
         elif func is torch.autograd.grad:
             self._check_inner(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -83,26 +78,30 @@ class ConstantTracking(TorchFunctionMode):
             self._follow(func, args, kwargs, result)
         return result
 
-    def _backward(
-        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=()
+    def _backward_of_one(
+        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
     ) -> None:
-        self.tracker.before_backward([loss], create_graph)
-        if gradient is None:
-            gradient = torch.ones_like(loss)
-        if retain_graph is None:
-            retain_graph = create_graph
+        self._backward(loss, gradient, retain_graph, create_graph, None, inputs)
+
+    def _backward(
+        self,
+        tensors,
+        grad_tensors=None,
+        retain_graph=None,
+        create_graph=False,
+        grad_variables=None,
+        inputs=None,
+    ) -> None:
+        tensors = _as_tuple(tensors)
+        self.tracker.before_backward(tensors, create_graph)
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        gradients = _as_tuple(given) if given is not None else (None,) * len(tensors)
+        gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
         # A mode is off while it handles a call, and every public way into the engine would come
         # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
-            torch.autograd.Variable._execution_engine.run_backward(
-                (loss,),
-                (gradient,),
-                retain_graph,
-                create_graph,
-                (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            chosen = _as_tuple(inputs) if inputs is not None else ()
+            run_backward(tensors, gradients, retain_graph, chosen)
         self.tracker.after_backward()
 
     def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
@@ -141,6 +140,25 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+
+def run_backward(
+    tensors: tuple, gradients: tuple, retain_graph: bool | None = None, inputs: tuple = ()
+) -> None:
+    """Run the autograd engine, under whichever modes are on."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors,
+        gradients,
+        bool(retain_graph),
+        False,  # create_graph: refused before
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _as_tuple(tensors) -> tuple:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
 def check_batch_norm(

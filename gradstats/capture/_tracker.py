@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
-from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._constants import ConstantTracking, run_backward
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._layout import (
@@ -64,6 +65,9 @@ ACCUMULATE_GRAD = type(
 )
 
 
+REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+
+
 class BackwardListener(Protocol):
     """What wants to know when the backward of a context starts and when it has ended."""
 
@@ -109,6 +113,8 @@ class Tracker:
         self._eagerly = ExitStack()
         self._tied = has_tied_parameters(model)
         self._compiled = is_compiled(model)
+        self._reentrant = False
+        self._parameters = list(model.parameters())
         named = select_parameters(model, parameters, exclude)
         self.roots = [
             Root(self, name, parameter, _probe(batch_size, parameter.device))
@@ -341,7 +347,23 @@ class Tracker:
 
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
-        total.backward(inputs=[root.probe for root in self.roots])
+        self.before_backward([total], create_graph=False)
+        probes = [root.probe for root in self.roots]
+        if not self._reentrant:
+            run_backward((total,), (torch.ones_like(total),), inputs=tuple(probes))
+            return
+        # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
+        # other gradients is taken back.
+        own = {id(probe) for probe in probes}
+        leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
+        grads = [(leaf, leaf.grad) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            run_backward((total,), (torch.ones_like(total),))
+        finally:
+            for leaf, grad in grads:
+                leaf.grad = grad
 
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
@@ -397,7 +419,8 @@ class Tracker:
                 "is computed from the training gradient mixes the examples. Run that backward "
                 "outside the context."
             )
-        if self._backward_ran:
+        nested = torch._C._current_graph_task_id() != -1
+        if self._backward_ran and not nested:
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "
                 "batch and one backward; to accumulate gradients, open one context for each "
@@ -405,12 +428,13 @@ class Tracker:
             )
         self.check_coverage([loss.grad_fn for loss in losses if loss.grad_fn is not None])
         self._backward_ran = True
-        if self.listener is not None:
+        if self.listener is not None and not nested:
             self.listener.before_backward(losses)
 
     def after_backward(self) -> None:
         """Let the listener see the gradients before anything else can change them."""
-        if self.listener is not None:
+        # Inside a reentrant checkpoint the backward as a whole is still running.
+        if self.listener is not None and torch._C._current_graph_task_id() == -1:
             self.listener.after_backward()
 
     def check_coverage(self, start: list) -> None:
@@ -426,6 +450,7 @@ class Tracker:
         seen = set(start)
         while stack:
             node = stack.pop()
+            self._reentrant |= type(node) is REENTRANT_CHECKPOINT
             for child, _ in node.next_functions:
                 if child is None or child in known or child in seen:
                     continue
@@ -490,6 +515,22 @@ def _reports_inside(node, root: Root) -> bool:
     return node.name() == "CompiledFunctionBackward" and any(
         child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
     )
+
+
+def leaves_of(total: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward from ``total`` would add gradients to."""
+    stack = [total.grad_fn]
+    seen = set(stack)
+    leaves = []
+    while stack:
+        node = stack.pop()
+        if type(node) is ACCUMULATE_GRAD:
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for child, _ in node.next_functions if node is not None else ():
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return leaves
 
 
 def has_tied_parameters(model: nn.Module) -> bool:
