@@ -110,6 +110,7 @@ class ConstantTracking(TorchFunctionMode):
         with self:
             chosen = _as_tuple(inputs) if inputs is not None else ()
             run_backward(tensors, gradients, retain_graph, chosen)
+        self.tracker.after_backward()
 
     def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
                      create_graph=False, *args, **kwargs) -> None:  # fmt: skip

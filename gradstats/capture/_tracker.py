@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, VALUE, Root
+from gradstats.capture._sharded import ShardedParameters, is_sharded
 from gradstats.capture._tensors import DerivedTensor, TrackedParameter, node_of, unwrap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
@@ -56,12 +58,22 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
+SERIALS = itertools.count()
+
 ACCUMULATE_GRAD = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
 )
 
 
 REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+
+
+class BackwardListener(Protocol):
+    """What wants to know when the backward of a context starts and when it has ended."""
+
+    def before_backward(self, losses: Sequence[Tensor]) -> None: ...
+
+    def after_backward(self) -> None: ...
 
 
 class SharedInGraphError(CoverageError):
@@ -82,6 +94,8 @@ class Tracker:
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
     ):
+        # Tensors are marked with this number: they may be copied, and may outlive the context.
+        self.serial = next(SERIALS)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.settings = settings
@@ -89,12 +103,16 @@ class Tracker:
         # Set once any tensor has a layout of its own, so that most models pay nothing for it.
         self.follows_layouts = False
         self.closed = False
+        # Told before and after the backward, while the gradients are as the backward left them.
+        self.listener: BackwardListener | None = None
+        self.reported_twice = torch.zeros((), dtype=torch.bool)
         self._backward_ran = False
         # The example of each loss; None where they stand in the batch's order.
         self._loss_order: Tensor | None = None
         self._mode = ConstantTracking(self)
         self._eagerly = ExitStack()
         self._tied = has_tied_parameters(model)
+        self._compiled = is_compiled(model)
         self._reentrant = False
         self._parameters = list(model.parameters())
         named = select_parameters(model, parameters, exclude)
@@ -117,15 +135,16 @@ class Tracker:
         }
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._modules = list(model.modules())
+        self._sharded = ShardedParameters(model, self.roots, self._track_whole, self._ignore_whole)
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
-        for root in self.roots:
+        whole = [root for root in self.roots if not is_sharded(root.parameter)]
+        for root in whole:
             check_trackable(root)
-        for root in self.roots:
-            self._classes.append((root.parameter, type(root.parameter)))
-            root.parameter.__class__ = TrackedParameter
-            root.parameter._gradstats = root  # type: ignore[attr-defined]
+        for root in whole:
+            self._track(root)
+        self._sharded.open()
         # A compiled graph has no place for a consumer, nor for a hub where uses of one parameter
         # meet. Without the compiler nothing is compiled.
         shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
@@ -133,9 +152,23 @@ class Tracker:
             self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.__enter__()
 
+    def _track(self, root: Root) -> None:
+        self._classes.append((root.parameter, type(root.parameter)))
+        root.parameter.__class__ = TrackedParameter
+        root.parameter._gradstats = root  # type: ignore[attr-defined]
+
+    def _track_whole(self, root: Root, parameter: nn.Parameter) -> None:
+        root.parameter = parameter
+        check_trackable(root)
+        self._track(root)
+
+    def _ignore_whole(self, parameter: nn.Parameter) -> None:
+        self._constant_ids.add(id(parameter))
+
     def close(self) -> None:
         """Give the parameters back as they were; nothing of the context is left on them."""
         self._mode.__exit__(None, None, None)
+        self._sharded.close()
         self._eagerly.close()
         for parameter, original in self._classes:
             del parameter._gradstats  # type: ignore[attr-defined]
@@ -161,7 +194,7 @@ class Tracker:
             return True
         if id(tensor) in self._constant_ids or isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
-        return getattr(tensor, "_gradstats_constant", None) is not self
+        return getattr(tensor, "_gradstats_constant", None) != self.serial
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
@@ -182,11 +215,11 @@ class Tracker:
         """Remember that a tensor was computed without data."""
         if id(tensor) in self._constant_ids:
             return
-        tensor._gradstats_constant = self  # type: ignore[attr-defined]
+        tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor."""
-        if getattr(tensor, "_gradstats_constant", None) is self:
+        if getattr(tensor, "_gradstats_constant", None) == self.serial:
             del tensor._gradstats_constant  # type: ignore[attr-defined]
         self._constant_ids.discard(id(tensor))
 
@@ -194,14 +227,14 @@ class Tracker:
         """Return where the examples of a tensor of data lie, None where that is not known."""
         if not torch.compiler.is_compiling():
             owner, layout = getattr(tensor, "_gradstats_layout", (None, None))
-            if owner is self:
+            if owner == self.serial:
                 return layout
         return self.by_contract(tensor)
 
     def place(self, tensor: Tensor, layout: Examples | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
         if layout != self.by_contract(tensor):
-            tensor._gradstats_layout = (self, layout)  # type: ignore[attr-defined]
+            tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
             self.follows_layouts = True
 
     def follow_layout(
@@ -233,11 +266,11 @@ class Tracker:
                 if alone and layout.plain and self.has_example_axis(result):
                     return
         if after != self.by_contract(result):
-            result._gradstats_layout = (self, after)  # type: ignore[attr-defined]
+            result._gradstats_layout = (self.serial, after)  # type: ignore[attr-defined]
             self.follows_layouts = True
 
     def _is_marked(self, tensor: Tensor) -> bool:
-        return getattr(tensor, "_gradstats_layout", (None, None))[0] is self
+        return getattr(tensor, "_gradstats_layout", (None, None))[0] == self.serial
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout.
@@ -404,6 +437,14 @@ class Tracker:
             )
         self.check_coverage([loss.grad_fn for loss in losses if loss.grad_fn is not None])
         self._backward_ran = True
+        if self.listener is not None and not nested:
+            self.listener.before_backward(losses)
+
+    def after_backward(self) -> None:
+        """Let the listener see the gradients before anything else can change them."""
+        # Inside a reentrant checkpoint the backward as a whole is still running.
+        if self.listener is not None and torch._C._current_graph_task_id() == -1:
+            self.listener.after_backward()
 
     def check_coverage(self, start: list) -> None:
         """Raise if the graph from ``start`` uses a tracked parameter in a way that was not seen.
@@ -426,6 +467,7 @@ class Tracker:
                     seen.add(child)
                     stack.append(child)
                     continue
+                self._sharded.check_known(child.variable)  # type: ignore[attr-defined]
                 root = roots.get(id(child.variable))  # type: ignore[attr-defined]
                 if root is not None and not _reports_inside(node, root):
                     raise UnsupportedOperationError(
@@ -454,7 +496,10 @@ class Tracker:
         unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=device)
         grads = [root.probe.grad for root in self.roots]
         reports = torch.stack([unused if grad is None else grad.to(device) for grad in grads])
-        if bool((reports[:, COUNT] > 1).any()):
+        self.reported_twice = (reports[:, COUNT] > 1).any()
+        # Looking waits for the device: who listens looks at a time of its own.
+        now = self.listener is None or self._compiled
+        if now and bool(self.reported_twice):
             counts = reports[:, COUNT].amax(1).tolist()
             shared = [root for root, n in zip(self.roots, counts, strict=True) if n > 1]
             for root in shared:

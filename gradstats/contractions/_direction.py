@@ -71,8 +71,11 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     size = _cost.product(one.shape[1:]) + _cost.product(two.shape[1:])
     chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
     for here in _tiles.chunks(factor.batch, chunk):
-        products = (two[here].to(dtype) @ matrix).mul_(one[here].to(dtype))
-        result[here] = products.sum(3).sum((1, 2), dtype=torch.float64)
+        # One product for all examples: a batched one would read V once for each.
+        rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
+        applied = torch.bmm(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
+        products = applied.mul_(one[here].to(dtype).transpose(0, 1))
+        result[here] = products.sum(3).sum((0, 2), dtype=torch.float64)
     return result
 
 
