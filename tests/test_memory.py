@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -171,3 +173,18 @@ def test_the_gradient_of_tied_logits_is_not_kept():
         gs.per_example_norms(gpt, batch, next_token, workspace=MIB)
     handle.remove()
     assert alive and max(alive) < logits
+
+
+def test_a_closed_context_is_freed_at_once():
+    """Without waiting for the garbage collector: on a GPU that would be memory."""
+    model, batch = nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(3, (5,)))
+    gc.collect()
+    gc.disable()
+    try:
+        with gs.track(model, batch_size=5) as tracker:
+            tracker.backward(classification(model, batch))
+        context = weakref.ref(tracker._tracker)
+        del tracker
+        assert context() is None
+    finally:
+        gc.enable()

@@ -104,14 +104,13 @@ def follow(
     """
     if layout is None:
         return None
-    if func is torch.einsum:
-        return _contracted(args, source, layout)
     if func in MOVES:
         return _moved(source, layout, result)
     if func in RESHAPES:
         return _reshaped(source, layout, result)
-    if func in REINDEXES:
-        return REINDEXES[func](func, args, kwargs, source, layout, result)
+    if func in REINDEXES or func in REDUCES:
+        rule = REINDEXES.get(func) or REDUCES[func]
+        return rule(func, args, kwargs, source, layout, result)
     if result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1
@@ -130,7 +129,7 @@ def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     return layout.along(found[0]) if len(found) == 1 else None
 
 
-def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
+def contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
     """An equation says where the example's index goes."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -277,6 +276,38 @@ def _sliced(position: int):
     return rule
 
 
+def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
+    """New axes stand in front; an axis of size 1 that is expanded holds no examples but one."""
+    after = layout.axis + result.dim() - source.dim()
+    return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
+
+
+def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
+    """The whole is put side by side, along new axes in front and along its own."""
+    after = layout.axis + result.dim() - source.dim()
+    times = result.shape[after] // source.shape[layout.axis]
+    if times == 1:
+        return layout.along(after)
+    return layout.owned_by(layout.owner(source.device).repeat(times), after)
+
+
+def _reduced(position: int):
+    """Return a rule for reductions over the axes ``dim``, all of them by default."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else None)
+        if dim is None or isinstance(dim, str):
+            return None
+        dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
+        if layout.axis in dims or not dims:
+            return None
+        if result.dim() == source.dim():
+            return layout
+        return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+
+    return rule
+
+
 def _argument(args, kwargs, position: int, name: str):
     return kwargs[name] if name in kwargs else args[position]
 
@@ -323,6 +354,22 @@ REINDEXES = {
        for function in _variants(name)},
     **dict.fromkeys(_variants("narrow"), _sliced(1)),
     **dict.fromkeys(_variants("unbind"), _sliced(1)),
+    **dict.fromkeys(_variants("select"), _reduced(1)),
+    **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
+       for function in _variants(name)},
+    **{function: _repeated for name in ("repeat", "tile") for function in _variants(name)},
+}  # fmt: skip
+
+# Operations over some axes of their operand; as long as every operand lies as the contract says,
+# shape tells what they leave.
+REDUCES = {
+    **{function: _reduced(1) for name in (
+        "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std", "median",
+        "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean", "var_mean",
+        "count_nonzero",
+    ) for function in _variants(name)},
+    **dict.fromkeys(_variants("norm"), _reduced(2)),
+    torch.linalg.vector_norm: _reduced(2),
 }  # fmt: skip
 
 
@@ -398,6 +445,22 @@ PRODUCTS = frozenset(
         Tensor.bmm,
     }
 )
+
+# Operations on several operands of data, element by element.
+ELEMENTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
+    "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
+    "hypot", "logaddexp", "xlogy",
+)  # fmt: skip
+
+BROADCASTS = frozenset(
+    getattr(owner, form)
+    for name in (*ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
+                 "and", "or", "xor", "masked_fill", "copysign")
+    for owner in (torch, Tensor)
+    for form in (name, f"__{name}__", f"__r{name}__")
+    if hasattr(owner, form)
+)  # fmt: skip
 
 JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
 

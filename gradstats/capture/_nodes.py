@@ -55,6 +55,15 @@ class Node:
         raise NotImplementedError
 
 
+class Closed:
+    """Stands for the context once it has closed, so that parameters' nodes do not keep it alive."""
+
+    closed = True
+
+
+CLOSED = Closed()
+
+
 class Root(Node):
     """One parameter of the model for the duration of one context."""
 
@@ -111,6 +120,7 @@ class Root(Node):
 
     def release(self) -> None:
         """Let go of the graph when the context closes."""
+        self.tracker = CLOSED  # type: ignore[assignment]
         self._alias = self._carrier = None
         self._delivered.clear()
         self.lookups.clear()

@@ -19,12 +19,14 @@ from gradstats.capture._constants import ConstantTracking, run_backward
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._layout import (
+    BROADCASTS,
     CHANGES,
     JOINS,
     PRODUCTS,
     REINDEXES,
     WRITES,
     Examples,
+    contracted,
     follow,
     joined,
     same_rows,
@@ -44,6 +46,7 @@ from gradstats.contractions import (
     tied_sqnorm,
 )
 from gradstats.errors import (
+    CoupledExamplesError,
     CoverageError,
     ExampleAxisError,
     TrackingError,
@@ -109,6 +112,8 @@ class Tracker:
         self._backward_ran = False
         # The example of each loss; None where they stand in the batch's order.
         self._loss_order: Tensor | None = None
+        # Operations in which examples met that a loss may not depend on together.
+        self._coupled: set = set()
         self._mode = ConstantTracking(self)
         self._eagerly = ExitStack()
         self._tied = has_tied_parameters(model)
@@ -176,8 +181,11 @@ class Tracker:
         self._classes.clear()
         for module in self._modules:
             restore_attributes(module)
+        self._coupled.clear()
         for root in self.roots:
             root.release()
+        # No reference leads back here: what the context held is freed with its last user.
+        del self._mode, self._sharded
         self.closed = True
 
     def watching(self) -> ConstantTracking:
@@ -245,6 +253,10 @@ class Tracker:
             after = self._joined(func, args, kwargs, result)
         elif func in PRODUCTS and self.follows_layouts:
             after = self._multiplied(args, result)
+        elif func is torch.einsum:
+            after = self._contracted(args, data, result)
+        elif func in BROADCASTS and (len(data) > 1 or self._is_marked(data[0])):
+            after = self._broadcast(data, result)
         else:
             changes = func in CHANGES
             if func in REINDEXES:
@@ -262,7 +274,8 @@ class Tracker:
             after = follow(func, args, kwargs, source, layout, result)
             if after is None and layout is not None and func not in REINDEXES:
                 # Where nothing else has the batch's size, shape can decide after all.
-                alone = sum(size == self.batch_size for size in source.shape) == 1
+                both = (source.shape, result.shape)
+                alone = all(sum(s == self.batch_size for s in shape) == 1 for shape in both)
                 if alone and layout.plain and self.has_example_axis(result):
                     return
         if after != self.by_contract(result):
@@ -273,37 +286,83 @@ class Tracker:
         return getattr(tensor, "_gradstats_layout", (None, None))[0] == self.serial
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
-        """Return the operand whose layout the result has, and that layout.
-
-        Where operands disagree, those that depend on parameters decide: an example is what one
-        loss depends on, and inputs of other examples may enter it.
-        """
+        """Return the operand whose layout the result has, and that layout."""
         if len(data) == 1 or not self.follows_layouts:
             return data[0], self.layout_of(data[0])
         layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
         known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
         trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
         deciding = trained or known
+        # In doubt the first whose layout is out of the ordinary.
         first = next((item for item in layouts if self._is_marked(item[0])), layouts[0])
-        if all(same_rows(deciding[0][1], layout) for _, layout in deciding[1:]):
-            agreed = any(first[0] is tensor for tensor, _ in deciding) or not deciding
-            return first if agreed else deciding[0]
-        if not trained:
-            # Inputs of several examples meet: by contract the batch's own order says whose it is.
-            return next((item for item in known if item[1].plain), first)
-        return first[0], None
+        if not deciding or any(first[0] is tensor for tensor, _ in deciding):
+            return first
+        return deciding[0]
+
+    def _broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
+        """Return the layout of operands that are broadcast against each other."""
+        aligned = []
+        for tensor in data:
+            layout = self.layout_of(tensor)
+            if layout is not None:
+                layout = layout.along(layout.axis + result.dim() - tensor.dim())
+                aligned.append((tensor, layout))
+            elif tensor.requires_grad and tensor.dim() and self._is_marked(tensor):
+                return None
+        if not aligned:
+            return self.by_contract(result)
+        trained = [layout for tensor, layout in aligned if tensor.requires_grad]
+        deciding = trained or [layout for _, layout in aligned]
+        first = deciding[0]
+        if any(layout.axis != first.axis for layout in deciding):
+            return None  # examples against examples
+        if all(same_rows(first, layout) for layout in deciding[1:]):
+            return first
+        # Inputs of several examples meet: by contract the batch's own order says whose it is.
+        return None if trained else next((layout for layout in deciding if layout.plain), None)
 
     def _multiplied(self, args: tuple[Any, ...], result: Tensor) -> Examples | None:
         """Return the layout of a matrix product: rows of the first operand stay where they are."""
+        kept: list[tuple[Tensor, Examples]] = []
         for tensor, summed in zip(args, (-1, -2), strict=False):
             if node_of(tensor) is not None or tensor.dim() < 2 or not self.is_data(tensor):
                 continue
             layout = self.layout_of(tensor)
             if layout is not None and layout.axis != tensor.dim() + summed:
-                return layout.along(layout.axis + result.dim() - tensor.dim())
-            if self._is_marked(tensor):
+                layout = layout.along(layout.axis + result.dim() - tensor.dim())
+                kept.append((tensor, layout))
+            elif kept and self._contract.segments is not None:
+                break  # attention among packed examples: the model keeps them apart
+            elif layout is not None or self._is_marked(tensor):
                 return None
-        return self.by_contract(result)
+        return self._product(kept, result)
+
+    def _contracted(self, args: tuple[Any, ...], data: list[Tensor], result: Tensor):
+        """Return the layout of a contraction in Einstein's notation."""
+        kept = []
+        for tensor in data:
+            layout = self.layout_of(tensor)
+            if layout is None:
+                if self._is_marked(tensor):
+                    return None
+                continue
+            after = contracted(args, tensor, layout)
+            if after is None:
+                return None
+            kept.append((tensor, after))
+        return self._product(kept, result)
+
+    def _product(self, kept: list[tuple[Tensor, Examples]], result: Tensor) -> Examples | None:
+        """Return the layout of a product of operands whose examples lie in the result as given."""
+        trained = [layout for tensor, layout in kept if tensor.requires_grad]
+        found = trained or [layout for _, layout in kept]
+        if not found:
+            return self.by_contract(result)
+        plain = {layout.axis for layout in trained if layout.plain}
+        if self.batch_size > 1 and len(plain) > 1:
+            # Every example meets every other. Whether a loss depends on it shows in its graph.
+            self._coupled.add(result.grad_fn)
+        return found[0]
 
     def _joined(self, func, args, kwargs, result: Tensor) -> Examples | None:
         tensors = list(args[0] if args else kwargs["tensors"])
@@ -460,6 +519,14 @@ class Tracker:
         while stack:
             node = stack.pop()
             self._reentrant |= type(node) is REENTRANT_CHECKPOINT
+            if node in self._coupled:
+                raise CoupledExamplesError(
+                    f"{node.name()} multiplies every example with every other ({self.batch_size} × "
+                    f"{self.batch_size} products of trained values, as contrastive losses form "
+                    "them): each loss depends on several examples, and their gradients cannot be "
+                    "told apart. Expected losses that depend on one example each: detach one "
+                    "side, or multiply each example with its own partner by (x * y).sum(-1)."
+                )
             for child, _ in node.next_functions:
                 if child is None or child in known or child in seen:
                     continue

@@ -334,3 +334,71 @@ class ScaleColumns(nn.Module):
 
     def forward(self, x):
         return x * self.scale
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.expand(BATCH, BATCH, 4),
+        lambda x: x.repeat(BATCH, 1, 1),
+        lambda x: torch.stack([x * (1 + i) for i in range(BATCH)]),
+        lambda x: x[None] * torch.linspace(1, 2, BATCH, dtype=x.dtype)[:, None, None],
+    ],
+    ids=["expand", "repeat", "stack", "broadcast"],
+)
+def test_new_axes_in_front(move):
+    """As many copies of the batch as it has examples: the examples lie behind them."""
+    check_operation(
+        lambda m, x: m.second(move(torch.tanh(m.first(x)))).sum(0),
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)},
+        normal(BATCH, 4),
+    )
+
+
+def test_the_batch_side_by_side():
+    check_operation(
+        lambda m, x: m.layer(x.repeat(2, 1)).view(2, BATCH, 2).prod(0),
+        {"layer": nn.Linear(4, 2)},
+        normal(BATCH, 4),
+    )
+
+
+def test_reductions_in_front_of_the_examples():
+    check_operation(
+        lambda m, x: m.layer(torch.tanh(m.first(x)).transpose(0, 1).mean(0)),
+        {"first": nn.Linear(BATCH, BATCH), "layer": nn.Linear(BATCH, 2)},
+        normal(BATCH, BATCH, BATCH),
+    )
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        lambda x, y: x @ y.T,
+        lambda x, y: torch.einsum("id,jd->ij", x, y),
+    ],
+    ids=["matmul", "einsum"],
+)
+def test_examples_against_examples_are_refused(pairs):
+    """Contrastive losses: each depends on all examples."""
+    check_refused(
+        lambda m, x: pairs(m.first(x), m.second(x)).log_softmax(-1),
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+        error=gs.CoupledExamplesError,
+        match="contrastive",
+    )
+    check_operation(
+        lambda m, x: pairs(m.first(x), x).log_softmax(-1), {"first": nn.Linear(4, 4)},
+        normal(BATCH, 4), gradient_of_data=False,
+    )  # fmt: skip
+
+
+def test_differences_of_examples_are_refused():
+    check_refused(
+        lambda m, x: m.layer((x[:, None] - x[None]).abs()).sum(0),
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="'layer.weight'",
+    )

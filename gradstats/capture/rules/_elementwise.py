@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._layout import Examples, same_rows
+from gradstats.capture._layout import ELEMENTWISE, Examples, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import ExampleLayout, example_view, tap
@@ -197,12 +197,6 @@ class RecomputedFactors:
             self.layout.factor(piece, shape) for piece, shape in zip(slices, shapes, strict=True)
         ]
 
-
-ELEMENTWISE = (
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
-    "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
-    "hypot", "logaddexp", "xlogy",
-)  # fmt: skip
 
 IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
