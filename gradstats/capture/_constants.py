@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
@@ -46,7 +47,9 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-WATCHED = IN_PLACE | CHANGES
+FACTORIES = frozenset({torch.zeros, torch.ones})
+
+WATCHED = IN_PLACE | CHANGES | PRESCRIBES
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -63,10 +66,12 @@ class ConstantTracking(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func is torch.nn.functional.batch_norm:
-            check_batch_norm(*args, **kwargs)
+            if self._is_data(args[0] if args else kwargs["input"]):
+                check_batch_norm(*args, **kwargs)
         elif func is torch.batch_norm:
             input, weight, bias, mean, variance, training = args[:6]
-            check_batch_norm(input, mean, variance, weight, bias, training)
+            if self._is_data(input):
+                check_batch_norm(input, mean, variance, weight, bias, training)
         elif func is Tensor.backward:
             return self._backward_of_one(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -77,6 +82,9 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        return node_of(tensor) is None and self.tracker.is_data(tensor)
 
     def _backward_of_one(
         self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
@@ -126,12 +134,19 @@ class ConstantTracking(TorchFunctionMode):
                 return
         operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
+        if func in FACTORIES:
+            data = []  # a size may come from data; what is filled in does not
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
             if func in IN_PLACE or "out" in kwargs:
                 # A constant that data were written into is one no longer.
                 tracker.mark_data(kwargs.get("out", args[0]))
-            if tracker.follows_layouts or func in CHANGES:
+            layouts = prescribed_layouts(tracker, func, args, results)
+            if layouts is not None:
+                for tensor, layout in zip(results, layouts, strict=False):
+                    if isinstance(tensor, Tensor):
+                        tracker.place(tensor, layout)
+            elif tracker.follows_layouts or func in CHANGES:
                 for tensor in results:
                     if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
                         tracker.follow_layout(func, args, kwargs, data, tensor)

@@ -192,6 +192,8 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     if len(node.roots) != 1:
         return None
     steps: list[tuple] = []
+    if len(node.roots) != 1:
+        return None  # computed from several: not a rearrangement of one
     (root,) = node.roots
     view: Tensor | None = None
     while isinstance(node, Derived):

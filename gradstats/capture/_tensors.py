@@ -66,3 +66,9 @@ def wrap(node: Derived) -> DerivedTensor:
     tensor = node.value.as_subclass(DerivedTensor)
     tensor._gradstats = node  # type: ignore[attr-defined]
     return tensor
+
+
+def unwrap(item):
+    """Return a derived tensor as the plain one it stands for, and everything else as it is."""
+    node = node_of(item)
+    return node.value if isinstance(node, Derived) else item

@@ -32,7 +32,7 @@ from gradstats.capture._layout import (
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import COUNT, VALUE, Root
 from gradstats.capture._sharded import ShardedParameters, is_sharded
-from gradstats.capture._tensors import TrackedParameter, node_of
+from gradstats.capture._tensors import DerivedTensor, TrackedParameter, node_of, unwrap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
 from gradstats.contractions import (
@@ -135,6 +135,7 @@ class Tracker:
         }
         self._classes: list[tuple[nn.Parameter, type]] = []
         self._sharded = ShardedParameters(model, self.roots, self._track_whole, self._ignore_whole)
+        self._modules = list(model.modules())
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
@@ -173,6 +174,8 @@ class Tracker:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
         self._classes.clear()
+        for module in self._modules:
+            restore_attributes(module)
         for root in self.roots:
             root.release()
         self.closed = True
@@ -189,8 +192,8 @@ class Tracker:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         if torch.compiler.is_compiling():
             return True
-        if id(tensor) in self._constant_ids:
-            return False
+        if id(tensor) in self._constant_ids or isinstance(tensor, nn.Parameter):
+            return False  # a parameter that a forward makes holds no examples either
         return getattr(tensor, "_gradstats_constant", None) != self.serial
 
     def has_example_axis(self, tensor: Tensor) -> bool:
@@ -227,6 +230,12 @@ class Tracker:
             if owner == self.serial:
                 return layout
         return self.by_contract(tensor)
+
+    def place(self, tensor: Tensor, layout: Examples | None) -> None:
+        """Note where the examples of a tensor of data lie; None for what nobody knows."""
+        if layout != self.by_contract(tensor):
+            tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
+            self.follows_layouts = True
 
     def follow_layout(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
@@ -553,6 +562,15 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
     )
+
+
+def restore_attributes(module: nn.Module) -> None:
+    """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
+    for name, item in vars(module).items():
+        if isinstance(item, DerivedTensor):
+            vars(module)[name] = unwrap(item)
+        elif type(item) is list and any(isinstance(entry, DerivedTensor) for entry in item):
+            item[:] = map(unwrap, item)
 
 
 def _probe(batch_size: int, device: torch.device) -> Tensor:

@@ -97,6 +97,9 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     examples = _common(func, mask, layouts)
     if examples.axis != 0 or query.dim() < 3:
         refuse(func, mask, "whose examples do not lie along the first axis has no rule")
+    dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+    if dropout and tracker.settings.weight_gradients and not tracker.settings.fused:
+        refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
     layout = ExampleLayout(query.dim(), examples)
     return _per_example(tracker, func, layout, (*operands, *args), kwargs)
 

@@ -22,6 +22,7 @@ from gradstats.capture._uses import (
     bias_gradient,
     carriers_for,
     derived,
+    example_view,
     linear_factor,
     tap,
 )
@@ -199,10 +200,37 @@ def matmul(tracker, func, input, other=None, **kwargs):
     if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
         weight = _transposed(tracker, other)
         return _linear(tracker, func, input, weight, None, lambda x: func(x, plain(other)))
+    input, other = _own_slices(tracker, input, other)
+    if node_of(input) is None and node_of(other) is None:
+        return func(input, other)
     input, other = _cast_data(input), _cast_data(other)
     node, x, factors = _product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
     return tap(tracker, [node], result, factors, x)
+
+
+def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
+    """Show each example its own slice of a tracked operand that has one for every example.
+
+    What was made of parameters after they were repeated for the batch is such an operand: latent
+    queries, relative positions. It meets data as data do. A parameter itself holds nothing of any
+    example, even where a size agrees with the batch's.
+    """
+    shown = list(operands)
+    for position, operand in enumerate(operands):
+        data = operands[1 - position]
+        node = node_of(operand)
+        if not isinstance(node, Derived) or node_of(data) is not None or not tracker.is_data(data):
+            continue
+        layout = tracker.layout_of(data)
+        if layout is None or not layout.plain:
+            continue
+        # Batch axes line up from the right.
+        shape, axis = _repeated_source(operand).shape, layout.axis - data.dim()
+        if -len(shape) <= axis < -2 and shape[axis] == tracker.batch_size:
+            own = ExampleLayout(operand.dim(), layout.along(operand.dim() + axis))
+            shown[position] = example_view(tracker, node, own)
+    return shown
 
 
 def _cast_data(item: Tensor) -> Tensor:
@@ -260,6 +288,15 @@ def einsum(tracker, func, equation, *operands):
         refuse(func, node, "with other than two operands, one of them tracked, has no rule")
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     param, data = tracked[0], 1 - tracked[0]
+    layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
+    repeats = isinstance(node, Derived) and layout is not None and layout.plain
+    if layout is not None and repeats and inputs[data][layout.axis] in {*out} & {*inputs[param]}:
+        # Each example has its own slice of the parameter.
+        axis = inputs[param].index(inputs[data][layout.axis])
+        own = ExampleLayout(len(inputs[param]), layout.along(axis))
+        views = list(operands)
+        views[param] = example_view(tracker, node, own)
+        return func(equation, *views)
     x = cast_for_autocast(operands[data])
     result = func(equation, *(plain(operand) for operand in operands))
     spec = ProductFactor.between(
