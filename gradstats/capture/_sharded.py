@@ -39,6 +39,13 @@ class ShardedParameters:
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
         self._whole: dict[int, nn.Parameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for path, module in model.named_modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise UnsupportedOperationError(
+                    f"module {path!r} is a FullyShardedDataParallel, which computes with views of "
+                    "one flat parameter that no module holds. Expected fully_shard (its successor) "
+                    "or DistributedDataParallel."
+                )
         if not any(is_sharded(parameter) for parameter in model.parameters()):
             return
         from torch.distributed.fsdp import FSDPModule

@@ -55,6 +55,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     Attributes:
         monitor: the Monitor, once training has started.
 
+    An exception in a backward is not reported to callbacks: the model stays tracked until the next
+    ``train()`` or ``close()``.
+
     Raises:
         TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel,
             DeepSpeed or torch.compile.

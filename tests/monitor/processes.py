@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
@@ -262,3 +262,7 @@ def check_sharded_refusals(rank: int) -> None:
     parallelize_module(model.blocks[0], mesh, {"linear": ColwiseParallel()})
     with pytest.raises(gs.UnsupportedOperationError, match=r"blocks.0.linear.*tensor parallelism"):
         gs.per_example_norms(model, batch, losses_of)
+    (model,) = same_network(1)
+    flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(gs.UnsupportedOperationError, match="Expected fully_shard"):
+        gs.per_example_norms(flat, batch, losses_of)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of, noise
@@ -499,3 +500,21 @@ def test_bfloat16_autocast():
     metrics, expected = monitor.metrics(), metrics_of(rows)
     for name in ("grad_norm", "example_grad_norm/mean", "gns/tr_sigma"):
         assert metrics[name] == pytest.approx(expected[name], rel=0.03)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(model, reentrant):
+    """The gradient is read after the whole backward, and not after one inside it."""
+
+    def checkpointed(model, batch):
+        inputs = batch[0].clone().requires_grad_()
+        hidden = checkpoint(model[:2], inputs, use_reentrant=reentrant)
+        return functional.cross_entropy(model[2](hidden), batch[1], reduction="none")
+
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    with monitor.step(batch_size=B):
+        checkpointed(model, batch).mean().backward()
+    names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
+    assert_metrics(monitor.metrics(), {k: v for k, v in metrics_of(rows).items() if k in names})
