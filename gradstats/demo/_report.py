@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradstats.demo._experiment import Outcome, Ranked
-from gradstats.demo._metrics import chance_halfwidth
+from gradstats.influence._metrics import chance_halfwidth
 from gradstats.demo._scores import GRAND_AT_INITIALISATION, SELF_INFLUENCE
 
 # AUROCs that differ by no more are called close.
