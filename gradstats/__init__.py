@@ -9,6 +9,8 @@ from gradstats.errors import LossShapeError as LossShapeError
 from gradstats.errors import NonFiniteGradientError as NonFiniteGradientError
 from gradstats.errors import TrackingError as TrackingError
 from gradstats.errors import UnsupportedOperationError as UnsupportedOperationError
+from gradstats.statistics._inner_products import alignment as alignment
+from gradstats.statistics._inner_products import inner_products as inner_products
 from gradstats.statistics._norms import per_example_norms as per_example_norms
 from gradstats.statistics._norms import track as track
 from gradstats.statistics._result import GradientNorms as GradientNorms

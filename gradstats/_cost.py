@@ -100,6 +100,39 @@ def choose_outer_form(
     return "gram" if gram < direct else "direct"
 
 
+def choose_pair_form(
+    positions1: int,
+    positions2: int,
+    d_left: int,
+    d_right: int,
+    examples1: int,
+    examples2: int,
+    *,
+    on_chip: bool = False,
+) -> Form:
+    """Choose how ⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ is computed for examples1 × examples2 pairs.
+
+    Args:
+        positions1, positions2: numbers of positions T and T' of one example of either side.
+        d_left, d_right: widths p and q.
+        examples1, examples2: numbers of examples B and B'; 1 and 1 for one pair on its own.
+        on_chip: products of positions are multiplied where they are made.
+
+    Returns:
+        "rank_one" where both sides have one position, "gram" for products of positions, "direct"
+        for tiles of both sides' gradients.
+    """
+    if positions1 <= 1 and positions2 <= 1:
+        return "rank_one"
+    passes = 0 if on_chip else ELEMENT_COST
+    entries = examples1 * examples2 * positions1 * positions2
+    gram = entries * (d_left + d_right + 3 * passes)
+    formed = examples1 * (positions1 + 2 * ELEMENT_COST)
+    formed += examples2 * (positions2 + 2 * ELEMENT_COST)
+    direct = d_left * d_right * (formed + examples1 * examples2)
+    return "gram" if gram < direct else "direct"
+
+
 def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples are contracted at once: as many as fit the budget, at least one."""
     return max(

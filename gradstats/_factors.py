@@ -8,7 +8,8 @@ the training step has anyway; it never holds a (B, d) gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Protocol
 
 import torch
@@ -36,6 +37,32 @@ class Factor(Protocol):
 
         This is the definition that every contraction agrees with, called on a few examples.
         """
+
+    @property
+    def granule(self) -> int:
+        """How many neighbouring rows of the parameter ``narrow`` must keep together; 0 for all."""
+
+    def narrow(self, start: int, stop: int) -> Factor:
+        """Return the factor of rows start … stop of the parameter, multiples of the granule."""
+
+
+def tensors_of(factor) -> list[Tensor]:
+    """Return the tensors that a factor holds."""
+    values = [getattr(factor, field.name) for field in fields(factor)]
+    nested = [tensor for value in values if is_dataclass(value) for tensor in tensors_of(value)]
+    return [value for value in values if isinstance(value, Tensor)] + nested
+
+
+def map_tensors(factor, change: Callable[[Tensor], Tensor]):
+    """Return a factor with every tensor that it holds replaced by ``change(tensor)``."""
+    changed = {}
+    for field in fields(factor):
+        value = getattr(factor, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = change(value)
+        elif is_dataclass(value):
+            changed[field.name] = map_tensors(value, change)
+    return replace(factor, **changed)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -76,6 +103,25 @@ class Outer:
             gradient = gradient.reshape(self.batch, *self.unfolded)
             gradient = gradient.permute(0, *(axis + 1 for axis in self.permutation))
         return gradient.reshape(self.batch, *self.shape)
+
+    @property
+    def granule(self) -> int:
+        if self.permutation is not None or not self.shape:
+            return 0
+        groups, p = self.left.shape[1], self.left.shape[3]
+        unit = groups * p // self.shape[0]  # rows of (K, p) for each row of the parameter
+        if unit * self.shape[0] != groups * p or (groups > 1 and p % unit and unit % p):
+            return 0
+        return p // unit if groups > 1 and p % unit == 0 else 1
+
+    def narrow(self, start: int, stop: int) -> Outer:
+        groups, p = self.left.shape[1], self.left.shape[3]
+        unit = groups * p // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        if groups == 1:
+            return replace(self, left=self.left[..., start * unit : stop * unit], shape=shape)
+        kept = slice(start * unit // p, stop * unit // p)
+        return replace(self, left=self.left[:, kept], right=self.right[:, kept], shape=shape)
 
     @property
     def layout(self) -> tuple:
@@ -158,6 +204,20 @@ class Patches:
         )[1]
         return gradient.view(examples, *self.shape)
 
+    @property
+    def granule(self) -> int:
+        # The rows of one group share their input channels.
+        return 1 if self.geometry.groups == 1 else self.shape[0] // self.geometry.groups
+
+    def narrow(self, start: int, stop: int) -> Patches:
+        grad, shape = self.grad[:, start:stop], (stop - start, *self.shape[1:])
+        if self.geometry.groups == 1:
+            return replace(self, grad=grad, shape=shape)
+        first, last = start // self.granule, stop // self.granule
+        channels = self.input[:, first * self.shape[1] : last * self.shape[1]]
+        geometry = replace(self.geometry, groups=last - first)
+        return Patches(channels, grad, shape, geometry)
+
     def unfolded(self) -> Outer:
         """Return the same factor with its patches written out: T·q numbers an example."""
         geometry, kernel = self.geometry, self.shape[2:]
@@ -219,6 +279,17 @@ class Rows:
             self.shape,
         )
 
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        keep = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)
+        shape = (stop - start, *self.shape[1:])
+        return Rows(
+            self.ids[keep] - start, self.grad[keep], self.example[keep], self.examples, shape
+        )
+
     def dense(self) -> Tensor:
         dtype = compute_dtype(self.grad)
         gradient = self.grad.new_zeros(
@@ -256,6 +327,17 @@ class Vector:
                 slices = torch.arange(self.batch, device=self.values.device)
             slices = slices[rows]
         return replace(self, values=self.values[rows], slices=slices)
+
+    @property
+    def granule(self) -> int:
+        return 0 if self.axis == 0 or not self.shape else 1
+
+    def narrow(self, start: int, stop: int) -> Vector:
+        values = self.values
+        if self.axis is None:
+            values = values.reshape(self.batch, *self.shape)
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, values=values[:, start:stop], shape=shape)
 
     def dense(self) -> Tensor:
         if self.axis is None:

@@ -40,14 +40,118 @@ class Pulled:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.root.parameter.shape)
 
+    @property
+    def granule(self) -> int:
+        return 0
+
+    @property
+    def path(self) -> tuple | None:
+        """How the root's elements were rearranged, None if anything else was done to them."""
+        return rearrangement(self.node)
+
     def select(self, rows) -> Pulled:
         return replace(self, inner=self.inner.select(rows))
 
+    def narrow(self, start: int, stop: int) -> Factor:
+        raise NotImplementedError
+
     def dense(self) -> Tensor:
-        leaf, again = self.node.replay_from(self.root)
-        cotangents = self.inner.dense().to(again.dtype)
-        (pulled,) = torch.autograd.grad(again, leaf, cotangents, is_grads_batched=True)
+        return self.replay().pull_each(self.inner)
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        return self.replay().pull(cotangent)
+
+    def push(self, direction: Tensor) -> Tensor:
+        return self.replay().push(direction)
+
+    def replay(self, copies: bool = False) -> Replay:
+        """Compute the derived tensor again; from copies it outlives changes of the weights."""
+        return Replay(*self.node.replay_from(self.root, copies))
+
+    def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
+        """Return the same factor independent of what becomes of the model.
+
+        Args:
+            replays: what was computed again for other uses of the same tensor.
+        """
+        key = (self.node, self.root)
+        if key not in replays:
+            replays[key] = self.replay(copies=True)
+        return Frozen(self.inner, replays[key], self.path)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A ``Pulled`` factor that outlives its context and later changes of the model's weights.
+
+    Attributes:
+        inner: factor of the derived tensor.
+        replay: the derived tensor as it was computed from the root.
+        path: how the root's elements were rearranged, None if anything else was done to them.
+    """
+
+    inner: Factor
+    replay: Replay
+    path: tuple | None
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.replay.leaf.shape)
+
+    @property
+    def granule(self) -> int:
+        return 0
+
+    def select(self, rows) -> Frozen:
+        return replace(self, inner=self.inner.select(rows))
+
+    def narrow(self, start: int, stop: int) -> Factor:
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        return self.replay.pull_each(self.inner)
+
+
+class Replay:
+    """A derived tensor computed again from its root, to be differentiated any number of times.
+
+    Attributes:
+        leaf: the root's value.
+        value: the derived tensor.
+    """
+
+    def __init__(self, leaf: Tensor, value: Tensor):
+        self.leaf = leaf
+        self.value = value
+
+    def pull_each(self, factor: Factor) -> Tensor:
+        """Return the root's per-example gradients that a factor of the derived tensor induces."""
+        cotangents = factor.dense().to(self.value)
+        (pulled,) = torch.autograd.grad(
+            self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
+        )
         return pulled.to(compute_dtype(pulled))
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Return the root's gradient that one gradient of the derived tensor induces."""
+        cotangent = cotangent.to(self.value)
+        (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
+        return pulled.to(compute_dtype(pulled))
+
+    def push(self, direction: Tensor) -> Tensor:
+        """Return how the derived tensor changes when the root changes by ``direction``.
+
+        It is the derivative of ``pull``, which is linear in its cotangent.
+        """
+        with torch.enable_grad():
+            cotangent = torch.zeros_like(self.value, requires_grad=True)
+            (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, create_graph=True)
+            (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
+        return pushed.to(compute_dtype(pushed))
 
 
 def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
@@ -75,6 +179,27 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
     return sqnorm([factor], workspace)
+
+
+def rearrangement(node: Node) -> tuple | None:
+    """Return how a derived tensor picks and arranges elements of its root, each at most once.
+
+    Two tensors with the same answer hold the same elements of the parameter in the same places.
+
+    Returns:
+        (operation, its arguments, which of its results) for each step from the root; () for the
+        root itself, None if a step does anything else.
+    """
+    steps: list[tuple] = []
+    while isinstance(node, Derived):
+        if not _is_isometric(node):
+            return None
+        # What a cast or a copy takes beside the tensor has no bearing on the elements.
+        plain = LEAN_STEPS.get(node.function) is _same_shape
+        arguments = "" if plain else repr((node.args[1:], node.kwargs))
+        steps.append((node.function, arguments, node.index))
+        node = node.parents[0]
+    return tuple(reversed(steps))
 
 
 def _is_isometric(node: Derived) -> bool:

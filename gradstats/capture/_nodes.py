@@ -7,7 +7,8 @@ it exactly when every use in the graph has delivered, so it does the counting.
 
     sole use     the use contracts its factor itself and returns the result
     shared       each use delivers its factor to the root; the hub contracts their sum, cross terms
-                 included, once all have arrived
+                 included, once all have arrived; so it is for every parameter of a context that
+                 does more with the factors than norms
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Factor
-from gradstats.contractions import Contraction
+from gradstats.contractions import Contraction, Fused
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Root(Node):
         self.reported = False
         self._alias: Tensor | None = None
         self._carrier: Tensor | None = None
-        self._delivered: list[tuple[int, Factor]] = []
+        self._delivered: list[tuple[int, Factor | Fused]] = []
 
     @property
     def value(self) -> Tensor:
@@ -104,7 +105,7 @@ class Root(Node):
         self._alias = self._carrier = None
         self._delivered.clear()
 
-    def deliver(self, factor: Factor) -> None:
+    def deliver(self, factor: Factor | Fused) -> None:
         """Keep the factor of one use until the hub of the running backward asks for it."""
         # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its
         # deliveries carry another task's number and are dropped.
@@ -130,7 +131,7 @@ class Root(Node):
         self._delivered.clear()
         if factors:
             # The uses that delivered these reported zeros, so that the parameter counts once.
-            report = report + make_report(self.tracker.contract(factors), self.tracker.once)
+            report = report + make_report(self.tracker.contract(self, factors), self.tracker.once)
         return report
 
 
@@ -174,15 +175,23 @@ class Derived(Node):
         name = function_name(self.function)
         return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
 
-    def replay(self, leaves: dict[Node, Tensor]) -> Tensor:
-        """Compute this tensor again from the given values of some of the nodes it depends on."""
+    def replay(self, leaves: dict[Node, Tensor], copies: bool = False) -> Tensor:
+        """Compute this tensor again from the given values of some of the nodes it depends on.
+
+        Args:
+            leaves: node → value.
+            copies: take copies of everything else, which may change later.
+        """
 
         def resolve(item):
             if not isinstance(item, Node):
-                return item
+                return item.clone() if copies and isinstance(item, Tensor) else item
             if item in leaves:
                 return leaves[item]
-            return item.replay(leaves) if isinstance(item, Derived) else item.value.detach()
+            if isinstance(item, Derived):
+                return item.replay(leaves, copies)
+            value = item.value.detach()
+            return value.clone() if copies else value
 
         args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
         if self._autocast is None:
@@ -193,11 +202,12 @@ class Derived(Node):
                 result = self.function(*args, **kwargs)
         return result if self.index is None else result[self.index]
 
-    def replay_from(self, root: Root) -> tuple[Tensor, Tensor]:
+    def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Return a fresh leaf with the root's value and this tensor computed from it."""
         with torch.enable_grad():
-            leaf = root.parameter.detach().requires_grad_()
-            again = self.replay({root: leaf})
+            value = root.parameter.detach()
+            leaf = (value.clone() if copies else value).requires_grad_()
+            again = self.replay({root: leaf}, copies)
         if not torch.equal(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,14 +13,15 @@ from torch import Tensor, nn
 
 from gradstats._factors import Factor
 from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._consumers import Arrival
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._layout import MOVES, RESHAPES, Examples, follow
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import COUNT, Root
+from gradstats.capture._nodes import COUNT, VALUE, Root
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
-from gradstats.contractions import Contraction, sqnorm
+from gradstats.contractions import Contraction, Fused, sqnorm
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
@@ -53,6 +56,7 @@ class Tracker:
         self.closed = False
         self._backward_ran = False
         self._mode = ConstantTracking(self)
+        self._eagerly = ExitStack()
         named = select_parameters(model, parameters, exclude)
         self.roots = [
             Root(self, name, parameter, _probe(batch_size, parameter.device))
@@ -81,11 +85,15 @@ class Tracker:
             self._classes.append((root.parameter, type(root.parameter)))
             root.parameter.__class__ = TrackedParameter
             root.parameter._gradstats = root  # type: ignore[attr-defined]
+        # A compiled graph has no place for a consumer. Without the compiler nothing is compiled.
+        if self.settings.consumer is not None and "torch._dynamo" in sys.modules:
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.__enter__()
 
     def close(self) -> None:
         """Give the parameters back as they were; nothing of the context is left on them."""
         self._mode.__exit__(None, None, None)
+        self._eagerly.close()
         for parameter, original in self._classes:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
@@ -156,12 +164,26 @@ class Tracker:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         total.backward(inputs=[root.probe for root in self.roots])
 
-    def contract(self, factors: Sequence[Factor]) -> Contraction:
-        """Return the squared norms of the sum of one root's factors."""
+    def contract(self, root: Root, delivered: Sequence[Factor | Fused]) -> Contraction:
+        """Return the squared norms of the sum of one root's factors, and pass the factors on."""
+        consumer, fused = self.settings.consumer, delivered[0]
+        factors = [item.factor if isinstance(item, Fused) else item for item in delivered]
+        total = None
+        if isinstance(fused, Fused) and len(delivered) == 1:
+            norms, total = fused.norms, fused.total
+        elif consumer is None or consumer.needs_norms:
+            norms = self._sqnorm(factors)
+        else:
+            norms = Contraction(self.nothing[0], self.nothing[0])
+        if consumer is not None:
+            consumer.take(Arrival(root.name, factors, norms.value, total, self.settings.workspace))
+        return norms
+
+    def _sqnorm(self, factors: list[Factor]) -> Contraction:
         workspace = self.settings.workspace
         if len(factors) == 1 and isinstance(factors[0], Pulled):
             return pulled_sqnorm(factors[0], workspace)
-        return sqnorm(list(factors), workspace)
+        return sqnorm(factors, workspace)
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:
         """Check, before a backward changes anything, that it can be accounted for."""
@@ -203,6 +225,11 @@ class Tracker:
                         "per-example gradient is not known. Exclude the parameter by name with "
                         f"exclude=[{root.name!r}], or write the operation with PyTorch's own."
                     )
+
+    @property
+    def sqnorm(self) -> Tensor:
+        """The squared norms over all parameters that the backward reported, (B,) float64."""
+        return self.reports()[:, VALUE].sum(0)
 
     def reports(self) -> Tensor:
         """Return what the backward reported, (parameters, 3, B) float64; zeros for unused ones."""

@@ -26,9 +26,10 @@ from gradstats._factors import (
     Vector,
     compute_dtype,
 )
+from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Node, Root, make_report, unique_roots
-from gradstats.contractions import Contraction, sqnorm, sqnorm_and_sum
+from gradstats.contractions import Fused, sqnorm, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
 
@@ -40,11 +41,13 @@ class Settings:
         weight_gradients: the training gradients are wanted too.
         fused: weight gradients may come from gradstats' own pass over the data.
         workspace: bytes of scratch a contraction may allocate at once.
+        consumer: what else is done with the factors of each parameter; None for norms alone.
     """
 
     weight_gradients: bool
     fused: bool
     workspace: int
+    consumer: Consumer | None = None
 
 
 class Use:
@@ -61,11 +64,11 @@ class Use:
         """Whether ``node`` is a parameter that this use alone contributes to."""
         return isinstance(node, Root) and node.uses == 1
 
-    def reports(self, factors: Sequence[Factor | Contraction | None]) -> list[Tensor | None]:
+    def reports(self, factors: Sequence[Factor | Fused | None]) -> list[Tensor | None]:
         """Return the gradients of the carriers, given the factor of each node in turn.
 
-        A ``Contraction`` stands for a factor whose norms are computed already (a sole use); None
-        for a node that the operation's gradient did not reach.
+        ``Fused`` stands for a factor whose norms are computed already (a sole use); None for a node
+        that the operation's gradient did not reach.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -77,12 +80,12 @@ class Use:
             for node, factor in zip(self.nodes, factors, strict=True):
                 if factor is None or root not in node.roots:
                     continue
-                if isinstance(factor, Contraction):
-                    report = make_report(factor, tracker.once)
-                    continue
-                pulled = factor if node is root else pull_back(factor, node, root)
-                if root.uses == 1:
-                    report = make_report(tracker.contract([pulled]), tracker.once)
+                pulled = factor
+                if not isinstance(factor, Fused) and node is not root:
+                    pulled = pull_back(factor, node, root)
+                # A consumer waits for the hub, which knows the loss's backward from an inner one.
+                if root.uses == 1 and tracker.settings.consumer is None:
+                    report = make_report(tracker.contract(root, [pulled]), tracker.once)
                 else:
                     root.deliver(pulled)
                     report = tracker.nothing
@@ -111,6 +114,12 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
 def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
     if use is not None:
         return use.reports(factors)
+    if settings.consumer is not None:
+        raise UnsupportedOperationError(
+            "inner products were asked for in a graph that torch.compile traced inside the "
+            "tracking context; they need the model in eager mode. Compile the model before the "
+            "context is opened: then it runs eagerly inside it."
+        )
     # In a compiled graph each root has one use.
     workspace = settings.workspace
     return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
@@ -195,7 +204,7 @@ class LinearUse(torch.autograd.Function):
         grad_weight = grad_bias = None
         want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
         want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
-        factors: list[Factor | Contraction] = []
+        factors: list[Factor | Fused] = []
         left, right = examples.first(grad), examples.first(x)
         if weight_tracked:
             outer = Outer(as_positions(left), as_positions(right), tuple(shape))
@@ -203,7 +212,7 @@ class LinearUse(torch.autograd.Function):
             if sole and want_weight and settings.fused:
                 result, total = sqnorm_and_sum(outer, settings.workspace)
                 grad_weight = total.to(weight_dtype)
-                factors.append(result)
+                factors.append(Fused(outer, result, total))
             else:
                 factors.append(outer)
         if want_weight and grad_weight is None:
@@ -245,7 +254,7 @@ class ConvolutionUse(torch.autograd.Function):
             ctx.needs_input_grad[5] and settings.weight_gradients,
             False,
         ]
-        factors: list[Factor | Contraction] = []
+        factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
         if weight_tracked:
             patches = convolution_factor(grad, x, tuple(weight.shape), ctx.call)
@@ -254,7 +263,7 @@ class ConvolutionUse(torch.autograd.Function):
                 result, total = sqnorm_and_sum(patches, settings.workspace)
                 grad_weight = total.to(weight.dtype)
                 wanted[1] = False
-                factors.append(result)
+                factors.append(Fused(patches, result, total))
             else:
                 factors.append(patches)
         if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):

@@ -1,4 +1,4 @@
-"""Contractions of factors: squared norms, alone or together with the summed gradient.
+"""Contractions of factors: squared norms, inner products, and sums over examples.
 
 One table says which module contracts which pair of factors. A pair without a row in the table is
 contracted by the definition: the per-example gradients of a few examples at a time, within the
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from gradstats._factors import Factor, Outer, Patches, Rows, Vector
 from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
+from gradstats.contractions._direction import direction_inner as direction_inner
+from gradstats.contractions._direction import total as total
+from gradstats.contractions._inner import fold as fold
+from gradstats.contractions._inner import inner_diagonal as inner_diagonal
+from gradstats.contractions._inner import inner_pairs as inner_pairs
+from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction as Contraction
+from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import recompute_suspects, unit_roundoff
 
 SELF: dict[type, Callable[..., Contraction]] = {
@@ -31,13 +38,6 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _outer.inner_with_rows,
-}
-
-# Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
-MERGE: dict[type, Callable[..., Factor]] = {
-    Outer: _outer.merge,
-    Rows: _rows.merge,
-    Vector: _vector.merge,
 }
 
 
@@ -68,14 +68,7 @@ def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]
 
 
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
-    kinds: dict[object, list[Factor]] = {}
-    for factor in factors:
-        # Only factors that agree in everything but their positions can be merged.
-        key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
-        kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
-    merged: list[Factor] = [
-        group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
-    ]
+    merged = merge(factors)
     if len(merged) == 1:
         return SELF[type(merged[0])](merged[0], workspace, guarded=True)
     pair = _pair_with_rule(merged)

@@ -44,7 +44,7 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     if form == "direct":
         return _direct(factor, workspace, with_sum=True)
     result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
-    return result, _total(factor)
+    return result, summed(factor)
 
 
 def rank_one(factor: Outer) -> Contraction:
@@ -100,7 +100,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         assert total is not None
         values.append(total.view(-1, groups).sum(1) if groups > 1 else total)
     value = torch.cat(values)
-    bound = unit_roundoff(dtype) * _magnitude(factor, dtype).square().sum(1)
+    bound = unit_roundoff(dtype) * magnitude(factor, dtype).square().sum(1)
     return Contraction(value, bound)
 
 
@@ -181,14 +181,14 @@ def inner_with_rows(outer: Outer, rows: Rows, workspace: int) -> Tensor:
     return result
 
 
-def _magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
+def magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
     """Return Σ_t ‖left_t‖‖right_t‖ of shape (B, K); its square bounds Σ|terms| of the Gram form."""
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
     return (left * right).sum(2, dtype=torch.float64)
 
 
-def _total(factor: Outer) -> Tensor:
+def summed(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
     if factor.left.shape[1] == 1:
         return _arrange(factor.left.flatten(0, 2).t() @ factor.right.flatten(0, 2), factor)

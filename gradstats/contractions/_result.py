@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradstats._factors import Factor
+
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
 # the square root of the condition number where the Gram form's grows with the number itself.
 GUARD_TOLERANCE = 1e-4
@@ -26,6 +28,21 @@ class Contraction:
 
     value: Tensor
     bound: Tensor
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A factor whose squared norms came with its sum over examples, from one pass.
+
+    Attributes:
+        factor: what was contracted.
+        norms: its squared norms.
+        total: Σ_i F[i] in the parameter's shape.
+    """
+
+    factor: Factor
+    norms: Contraction
+    total: Tensor
 
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 
-def serves(factor: Outer) -> bool:
-    """Whether the kernels contract this factor; the PyTorch backend contracts every other."""
-    left, right = factor.left, factor.right
-    if left.device.type != "cuda" or left.dtype != right.dtype or left.dtype not in DTYPES:
+def serves(*factors: Outer) -> bool:
+    """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
+    operands = [operand for factor in factors for operand in (factor.left, factor.right)]
+    dtype = operands[0].dtype
+    if dtype not in DTYPES or any(x.dtype != dtype for x in operands):
+        return False
+    if any(x.device.type != "cuda" for x in operands):
         return False
     if os.environ.get(BACKEND_VARIABLE) == "torch":
         return False
@@ -76,6 +79,65 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
 
     gradient, value = operators.weight_gradient_sqnorm(*_operands(factor))
     return well_conditioned(value.double(), torch.float32), gradient.unsqueeze(0)
+
+
+def gram_pairs(first: Outer, second: Outer) -> Tensor:
+    """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) for all pairs, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    products = (operators.pairwise_gram(*both) for both in _groups(first, second))
+    return reduce(torch.add, (part.double() for part in products))
+
+
+def direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
+    """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    products = (
+        operators.pairwise_direct(*both, workspace=workspace) for both in _groups(first, second)
+    )
+    return reduce(torch.add, (part.double() for part in products))
+
+
+def gram_diagonal(first: Outer, second: Outer) -> Tensor:
+    """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) of each example, (B,) float64."""
+    from gradstats.kernels import operators
+
+    value, _ = operators.diagonal_gram(*_operands(first), *_operands(second))
+    return _over_groups(value, first)
+
+
+def direct_diagonal(first: Outer, second: Outer) -> Tensor:
+    """Return the products of gradient tiles that never leave the chip, (B,) float64."""
+    from gradstats.kernels import operators
+
+    value = operators.direct_inner(*_operands(first), *_operands(second))
+    return _over_groups(value, first)
+
+
+def direction(factor: Outer, direction: Tensor) -> Tensor:
+    """Return Σ_k Σ_t left_tᵀ V_k right_t of each example, (B,) float64.
+
+    Args:
+        factor: what is contracted.
+        direction: V (K, p, q).
+    """
+    from gradstats.kernels import operators
+
+    if direction.dtype != factor.left.dtype:
+        direction = direction.float()
+    a, g = factor.right.transpose(0, 1), factor.left.transpose(0, 1)  # (K, B, T, ·)
+    products = map(operators.direction_inner, a, g, direction)
+    return reduce(torch.add, (part.double() for part in products))
+
+
+def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return a, g of both factors for each group: examples of different groups never meet."""
+    operands = (first.right, first.left, second.right, second.left)
+    groups = [tuple(operand[:, k] for operand in operands) for k in range(first.left.shape[1])]
+    if first is second:
+        return [(a, g, a, g) for a, g, _, _ in groups]
+    return groups  # type: ignore[return-value]
 
 
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError, UnsupportedOperationError
@@ -33,6 +34,8 @@ def per_example_norms(
     workspace: int | None = None,
     nonfinite: str = "raise",
     fallback: str | None = None,
+    alignment: bool = False,
+    gram: bool = False,
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
@@ -48,6 +51,9 @@ def per_example_norms(
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
         fallback: how to serve operations without a rule. Not supported yet.
+        alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
+            the cost of the weight gradients and one more forward pass.
+        gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
 
     Returns:
         GradientNorms: ``norm``, ``sqnorm``, ``loss`` (B,) each, and ``by_parameter``.
@@ -65,15 +71,18 @@ def per_example_norms(
         2110.05679.
     """
     check_batch_dim(batch_dim)
-    _not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
-    _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
+    check_choice("nonfinite", nonfinite, ("raise", "keep"))
     batch_size = infer_batch_size(batch, batch_dim)
     tracker = Tracker(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
         settings=Settings(
-            weight_gradients=False, fused=True, workspace=_check_workspace(workspace)
+            weight_gradients=False,
+            fused=True,
+            workspace=check_workspace(workspace),
+            consumer=_together(alignment, gram),
         ),
         parameters=parameters,
         exclude=exclude,
@@ -85,7 +94,7 @@ def per_example_norms(
             tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()
-    return gather(tracker, losses, 1.0, nonfinite)
+    return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
 
 class track:
@@ -112,6 +121,11 @@ class track:
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "keep" (a scaled step may overflow) or "raise" when the context closes.
+        alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
+            context's training loss, before any scaling or averaging over processes. It costs about
+            one more forward pass.
+        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. Either makes a compiled model
+            run eagerly inside the context.
 
     Attributes:
         stats: GradientNorms, once the context has closed.
@@ -135,12 +149,14 @@ class track:
         exclude: Sequence[str] | str = (),
         workspace: int | None = None,
         nonfinite: str = "keep",
+        alignment: bool = False,
+        gram: bool = False,
     ):
         self._batch_size = check_batch_size(batch_size)
         self._weights = loss_weights(loss_reduction, weights, batch_size)
         self._weighted = weights is not None
         self._scaler = scaler
-        self._nonfinite = _check_choice("nonfinite", nonfinite, ("raise", "keep"))
+        self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
         self._tracker = Tracker(
@@ -148,7 +164,10 @@ class track:
             batch_size=batch_size,
             batch_dim=check_batch_dim(batch_dim),
             settings=Settings(
-                weight_gradients=True, fused=fused, workspace=_check_workspace(workspace)
+                weight_gradients=True,
+                fused=fused,
+                workspace=check_workspace(workspace),
+                consumer=_together(alignment, gram),
             ),
             parameters=parameters,
             exclude=exclude,
@@ -167,8 +186,7 @@ class track:
         self._tracker.close()
         if kind is None and self._tracker.reported:
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            weights = self._weights * scale
-            self._stats = gather(self._tracker, self._losses, weights, self._nonfinite)
+            self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
@@ -203,13 +221,17 @@ class track:
         return self._stats
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def _together(alignment: bool, gram: bool) -> Together | None:
+    return Together(alignment=alignment, gram=gram) if alignment or gram else None
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
 
 
-def _check_workspace(workspace: int | None) -> int:
+def check_workspace(workspace: int | None) -> int:
     if workspace is None:
         return DEFAULT_WORKSPACE
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
@@ -217,7 +239,7 @@ def _check_workspace(workspace: int | None) -> int:
     return workspace
 
 
-def _not_yet(**options) -> None:
+def not_yet(**options) -> None:
     for name, value in options.items():
         if value is not None:
             raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gradstats.capture._consumers import Together
 from gradstats.capture._nodes import BOUND, VALUE
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
@@ -23,12 +24,22 @@ class GradientNorms:
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
         error_bound: (B,) relative bound on what rounding in the contractions may have done to
             ``sqnorm``.
+        alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
+            context, Ḡ = Σ_j weight_j ∇ℓ_j (the mean gradient unless weights say otherwise). None
+            unless asked for, as are all that follow.
+        alignment_by_parameter: name → (B,) the parameter's part of ``alignment``.
+        mean_sqnorm: () float64, ‖Ḡ‖².
+        gram: (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
     """
 
     sqnorm: Tensor
     loss: Tensor | None
     by_parameter: Mapping[str, Tensor]
     error_bound: Tensor
+    alignment: Tensor | None = None
+    alignment_by_parameter: Mapping[str, Tensor] | None = None
+    mean_sqnorm: Tensor | None = None
+    gram: Tensor | None = None
 
     @property
     def norm(self) -> Tensor:
@@ -44,21 +55,73 @@ class GradientNorms:
 
 
 def gather(
-    tracker: Tracker, loss: Tensor | None, weights: Tensor | float, nonfinite: str
+    tracker: Tracker,
+    loss: Tensor | None,
+    weights: Tensor | float,
+    nonfinite: str,
+    scale: float = 1.0,
+    divisor: int = 1,
 ) -> GradientNorms:
     """Return the statistics that a tracker's backward reported.
 
     Args:
         tracker: the context after its backward.
         loss: (B,) losses or None.
-        weights: what multiplied each loss in the scalar that was differentiated; divided out.
+        weights: what multiplied each loss in the training loss, which defines Ḡ; divided out.
+        nonfinite: "raise" or "keep".
+        scale: what multiplied the training loss before it was differentiated; divided out.
+        divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
+    """
+    reports = check_finite(tracker, nonfinite)
+    device = reports.device
+    weight = torch.as_tensor(weights, dtype=torch.float64, device=device)
+    square = (weight * scale).square()
+    values = reports[:, VALUE] / square
+    total = values.sum(0)
+    bound = reports[:, BOUND].sum(0) / square
+    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
+    dtype = torch.float64 if wide else torch.float32
+    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
+    by_parameter = {
+        root.name: row.to(dtype) for root, row in zip(tracker.roots, values, strict=True)
+    }
+    norms = GradientNorms(
+        total.to(dtype), None if loss is None else loss.detach(), by_parameter, relative.to(dtype)
+    )
+    together = tracker.settings.consumer
+    if not isinstance(together, Together):
+        return norms
+    if together.pairs is not None:
+        gram = together.pairs.to(device) / scale**2
+        gram = gram / (weight[:, None] * weight if weight.dim() else weight.square())
+        norms = replace(norms, gram=gram.to(dtype))
+    if together.with_sum:
+        names = [root.name for root in tracker.roots]
+        unused = torch.zeros_like(total)
+        own = weight * scale**2 * divisor
+        parts = [together.with_sum.get(name, unused).to(device) / own for name in names]
+        sqnorms = [value.to(device) for value in together.sum_sqnorm.values()]
+        norms = replace(
+            norms,
+            alignment=torch.stack(parts).sum(0).to(dtype),
+            alignment_by_parameter={
+                name: part.to(dtype) for name, part in zip(names, parts, strict=True)
+            },
+            mean_sqnorm=torch.stack(sqnorms).sum() / (scale * divisor) ** 2,
+        )
+    return norms
+
+
+def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
+    """Return what a tracker's backward reported, or raise if it is not finite.
+
+    Args:
+        tracker: the context after its backward.
         nonfinite: "raise" or "keep".
     """
     reports = tracker.reports()
-    scale = torch.as_tensor(weights, dtype=torch.float64, device=reports.device).square()
-    values = reports[:, VALUE] / scale
+    values = reports[:, VALUE]
     total = values.sum(0)
-    bound = reports[:, BOUND].sum(0) / scale
     if nonfinite == "raise" and not bool(total.isfinite().all()):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
         names = [
@@ -73,12 +136,4 @@ def gather(
             "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )
-    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
-    dtype = torch.float64 if wide else torch.float32
-    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
-    by_parameter = {
-        root.name: row.to(dtype) for root, row in zip(tracker.roots, values, strict=True)
-    }
-    return GradientNorms(
-        total.to(dtype), None if loss is None else loss.detach(), by_parameter, relative.to(dtype)
-    )
+    return reports

@@ -1,0 +1,185 @@
+"""Inner products with one dense direction, and the sum of per-example gradients.
+
+⟨G_i, V⟩ for G_i = Σ_t left_t right_tᵀ is Σ_t left_tᵀ V right_t; for patches it is the convolution
+with V, multiplied by the output gradient; for rows and vectors the elements of V that they touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Factor, Outer, Patches, Rows, Vector, compute_dtype
+from gradstats.contractions import _outer, _tiles, _triton
+
+
+def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨Σ_u F_u[i], V⟩ for each example, (B,) float64.
+
+    Args:
+        factors: factors of one parameter, one for each use.
+        direction: V, of the parameter's shape.
+        workspace: bytes of scratch memory that may be allocated at once.
+
+    Cost: for products and convolutions as much as their forward pass.
+    """
+    result = _tiles.zeros(factors, factors[0].batch)
+    for factor in factors:
+        rule = DIRECTION.get(type(factor))
+        if rule is not None:
+            result += rule(factor, direction, workspace)
+        else:
+            # The factor of a derived tensor: the direction is pushed forward to that tensor.
+            result += direction_inner([factor.inner], factor.push(direction), workspace)  # type: ignore[attr-defined]
+    return result
+
+
+def total(factors: Sequence[Factor]) -> Tensor:
+    """Return Σ_i Σ_u F_u[i], the gradient of the summed losses, in the accumulation dtype."""
+    result: Tensor | None = None
+    for factor in factors:
+        rule = TOTAL.get(type(factor))
+        if rule is not None:
+            part = rule(factor)
+        else:
+            part = factor.pull(total([factor.inner]))  # type: ignore[attr-defined]
+        result = part if result is None else result + part
+    assert result is not None
+    return result
+
+
+def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor:
+    groups, p, q = factor.left.shape[1], factor.left.shape[3], factor.right.shape[3]
+    if factor.permutation is not None:
+        sizes = [factor.unfolded[axis] for axis in factor.permutation]  # type: ignore[index]
+        order = sorted(range(len(sizes)), key=factor.permutation.__getitem__)
+        direction = direction.reshape(sizes).permute(order)
+    direction = direction.reshape(groups, p, q)
+    if _triton.serves(factor):
+        return _triton.direction(factor, direction)
+    dtype = compute_dtype(factor.left, factor.right, direction)
+    # The direction is applied on the wider side, so that what is written is the narrower.
+    one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
+    matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
+    result = _tiles.zeros([factor], factor.batch)
+    size = _cost.product(one.shape[1:]) + _cost.product(two.shape[1:])
+    chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
+    for here in _tiles.chunks(factor.batch, chunk):
+        products = (two[here].to(dtype) @ matrix).mul_(one[here].to(dtype))
+        result[here] = products.sum(3).sum((1, 2), dtype=torch.float64)
+    return result
+
+
+def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Tensor:
+    dtype = compute_dtype(factor.input, factor.grad, direction)
+    geometry, spatial = factor.geometry, factor.grad.dim() - 2
+    weight = direction.reshape(factor.shape).to(dtype)
+    result = _tiles.zeros([factor], factor.batch)
+    size = factor.input[0].numel() + 3 * factor.grad[0].numel()
+    chunk = max(1, workspace // max(1, size * torch.finfo(dtype).bits // 8))
+    for here in _tiles.chunks(factor.batch, chunk):
+        output = torch.ops.aten.convolution(
+            factor.input[here].to(dtype), weight, None, geometry.stride, geometry.padding,
+            geometry.dilation, False, [0] * spatial, geometry.groups,
+        )  # fmt: skip
+        for axis, positions in enumerate(factor.grad.shape[2:]):
+            output = output.narrow(axis + 2, 0, positions)
+        products = output * factor.grad[here].to(dtype)
+        result[here] = products.flatten(2).sum(2).sum(1, dtype=torch.float64)
+    return result
+
+
+def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
+    dtype = compute_dtype(factor.grad, direction)
+    count, width = factor.grad.shape
+    table = direction.reshape(factor.shape[0], width)
+    result = _tiles.zeros([factor], factor.batch)
+    chunk = max(1, workspace // max(1, 3 * width * torch.finfo(dtype).bits // 8))
+    for here in _tiles.chunks(count, chunk):
+        products = table[factor.ids[here]].to(dtype) * factor.grad[here].to(dtype)
+        result.index_add_(0, factor.example[here], products.sum(1, dtype=torch.float64))
+    return result
+
+
+def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tensor:
+    dtype = compute_dtype(factor.values, direction)
+    values = factor.values.reshape(factor.batch, -1)
+    result = _tiles.zeros([factor], factor.batch)
+    size = 2 * values.shape[1] * torch.finfo(dtype).bits // 8
+    for here in _tiles.chunks(
+        factor.batch, _cost.examples_per_chunk(size, factor.batch, workspace)
+    ):
+        if factor.axis is None:
+            chosen = direction.reshape(1, -1)
+        else:
+            slices = direction.reshape(factor.shape).movedim(factor.axis, 0)
+            own = factor.slices
+            index = torch.arange(factor.batch, device=values.device) if own is None else own
+            chosen = (
+                slices[index[here]].flatten(1) if slices.dim() > 1 else slices[index[here], None]
+            )
+        products = values[here].to(dtype) * chosen.to(dtype)
+        result[here] = products.sum(1, dtype=torch.float64)
+    return result
+
+
+def _outer_total(factor: Outer) -> Tensor:
+    dtype = compute_dtype(factor.left, factor.right)
+    if factor.left.dtype == factor.right.dtype == dtype:
+        return _outer.summed(factor)
+    # Half-precision operands: their product must not be rounded to half precision again.
+    parts = (
+        _outer.summed(replace(chunk, left=chunk.left.to(dtype), right=chunk.right.to(dtype)))
+        for chunk in map(factor.select, _tiles.chunks(factor.batch, 8))
+    )
+    return reduce(torch.add, parts)
+
+
+def _patches_total(factor: Patches) -> Tensor:
+    dtype = compute_dtype(factor.input, factor.grad)
+    geometry, spatial = factor.geometry, factor.grad.dim() - 2
+    # Only the weight's shape is read: one number stands for all of it.
+    weight = factor.input.new_empty(1, dtype=dtype).expand(factor.shape)
+    return torch.ops.aten.convolution_backward(
+        factor.grad.to(dtype), factor.input.to(dtype), weight, None, geometry.stride,
+        geometry.padding, geometry.dilation, False, [0] * spatial, geometry.groups,
+        [False, True, False],
+    )[1]  # fmt: skip
+
+
+def _rows_total(factor: Rows) -> Tensor:
+    dtype = compute_dtype(factor.grad)
+    table = factor.grad.new_zeros(factor.shape[0], factor.grad.shape[1], dtype=dtype)
+    return table.index_add_(0, factor.ids, factor.grad.to(dtype)).reshape(factor.shape)
+
+
+def _vector_total(factor: Vector) -> Tensor:
+    dtype = compute_dtype(factor.values)
+    if factor.axis is None:
+        return factor.values.sum(0, dtype=dtype).reshape(factor.shape)
+    result = factor.values.new_zeros(factor.shape, dtype=dtype)
+    own = factor.slices
+    index = torch.arange(factor.batch, device=result.device) if own is None else own
+    result.movedim(factor.axis, 0).index_add_(0, index, factor.values.to(dtype))
+    return result
+
+
+DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
+    Outer: _outer_direction,
+    Patches: _patches_direction,
+    Rows: _rows_direction,
+    Vector: _vector_direction,
+}
+
+TOTAL: dict[type, Callable[[Any], Tensor]] = {
+    Outer: _outer_total,
+    Patches: _patches_total,
+    Rows: _rows_total,
+    Vector: _vector_total,
+}

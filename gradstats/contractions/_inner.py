@@ -1,0 +1,200 @@
+"""Inner products of the gradients that two lists of factors of one parameter describe.
+
+Inner products are bilinear: ⟨Σ_u F_u, Σ_v F'_v⟩ = Σ_u Σ_v ⟨F_u, F'_v⟩. Tables say which module
+contracts which pair of factors. Where a pair has no rule, the per-example gradients of both whole
+sums are formed tile by tile (``_tiles``).
+
+A factor of a tensor that only rearranges elements of the parameter (``path`` says how) is
+contracted as it stands with factors that were rearranged in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Factor, Outer, Patches, Rows, Vector, map_tensors, tensors_of
+from gradstats.contractions import _outer_pairs, _patch_pairs, _row_pairs, _tiles, _vector_pairs
+from gradstats.contractions._merge import merge
+from gradstats.contractions._outer_pairs import Sizes
+
+Rule = Callable[[Any, Any, int, Sizes], Tensor]
+
+
+def _swapped_pairs(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) -> Tensor:
+    return _outer_pairs.pairs_with_rows(outer, rows, workspace, sizes).mT
+
+
+def _swapped_diagonal(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) -> Tensor:
+    return _outer_pairs.diagonal_with_rows(outer, rows, workspace, sizes)
+
+
+PAIRS: dict[tuple[type, type], Rule] = {
+    (Outer, Outer): _outer_pairs.pairs,
+    (Outer, Rows): _outer_pairs.pairs_with_rows,
+    (Rows, Outer): _swapped_pairs,
+    (Rows, Rows): _row_pairs.pairs,
+    (Patches, Patches): _patch_pairs.pairs,
+    (Vector, Vector): _vector_pairs.pairs,
+}
+
+DIAGONAL: dict[tuple[type, type], Rule] = {
+    (Outer, Outer): _outer_pairs.diagonal,
+    (Outer, Rows): _outer_pairs.diagonal_with_rows,
+    (Rows, Outer): _swapped_diagonal,
+    (Rows, Rows): _row_pairs.diagonal,
+    (Patches, Patches): _patch_pairs.diagonal,
+    (Vector, Vector): _vector_pairs.diagonal,
+}
+
+# Norms between which products of two float32 gradients neither underflow nor overflow.
+FLOAT32_RANGE = (1e-12, 1e15)
+
+
+def inner_pairs(
+    first: Sequence[Factor], second: Sequence[Factor], workspace: int, sizes: Sizes
+) -> Tensor:
+    """Return ⟨Σ_u F_u[i], Σ_v F'_v[j]⟩ for all pairs of examples of two batches.
+
+    Args:
+        first, second: factors of one parameter, one for each use; the same list for a batch with
+            itself.
+        workspace: bytes of scratch memory that may be allocated at once.
+        sizes: norms of the two sums, (B,) and (B',) float64: what rounding errors are measured by.
+
+    Returns:
+        (B, B') float64.
+    """
+    result = _contract(first, second, workspace, sizes, PAIRS, _tiles.dense_pairs)
+    rows, columns = (_extreme(*side) for side in zip((first, second), sizes, strict=True))
+    if rows.numel():
+        again, norms = _wide(first, rows), (sizes[0][rows], sizes[1])
+        result[rows] = _contract(again, second, workspace, norms, PAIRS, _tiles.dense_pairs)
+    if columns.numel():
+        again, norms = _wide(second, columns), (sizes[0], sizes[1][columns])
+        result[:, columns] = _contract(first, again, workspace, norms, PAIRS, _tiles.dense_pairs)
+    return result
+
+
+def inner_diagonal(
+    first: Sequence[Factor], second: Sequence[Factor], workspace: int, sizes: Sizes
+) -> Tensor:
+    """Return ⟨Σ_u F_u[i], Σ_v F'_v[i]⟩ for each example of two batches of B, (B,) float64.
+
+    Args: as for ``inner_pairs``.
+    """
+    result = _contract(first, second, workspace, sizes, DIAGONAL, _tiles.dense_diagonal)
+    rows = torch.cat([_extreme(*side) for side in zip((first, second), sizes, strict=True)])
+    rows = rows.unique()
+    if rows.numel():
+        one, two = _wide(first, rows), _wide(second, rows)
+        norms = (sizes[0][rows], sizes[1][rows])
+        result[rows] = _contract(one, two, workspace, norms, DIAGONAL, _tiles.dense_diagonal)
+    return result
+
+
+def fold(factors: Sequence[Factor]) -> list[Factor]:
+    """Return the factors to keep: the gradients themselves where they are the smaller.
+
+    Where an example has so many positions that its gradient takes less memory than the factors,
+    the gradient also costs less to contract.
+    """
+    if len(factors) == 1 and isinstance(factors[0], Vector):
+        return list(factors)
+    elements = factors[0].batch * _cost.product(factors[0].shape)
+    if elements > sum(tensor.numel() for factor in factors for tensor in tensors_of(factor)):
+        return list(factors)
+    shape = factors[0].shape
+    # A few examples at a time: forming gradients writes more than the gradients.
+    parts = [
+        _tiles.gradients(factors, rows)
+        for rows in _tiles.chunks(factors[0].batch, _tiles.GROUPED_EXAMPLES)
+    ]
+    return [Vector(torch.cat(parts).reshape(-1, *shape), shape)]
+
+
+def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:
+    same = first is second
+    groups = _by_path(first)
+    partners = groups if same else _by_path(second)
+    terms: list[tuple[Rule, Factor, Factor]] = []
+    for path, left in groups.items():
+        for other, right in partners.items():
+            if path is not None and other is not None and _disjoint(path, other):
+                continue
+            found = _rules(left, right, rules) if path is not None and path == other else None
+            if found is None:
+                return definition(first, second, workspace)
+            terms += found
+    total = None
+    for rule, one, two in terms:
+        value = rule(one, two, workspace, sizes)
+        total = value if total is None else total + value
+    if total is None:
+        return definition([first[0]], [second[0]], workspace) * 0
+    return total
+
+
+def _rules(first: list[Factor], second: list[Factor], rules: dict):
+    """Return a rule for every pair of the factors, None if there is one without."""
+    several = len(first) + len(second) > 2
+    terms = []
+    for one in first:
+        for two in second:
+            if several and isinstance(one, Patches):
+                return None  # the sum is formed once; term by term it would be formed repeatedly
+            if not _fit(one, two):
+                return None
+            terms.append((rules[type(one), type(two)], one, two))
+    return terms
+
+
+def _fit(one: Factor, two: Factor) -> bool:
+    """Whether there is a rule for two factors of one parameter and they meet its conditions."""
+    if isinstance(one, Rows) and isinstance(two, Outer):
+        one, two = two, one
+    if isinstance(one, Outer):
+        if isinstance(two, Rows):
+            return one.spans_rows and one.right.shape[3] == two.grad.shape[1]
+        return isinstance(two, Outer) and one.layout == two.layout
+    if isinstance(one, Vector):
+        return isinstance(two, Vector) and one.axis == two.axis
+    return type(one) is type(two) and (type(one), type(two)) in PAIRS
+
+
+def _by_path(factors: Sequence[Factor]) -> dict[tuple | None, list[Factor]]:
+    """Return merged factors by how they were rearranged: () for none, None for anything else."""
+    groups: dict[tuple | None, list[Factor]] = {}
+    for factor in factors:
+        path = getattr(factor, "path", ())
+        groups.setdefault(path, []).append(factor.inner if path else factor)  # type: ignore
+    return {path: merge(group) for path, group in groups.items()}
+
+
+def _disjoint(path: tuple, other: tuple) -> bool:
+    """Whether two rearrangements take different pieces of the same split."""
+    for step, its in zip(path, other, strict=False):
+        if step != its:
+            # (operation, arguments, which of the results)
+            return step[:2] == its[:2] and None not in (step[2], its[2])
+    return False
+
+
+def _extreme(factors: Sequence[Factor], sizes: Tensor) -> Tensor:
+    """Return the examples whose products may leave the range of float32."""
+    if any(t.dtype == torch.float64 for factor in factors for t in tensors_of(factor)):
+        return sizes.new_zeros(0, dtype=torch.long)
+    low, high = FLOAT32_RANGE
+    extreme = ((sizes > 0) & (sizes < low)) | ((sizes > high) & sizes.isfinite())
+    return extreme.nonzero().squeeze(1)
+
+
+def _wide(factors: Sequence[Factor], rows: Tensor) -> list[Factor]:
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return [map_tensors(factor.select(rows), wide) for factor in factors]

@@ -1,0 +1,27 @@
+"""Several uses of one parameter as fewer factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradstats._factors import Factor, Outer, Rows, Vector
+from gradstats.contractions import _outer, _rows, _vector
+
+# Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
+MERGE: dict[type, Callable[..., Factor]] = {
+    Outer: _outer.merge,
+    Rows: _rows.merge,
+    Vector: _vector.merge,
+}
+
+
+def merge(factors: Sequence[Factor]) -> list[Factor]:
+    """Return factors with the same sum, those of one kind and layout merged into one."""
+    kinds: dict[object, list[Factor]] = {}
+    for factor in factors:
+        # Only factors that agree in everything but their positions can be merged.
+        key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
+        kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
+    return [
+        group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
+    ]

@@ -1,0 +1,197 @@
+"""Inner products of Outer factors: through products of positions, or tile by tile.
+
+Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T = T' = 1 it is the product
+        of two matrices of dot products, entry by entry
+direct  tiles of both sides' gradients (``_tiles``), whose cost does not grow with T·T'
+
+The Gram form loses digits where the terms of a gradient cancel. Its error is at most
+eps · (Σ_t ‖left_t‖‖right_t‖)(Σ_s ‖left'_s‖‖right'_s‖); where that is large beside ‖G_i‖‖G'_j‖ the
+inner products of the example are computed again by the direct form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Outer, Rows, compute_dtype
+from gradstats.contractions import _outer, _tiles, _triton
+from gradstats.contractions._result import GUARD_TOLERANCE, unit_roundoff
+
+# Bytes of a Gram tile and its partner; larger ones run no faster.
+GRAM_TILE_BYTES = 32 * 1024 * 1024
+
+# ‖G_i‖ and ‖G'_j‖ of the parameter's whole gradients, (B,) and (B',) float64.
+Sizes = tuple[Tensor, Tensor]
+
+
+def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
+    first, second = _plain(first, second)
+    positions = first.left.shape[2], second.left.shape[2]
+    if 0 in positions:
+        return _tiles.zeros([first], first.batch, second.batch)
+    p, q = first.left.shape[3], first.right.shape[3]
+    on_chip = _triton.serves(first, second)
+    form = _cost.choose_pair_form(*positions, p, q, first.batch, second.batch, on_chip=on_chip)
+    if form == "direct":
+        return _direct_pairs(first, second, workspace)
+    result = _triton.gram_pairs(first, second) if on_chip else gram_pairs(first, second, workspace)
+    if form == "gram":
+        rows, columns = _suspects(first, second, sizes)
+        if rows.numel():
+            result[rows] = _direct_pairs(first.select(rows), second, workspace)
+        if columns.numel():
+            result[:, columns] = _direct_pairs(first, second.select(columns), workspace)
+    return result
+
+
+def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
+    first, second = _plain(first, second)
+    positions = first.left.shape[2], second.left.shape[2]
+    if 0 in positions:
+        return _tiles.zeros([first], first.batch)
+    p, q = first.left.shape[3], first.right.shape[3]
+    on_chip = _triton.serves(first, second)
+    form = _cost.choose_pair_form(*positions, p, q, 1, 1, on_chip=on_chip)
+    if form == "direct":
+        return _direct_diagonal(first, second, workspace)
+    if on_chip:
+        result = _triton.gram_diagonal(first, second)
+    else:
+        result = gram_diagonal(first, second, workspace)
+    if form == "gram":
+        rows, columns = _suspects(first, second, sizes)
+        again = torch.cat([rows, columns]).unique()
+        if again.numel():
+            result[again] = _direct_diagonal(first.select(again), second.select(again), workspace)
+    return result
+
+
+def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
+    """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) for all pairs of examples.
+
+    Cost: T·T'·(p + q) multiply-adds a pair; scratch of two tiles of products.
+    """
+    dtype = compute_dtype(first.left, first.right, second.left, second.right)
+    same = first is second
+    groups, positions = first.left.shape[1:3]
+    longest = second.left.shape[2]
+    result = _tiles.zeros([first], first.batch, second.batch)
+    budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
+    step = max(1, min(positions, budget // (groups * longest)))  # positions at once
+    tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
+    columns = max(1, min(second.batch, int(tile**0.5)))
+    rows = columns if same else max(1, min(first.batch, tile // columns))
+    for there in _tiles.chunks(second.batch, columns):
+        left2, right2 = _rows_of(second.left[there], dtype), _rows_of(second.right[there], dtype)
+        for here in _tiles.chunks(first.batch, rows):
+            # ⟨i, j⟩ = ⟨j, i⟩: what lies below the diagonal mirrors what lies above.
+            if same and here.start > there.start:
+                continue
+            size = (groups, here.stop - here.start, -1, there.stop - there.start, longest)
+            for span in _tiles.chunks(positions, step):
+                products = _rows_of(first.left[here, :, span], dtype) @ left2.mT
+                # A single product of positions is the result: it is not rounded once more.
+                products = products.double() if positions * longest == 1 else products
+                products.mul_(_rows_of(first.right[here, :, span], dtype) @ right2.mT)
+                result[here, there] += products.view(size).sum((0, 2, 4))
+            if same and here != there:
+                result[there, here] = result[here, there].mT
+    return result
+
+
+def _rows_of(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (n, K, T, width) as (K, n·T, width)."""
+    return operand.to(dtype).transpose(0, 1).flatten(1, 2)
+
+
+def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
+    """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) of each example with its partner."""
+    dtype = compute_dtype(first.left, first.right, second.left, second.right)
+    groups, positions, longest = *first.left.shape[1:3], second.left.shape[2]
+    itemsize = torch.finfo(dtype).bits // 8
+    step = max(1, min(positions, workspace // (2 * groups * longest * itemsize)))
+    size = 2 * groups * step * longest * itemsize
+    result = _tiles.zeros([first], first.batch)
+    for here in _tiles.chunks(first.batch, _cost.examples_per_chunk(size, first.batch, workspace)):
+        left2, right2 = second.left[here].to(dtype).mT, second.right[here].to(dtype).mT
+        for span in _tiles.chunks(positions, step):
+            products = first.left[here, :, span].to(dtype) @ left2
+            products = products.double() if step * longest == 1 else products
+            products.mul_(first.right[here, :, span].to(dtype) @ right2)
+            result[here] += products.sum((1, 2, 3))
+    return result
+
+
+def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩ for all pairs, (B, B') float64.
+
+    It is Σ_n Σ_t left_t[ids[n]] (right_t·grad[n]): nothing of the parameter's size appears.
+
+    Args:
+        outer: factor with one group whose ``left`` spans the parameter's rows.
+        rows: factor over the same rows.
+        workspace: bytes of scratch.
+        sizes: not needed here.
+    """
+    dtype = compute_dtype(outer.left, outer.right, rows.grad)
+    left, right = outer.left.squeeze(1), outer.right.squeeze(1)
+    positions = left.shape[1]
+    result = _tiles.zeros([outer], outer.batch, rows.batch)
+    budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
+    step = max(1, budget // max(1, positions))  # rows at once, for one example
+    for piece in _tiles.chunks(rows.ids.numel(), step):
+        grad, ids = rows.grad[piece].to(dtype).mT, rows.ids[piece]
+        for example in range(outer.batch):
+            products = (right[example].to(dtype) @ grad).mul_(left[example].index_select(1, ids))
+            result[example].index_add_(0, rows.example[piece], products.sum(0, dtype=torch.float64))
+    return result
+
+
+def diagonal_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
+    """Return the same for each example with its partner, (B,) float64."""
+    return _outer.inner_with_rows(outer, rows, workspace)
+
+
+def _plain(first: Outer, second: Outer) -> tuple[Outer, Outer]:
+    """Drop how the axes are permuted, which is the same on both sides: it moves no product."""
+
+    def plain(factor: Outer) -> Outer:
+        groups, p, q = factor.left.shape[1], factor.left.shape[3], factor.right.shape[3]
+        return replace(factor, shape=(groups * p, q), permutation=None, unfolded=None)
+
+    one = plain(first)
+    return one, one if second is first else plain(second)
+
+
+def _direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
+    if _triton.serves(first, second):
+        return _triton.direct_pairs(first, second, workspace)
+    one = [first]
+    return _tiles.dense_pairs(one, one if second is first else [second], workspace)
+
+
+def _direct_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
+    if _triton.serves(first, second):
+        return _triton.direct_diagonal(first, second)
+    return _tiles.dense_diagonal([first], [second], workspace)
+
+
+def _suspects(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Return the examples of either side that rounding may have spoilt, none of them twice.
+
+    With κ = Σ_t ‖left_t‖‖right_t‖ / ‖G‖ a pair is doubtful where eps·κ·κ' exceeds the tolerance:
+    then eps·κ² does, or eps·κ'².
+    """
+    found = []
+    for factor, size in zip((first, second), sizes, strict=True):
+        dtype = compute_dtype(factor.left, factor.right)
+        magnitude = _outer.magnitude(factor, dtype).sum(1)
+        spoilt = unit_roundoff(dtype) * magnitude.square() > GUARD_TOLERANCE * size.square()
+        found.append(spoilt.nonzero().squeeze(1))
+    return found[0], found[1]

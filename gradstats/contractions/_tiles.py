@@ -1,0 +1,125 @@
+"""The definition of inner products: tiles of per-example gradients, multiplied and overwritten.
+
+Both sides are formed for a few rows of the parameter at a time, for as many examples as the
+workspace holds; where all of them fit, every tile is formed once. Tiles are summed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Factor, Patches, compute_dtype, tensors_of
+
+# Elements of one example's tile: a longer float32 sum would lose digits.
+TILE_ELEMENTS = 2**18
+
+# Examples that become the groups of one grouped convolution; see _cost.convolution_chunk.
+GROUPED_EXAMPLES = 32
+
+
+def dense_pairs(first: Sequence[Factor], second: Sequence[Factor], workspace: int) -> Tensor:
+    """Return ⟨Σ_u F_u[i], Σ_v F'_v[j]⟩ for all pairs of examples, (B, B') float64.
+
+    Cost: forming the gradients of both sides, and B·B'·d multiply-adds.
+    """
+    same = first is second
+    rows, columns = first[0].batch, second[0].batch
+    examples = rows if same else rows + columns
+    result = zeros(first, rows, columns)
+    for left, right, size in _tiles(first, second, examples, workspace):
+        chunk = max(rows, columns)
+        if size * examples > workspace:
+            chunk = max(1, workspace // (2 * size))
+        for here in chunks(rows, chunk):
+            formed = gradients(left, here)
+            for there in chunks(columns, chunk):
+                # ⟨i, j⟩ = ⟨j, i⟩: what lies below the diagonal has been computed.
+                if same and there.start < here.start:
+                    continue
+                other = formed if same and here == there else gradients(right, there)
+                wide = torch.promote_types(formed.dtype, other.dtype)
+                products = formed.to(wide) @ other.to(wide).mT
+                result[here, there] += products
+                if same and here != there:
+                    result[there, here] += products.mT
+    return result
+
+
+def dense_diagonal(first: Sequence[Factor], second: Sequence[Factor], workspace: int) -> Tensor:
+    """Return ⟨Σ_u F_u[i], Σ_v F'_v[i]⟩ for each example, (B,) float64.
+
+    Cost: forming the gradients of both sides.
+    """
+    batch = first[0].batch
+    result = zeros(first, batch)
+    for left, right, size in _tiles(first, second, 3, workspace):
+        # The product of the two sides is written out beside them.
+        for here in chunks(batch, _cost.examples_per_chunk(3 * size, batch, workspace)):
+            formed = gradients(left, here)
+            other = formed if first is second else gradients(right, here)
+            result[here] += (formed * other).sum(1, dtype=torch.float64)
+    return result
+
+
+def gradients(factors: Sequence[Factor], examples: slice) -> Tensor:
+    """Return per-example gradients of the sum of factors, flattened: (n, elements)."""
+    total: Tensor | None = None
+    for factor in factors:
+        chosen = factor.select(examples)
+        if isinstance(chosen, Patches) and chosen.batch > GROUPED_EXAMPLES:
+            parts = [chosen.select(rows).dense() for rows in chunks(chosen.batch, GROUPED_EXAMPLES)]
+            formed = torch.cat(parts).flatten(1)
+        else:
+            formed = chosen.dense().reshape(chosen.batch, -1)
+        total = formed if total is None else total + formed
+    assert total is not None
+    return total.to(_dtype(factors))
+
+
+def zeros(factors: Sequence[Factor], *sizes: int) -> Tensor:
+    """Return float64 zeros on the device of the factors."""
+    return tensors_of(factors[0])[0].new_zeros(sizes, dtype=torch.float64)
+
+
+def _tiles(
+    first: Sequence[Factor], second: Sequence[Factor], examples: int, workspace: int
+) -> Iterator[tuple[Sequence[Factor], Sequence[Factor], int]]:
+    """Yield both sides restricted to some rows of the parameter, with bytes for each example."""
+    shape = first[0].shape
+    factors = [*first, *second]
+    copies = 2 if len(first) + len(second) > 2 or isinstance(factors[0], Patches) else 1
+    itemsize = torch.finfo(_dtype(factors)).bits // 8
+    granules = [factor.granule for factor in factors]
+    whole = _cost.product(shape) * itemsize * copies
+    if not shape or 0 in granules:
+        yield first, second, whole
+        return
+    granule = math.lcm(*granules)
+    row = _cost.product(shape[1:])
+    fitting = min(
+        TILE_ELEMENTS // max(1, row), workspace // max(1, examples * row * itemsize * copies)
+    )
+    step = max(1, fitting // granule) * granule
+    if step >= shape[0]:
+        yield first, second, whole
+        return
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        left = [factor.narrow(start, stop) for factor in first]
+        right = left if first is second else [factor.narrow(start, stop) for factor in second]
+        yield left, right, (stop - start) * row * itemsize * copies
+
+
+def _dtype(factors: Sequence[Factor]) -> torch.dtype:
+    return compute_dtype(*(tensor for factor in factors for tensor in tensors_of(factor)))
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most ``size`` that cover ``count``."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
