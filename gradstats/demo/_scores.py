@@ -12,7 +12,7 @@ import numpy as np
 
 from gradstats.demo._measurement import Measurement
 from gradstats.demo._training import Checkpoint
-from gradstats.influence._confidence import el2n, negated_margin
+from gradstats.scoring._confidence import el2n, negated_margin
 
 SELF_INFLUENCE = "self_influence"
 GRAND_AT_INITIALISATION = "grand_at_initialisation"

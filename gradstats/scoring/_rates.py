@@ -11,7 +11,7 @@ from torch import nn
 
 from gradstats.capture._tracker import clean_name
 from gradstats.errors import CheckpointError
-from gradstats.influence._checkpoint_files import ParameterGroup
+from gradstats.scoring._checkpoint_files import ParameterGroup
 
 # One learning rate, or one for each parameter by name.
 Rates = float | dict[str, float]

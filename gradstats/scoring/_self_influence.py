@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradstats.influence import _ranks
-from gradstats.influence._batches import to_device
-from gradstats.influence._checkpoints import Checkpoint, Checkpoints
-from gradstats.influence._confidence import (
+from gradstats.scoring import _ranks
+from gradstats.scoring._batches import to_device
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._confidence import (
     CrossEntropyWatch,
     as_numpy,
     el2n,
     negated_margin,
     watched,
 )
-from gradstats.influence._loaders import Data, IdSource
-from gradstats.influence._memory import Halving
-from gradstats.influence._rates import Rates
-from gradstats.influence._table import FIELDS, SelfInfluence
-from gradstats.influence._tiles import Array, Tiles
-from gradstats.influence._weights import borrowed, load_weights
-from gradstats.influence._work import (
+from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._memory import Halving
+from gradstats.scoring._rates import Rates
+from gradstats.scoring._table import FIELDS, SelfInfluence
+from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._weights import borrowed, load_weights
+from gradstats.scoring._work import (
     Work,
     amount,
     check_checkpoints,

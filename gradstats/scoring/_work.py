@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from gradstats.capture._tracker import select_parameters
 from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
-from gradstats.influence import _ranks
-from gradstats.influence._checkpoints import Checkpoint, Checkpoints
-from gradstats.influence._folder import Folder
-from gradstats.influence._tiles import MemoryTiles, Tiles
-from gradstats.influence._weights import architecture_hash, weights_hash
+from gradstats.scoring import _ranks
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._folder import Folder
+from gradstats.scoring._tiles import MemoryTiles, Tiles
+from gradstats.scoring._weights import architecture_hash, weights_hash
 from gradstats.statistics._loss import check_batch_dim
 
 

@@ -62,6 +62,7 @@ class Tiles:
         self._grid = (len(rows), len(columns))
         self._files: dict[str, int] = {}
         self._starts: dict[str, int] = {}
+        self._written = np.zeros(self._grid, dtype=bool)
 
     def create_or_check(self) -> None:
         """Make the files that are missing, at full size, and look at every tile that is there."""
@@ -80,6 +81,7 @@ class Tiles:
             if int(marks[row, column]) != DONE + self._checksum(views, row, column):
                 self.damaged.append(f"{self.folder}: tile {row}, {column} fails its checksum")
                 self._mark(row, column, 0)
+        self._written = self.done
 
     def open(self) -> None:
         """Open the files, made before, for writing."""
@@ -89,6 +91,7 @@ class Tiles:
                 self._starts[name] = file.tell()
             if name not in self._files:
                 self._files[name] = os.open(self._path(name), os.O_RDWR)
+        self._written = self.done
 
     @property
     def done(self) -> np.ndarray:
@@ -105,16 +108,24 @@ class Tiles:
         self._files.clear()
 
     def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write one tile; it counts as done when this returns."""
+        """Write one tile; it counts as done when this returns.
+
+        What an array with one axis holds is shared by a row or a column of tiles and under the
+        checksum of each, so what an earlier tile wrote there stays.
+        """
         checksum = 0
         try:
             for name, array in self._arrays.items():
                 value = np.asarray(values[name], dtype=array.dtype)
+                if self._is_shared(array.axes, row, column):
+                    value = self.view(name)[self._slices(name, row, column)]
+                else:
+                    self._put(name, row, column, value)
                 checksum = zlib.crc32(value.tobytes("F"), checksum)
-                self._put(name, row, column, value)
             self._mark(row, column, DONE + checksum)
         except OSError as error:
             raise self._cannot_write(error) from error
+        self._written[row, column] = True
 
     def view(self, name: str) -> np.ndarray:
         """Return an array as a read-only memory map."""
@@ -159,6 +170,12 @@ class Tiles:
     def _slices(self, name: str, row: int, column: int) -> tuple[slice, ...]:
         spans = {"row": self._rows[row], "column": self._columns[column]}
         return tuple(spans[axis] for axis in self._arrays[name].axes)
+
+    def _is_shared(self, axes: tuple[str, ...], row: int, column: int) -> bool:
+        if len(axes) > 1:
+            return False
+        tiles = self._written[row] if axes == ("row",) else self._written[:, column]
+        return bool(tiles.any())
 
     def _put(self, name: str, row: int, column: int, value: np.ndarray) -> None:
         """Write one tile of one array, column by column: rows lie next to each other on disk."""

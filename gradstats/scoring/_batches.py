@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats.errors import LoaderError
-from gradstats.influence._weights import update
+from gradstats.scoring._weights import update
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from gradstats.influence._batches import example_range
+from gradstats.scoring._batches import example_range
 
 Result = TypeVar("Result")
 

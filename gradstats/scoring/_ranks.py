@@ -30,7 +30,7 @@ def share(items: Sequence[Item]) -> list[Item]:
 
 
 def on_first(action: Callable[[], Item]) -> Item:
-    """Run something in the first process only, and return its result, or raise its error, in all."""
+    """Run something in the first process; return its result, or raise its error, in all."""
     if not _started():
         return action()
     outcome: list[Any] = [None, None]

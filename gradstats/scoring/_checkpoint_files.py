@@ -127,8 +127,8 @@ def _parameter_groups(content: Mapping, name: str) -> tuple[ParameterGroup, ...]
     for number, group in enumerate(states[0]["param_groups"]):
         if "lr" not in group:
             raise CheckpointError(
-                f"{name}: parameter group {number} of the optimizer has no 'lr', expected one. Pass "
-                "the learning rates: lr=0.1, or one for each checkpoint."
+                f"{name}: parameter group {number} of the optimizer has no 'lr', expected one. "
+                "Pass the learning rates: lr=0.1, or one for each checkpoint."
             )
         names = group.get("param_names")
         groups.append(

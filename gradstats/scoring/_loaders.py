@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from gradstats.errors import LoaderError
-from gradstats.influence._batches import feed, pick
+from gradstats.scoring._batches import feed, pick
 from gradstats.statistics._loss import infer_batch_size
 
 IdSource = str | int | Callable[[Any], Any] | None
@@ -91,8 +91,8 @@ class Data:
             if size != self.sizes[number]:
                 raise LoaderError(
                     f"batch {number} of the {self._role} loader has {size} examples, expected "
-                    f"{self.sizes[number]} as when it was first read. Give a loader that yields the "
-                    "same batches each time; for another example axis pass batch_dim=."
+                    f"{self.sizes[number]} as when it was first read. Give a loader that yields "
+                    "the same batches each time; for another example axis pass batch_dim=."
                 )
             count += 1
             yield number, batch
@@ -107,7 +107,7 @@ class Data:
     def example(self, position: int) -> Any:
         """Return the batch that holds an example, and its place there."""
         number = int(np.searchsorted(np.cumsum(self.sizes), position, side="right"))
-        (_, batch), = self.read([number])
+        ((_, batch),) = self.read([number])
         return batch, position - self.spans[number].start
 
     def _all(self) -> Iterable[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradstats.capture._tracker import clean_name
 from gradstats.errors import CheckpointError
-from gradstats.influence._checkpoints import Checkpoint
+from gradstats.scoring._checkpoints import Checkpoint
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradstats.errors import StoreError
-from gradstats.influence._tiles import Tiles
+from gradstats.scoring._tiles import Tiles
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradstats.errors import CheckpointError
-from gradstats.influence._checkpoint_files import Content, find_files, parse, read_file
-from gradstats.influence._rates import REMEDY, Rates, check_rate, from_groups, from_patterns
+from gradstats.scoring._checkpoint_files import Content, find_files, parse, read_file
+from gradstats.scoring._rates import REMEDY, Rates, check_rate, from_groups, from_patterns
 
 
 @dataclass(frozen=True)

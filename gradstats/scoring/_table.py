@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.errors import ScoreError
-from gradstats.influence._metrics import Detection, detect
-from gradstats.influence._requirements import require
+from gradstats.scoring._metrics import Detection, detect
+from gradstats.scoring._requirements import require
 
 if TYPE_CHECKING:
     import pandas
@@ -85,9 +85,7 @@ class SelfInfluence:
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise ScoreError(f"k is {k!r}, expected a positive number of examples.")
         order = np.argsort(-self.self_influence, kind="stable")[:k]
-        return SelfInfluence(
-            self.ids[order], self.checkpoints, self._values[:, order], self.reason
-        )
+        return SelfInfluence(self.ids[order], self.checkpoints, self._values[:, order], self.reason)
 
     def report(self, known_bad: Any) -> DetectionReport:
         """Return how well each score finds examples that are known to be bad.
@@ -126,7 +124,7 @@ class SelfInfluence:
 
     def plot(self, known_bad: Any = None) -> Figure:
         """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds."""
-        from gradstats.influence._pictures import draw_self_influence
+        from gradstats.scoring._pictures import draw_self_influence
 
         bad = None if known_bad is None else self._mask(known_bad)
         report = None if bad is None else self.report(bad)
@@ -194,7 +192,7 @@ class SelfInfluence:
                     "bad examples: it has memorised them, and their gradients have shrunk. Use "
                     "earlier checkpoints too."
                 )
-            elif as_given.mean() >= MEMORISED and len(as_given) >= 2 * guessing:
+            elif as_given.mean() >= MEMORISED:
                 warnings.append(
                     f"{name} predicts {as_given.mean():.1%} of the given labels: it may have "
                     "memorised wrong ones, whose gradients then shrink. Use earlier checkpoints "

@@ -1,4 +1,4 @@
-"""What a classifier's probabilities say of a label: margin and EL2N. Logits seen while losses run."""
+"""What a classifier's probabilities say of a label: margin and EL2N, seen while losses run."""
 
 from __future__ import annotations
 
