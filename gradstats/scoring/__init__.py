@@ -1,1 +1,1 @@
-"""Scores of whole data sets: self-influence, and influence between examples, over the checkpoints of a training run."""
+"""Scores of whole data sets: self-influence and influence over a run's checkpoints."""

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Folder:
             else:
                 self.manifest = {**description, "checkpoints": {}}
                 for name, values in ids.items():
-                    write_whole(path / f"{name}.npy", lambda file, v=values: np.save(file, v))
+                    write_whole(path / f"{name}.npy", partial(_save, values))
                 self._write()
         except OSError as error:
             raise StoreError(
@@ -137,6 +138,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "another folder with out=."
         ) from error
     return manifest
+
+
+def _save(values: np.ndarray, file: Any) -> None:
+    np.save(file, values)
 
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ def influence(
     raised it (an opponent). With ``normalize="cosine"`` each checkpoint's product is divided by
     both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖): examples with large gradients,
     mislabelled ones among them, are otherwise on top of every query's list. Both forms come from
-    one pass: ``scores.raw`` and ``scores.cosine``. With a learning rate for each parameter η_c⟨·,·⟩ is
-    Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms stay plain.
+    one pass: ``scores.raw`` and ``scores.cosine``. With a learning rate for each parameter η_c⟨·,·⟩
+    is Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms stay plain.
 
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
@@ -229,18 +230,18 @@ class _Run:
                 )
             pending = ~done
             if number == 0:
-                self._announce(pending, tiles.nbytes)
+                self._announce(pending, *self._room(tiles.nbytes))
             bar.update(int(done.sum()))
             try:
-                _ranks.together(lambda p=pending, t=tiles: self.stream.fill(p, t.write, bar))
+                _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
             finally:
                 tiles.close()
-            partial = self._partial(tiles)
+            found = self._partial(tiles)
             if folder is not None:
-                partials.append(partial)
+                partials.append(found)
                 continue
             for form in (None, "cosine"):
-                part = partial.read((slice(None), slice(None)), form)
+                part = found.read((slice(None), slice(None)), form)
                 sums[form] = sums[form] + part if form in sums else part
         bar.close()
         return partials if folder is not None else sums
@@ -272,7 +273,7 @@ class _Run:
                 if not announced:
                     whole = np.zeros_like(pending)
                     whole[lists.next_batch :] = True
-                    self._announce(whole, self.query.examples * k * 64)
+                    self._announce(whole, self.query.examples * k * 64, "for the lists")
                     announced = True
                 self.stream.fill(pending, chunk.write, bar)
 
@@ -308,23 +309,21 @@ class _Run:
             "query": side(self.query),
         }
 
-    def _announce(self, pending: np.ndarray, nbytes: int) -> None:
+    def _room(self, nbytes: int) -> tuple[int, str]:
+        """Return the bytes of all results and where they are."""
+        if self.out is not None:
+            return nbytes * len(self.pairs), f"in {self.out}"
+        return 16 * self.train.examples * self.query.examples, "in memory"
+
+    def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
         """Print size, memory and time of what there is to do, after a trial of one tile."""
         if not self.work.progress:
             return
         count = len(self.pairs)
         lines = [
             f"influence of {plural(self.train.examples, 'training example')} on "
-            f"{plural(self.query.examples, 'query')} at {plural(count, 'checkpoint')}".replace(
-                "querys", "queries"
-            )
+            f"{plural(self.query.examples, 'query example')} at {plural(count, 'checkpoint')}"
         ]
-        where = "in memory" if self.out is None else f"in {self.out}"
-        stored = (
-            nbytes * count
-            if self.out is not None
-            else 16 * self.train.examples * (self.query.examples)
-        )
         if pending.any():
             row, column = np.argwhere(pending)[0]
             first, second = self.stream.trial(int(row), int(column))
@@ -337,7 +336,7 @@ class _Run:
             keeping, passing = seconds(keep), seconds(second)
             sizes = self.query.sizes
             every = held / sizes[column] * self.query.examples
-            blocks = max(1, math.ceil(every / self.budget))
+            blocks = min(self.query.batches, math.ceil(every / self.budget))
             alone = keeping * self.train.sizes[row] / sizes[column]
             beside = max(0.0, passing - alone) / (self.train.sizes[row] * sizes[column])
             rows = float(self.train.sizes[pending.any(1)].sum())

@@ -1,4 +1,4 @@
-"""Train × query products, block by block: query gradients are kept, train batches stream past them."""
+"""Train × query products: query gradients are kept in blocks, train batches stream past them."""
 
 from __future__ import annotations
 
@@ -77,15 +77,25 @@ class Stream:
             bar: a progress bar over tiles.
         """
         for block in self._blocks(np.flatnonzero(pending.any(0)).tolist()):
-            numbers = [kept.number for kept in block]
-            rows = np.flatnonzero(pending[:, numbers].any(1)).tolist()
-            for row, batch in self._train.read(_ranks.share(rows)):
-                tiles = self._pass(block, row, batch)
-                for kept, tile in zip(block, tiles, strict=True):
-                    if pending[row, kept.number]:
-                        write(row, kept.number, tile)
-                        if bar is not None:
-                            bar.update(min(_ranks.size(), bar.total - bar.n))
+            self._fill_rows(block, pending, write, bar)
+            # The next block is kept while the caller's loop still holds this list.
+            block.clear()
+
+    def _fill_rows(
+        self,
+        block: Sequence[KeptBatch],
+        pending: np.ndarray,
+        write: Callable[[int, int, Tile], None],
+        bar: tqdm | None,
+    ) -> None:
+        """Compute the tiles of the kept query batches."""
+        rows = np.flatnonzero(pending[:, [kept.number for kept in block]].any(1)).tolist()
+        for row, batch in self._train.read(_ranks.share(rows)):
+            for kept, tile in zip(block, self._pass(block, row, batch), strict=True):
+                if pending[row, kept.number]:
+                    write(row, kept.number, tile)
+                    if bar is not None:
+                        bar.update(min(_ranks.size(), bar.total - bar.n))
 
     def trial(self, row: int, column: int) -> tuple[Callable[[], int], Callable[[], None]]:
         """Return two calls for timing: one keeps a query batch, one passes a train batch by it.

@@ -46,11 +46,18 @@ class SelfInfluence:
     """
 
     def __init__(
-        self, ids: np.ndarray, checkpoints: tuple[str, ...], values: np.ndarray, reason: str | None
+        self,
+        ids: np.ndarray,
+        checkpoints: tuple[str, ...],
+        values: np.ndarray,
+        reason: str | None,
+        *,
+        complete: bool = True,
     ):
         self.ids = ids
         self.checkpoints = checkpoints
         self._values = values
+        self._complete = complete
         field = {name: values[:, :, place] for place, name in enumerate(FIELDS)}
         self.self_influence = field["weighted"].sum(0)
         self.sqnorm = field["sqnorm"]
@@ -85,7 +92,9 @@ class SelfInfluence:
         if not isinstance(k, int) or isinstance(k, bool) or k < 1:
             raise ScoreError(f"k is {k!r}, expected a positive number of examples.")
         order = np.argsort(-self.self_influence, kind="stable")[:k]
-        return SelfInfluence(self.ids[order], self.checkpoints, self._values[:, order], self.reason)
+        return SelfInfluence(
+            self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
+        )
 
     def report(self, known_bad: Any) -> DetectionReport:
         """Return how well each score finds examples that are known to be bad.
@@ -179,7 +188,9 @@ class SelfInfluence:
 
     def _warnings(self, bad: np.ndarray | None) -> list[str]:
         """Return what makes a checkpoint's scores doubtful."""
-        warnings = []
+        warnings: list[str] = []
+        if not self._complete:
+            return warnings
         for name, rows in zip(self.checkpoints, self._values, strict=True):
             field = dict(zip(FIELDS, rows.T, strict=True))
             if np.isnan(field["label"]).any():

@@ -1,9 +1,9 @@
 """Arrays on disk, filled tile by tile; a tile either is there, with its checksum, or is not.
 
-Every array is a plain .npy file of its full size. ``done.npy`` holds one number for each tile: 0 until
-the tile is written, then its CRC-32 plus 2³². The number is written after the tile, so a process that is
-killed leaves at most a tile that does not count; whatever a crash of the machine or a damaged file
-leaves behind fails its checksum and is computed again.
+Every array is a plain .npy file of its full size. ``done.npy`` holds one number for each tile: 0
+until the tile is written, then its CRC-32 plus 2³². The number is written after the tile, so a
+process that is killed leaves at most a tile that does not count; whatever a crash of the machine or
+a damaged file leaves behind fails its checksum and is computed again.
 """
 
 from __future__ import annotations

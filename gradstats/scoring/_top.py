@@ -1,14 +1,16 @@
 """The strongest training examples of every query, without the matrix.
 
-A score is a sum over checkpoints, so its rank is known once all have been added: rows go through all
-checkpoints in chunks that fit the budget.
+A score is a sum over checkpoints, so its rank is known once all have been added: rows go through
+all checkpoints in chunks that fit the budget.
 """
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +61,7 @@ class TopLists:
 
     def save(self, folder: Path) -> None:
         """Write the lists so that a kill leaves these or the ones before."""
-        arrays = {"next_batch": np.array(self.next_batch)}
+        arrays: dict[str, Any] = {"next_batch": np.array(self.next_batch)}
         for name, (positions, scores) in self.lists.items():
             arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
         write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
@@ -154,8 +156,7 @@ def fill_lists(
             top.add(lists)
         top.next_batch = part[-1] + 1
         if folder is not None:
-            target = folder
-            _ranks.on_first(lambda: top.save(target))
+            _ranks.on_first(partial(top.save, folder))
 
 
 def chunk_lists(

@@ -1,4 +1,4 @@
-"""What every scoring call shares: the model as it is measured, its options, and the way they run."""
+"""What every scoring call shares: the model as it is measured, and the options of the call."""
 
 from __future__ import annotations
 
