@@ -79,7 +79,7 @@ def read_file(path: Path) -> Content:
                 return Content({name: file.get_tensor(name) for name in file.keys()}, None)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        reason = next(iter(str(error).strip().splitlines()), "")
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {reason}\n"
             "Expected a safetensors file, or a torch file of tensors and plain values; files that "

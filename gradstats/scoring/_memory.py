@@ -61,7 +61,7 @@ class Halving:
             except Exception as error:
                 if not is_out_of_memory(error) or stop - start == 1:
                     raise
-                reason = str(error).strip().splitlines()[0]
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             # Outside the except clause: the traceback would keep what has to be freed.
             self.limit = (stop - start) // 2
             gc.collect()

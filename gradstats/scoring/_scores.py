@@ -22,6 +22,8 @@ NORMALIZATIONS = (None, "cosine")
 # say more about the training data than about the query.
 OVERLAP = 0.5
 LISTS_COMPARED = 32
+# With fewer queries or shorter lists the share is left to chance.
+FEWEST_QUERIES, SHORTEST_LIST = 4, 3
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Rankings:
         """Warn if the strongest examples hardly differ between queries."""
         count, queries = self.shape
         k = min(k, count // 4)
-        if queries < 2 or k < 1:
+        if queries < FEWEST_QUERIES or k < SHORTEST_LIST:
             return
         compared = np.unique(np.linspace(0, queries - 1, LISTS_COMPARED).round().astype(int))
         for sign, name in ((1, "proponents"), (-1, "opponents")):
