@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradstats.errors import StoreError
-from gradstats.scoring._tiles import Tiles
+from gradstats.scoring._tiles import Tiles, cannot_write
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -55,16 +55,18 @@ class Folder:
             if (path / MANIFEST).exists():
                 self.manifest = read_manifest(path)
                 self._check(description, resume)
-            elif any(path.iterdir()):
+            elif any(each.name != _beside(path / MANIFEST).name for each in path.iterdir()):
                 raise StoreError(
                     f"{path} is not empty and has no {MANIFEST}, so it holds something else than "
                     "scores. Name another folder with out=."
                 )
             else:
                 self.manifest = {**description, "checkpoints": {}}
-                for name, values in ids.items():
-                    write_whole(path / f"{name}.npy", partial(_save, values))
                 self._write()
+            # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
+            for name, values in ids.items():
+                if not (path / f"{name}.npy").exists():
+                    write_whole(path / f"{name}.npy", partial(_save, values))
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
@@ -146,12 +148,19 @@ def _save(values: np.ndarray, file: Any) -> None:
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file so that a kill leaves the old one or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    beside = _beside(path)
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def _differences(held: Any, now: Any, place: str = "") -> list[str]:

@@ -213,8 +213,8 @@ class _Run:
         bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
         partials: list[Partial] = []
         sums: dict[str | None, np.ndarray] = {}
-        seen: dict[Path, str] = {}
-        for number, name in enumerate(self.pairs.names):
+        seen: dict[tuple[str, str | None], str] = {}
+        for number in range(len(self.pairs)):
             pair = self.pairs.load(number)
             self.stream.move_to(*pair)
             tiles, done = open_tiles(
@@ -222,12 +222,8 @@ class _Run:
                 lambda kind, path: kind(path, arrays, self.train.spans, self.query.spans),
                 *pair,
                 self.work,
+                seen,
             )
-            if folder is not None and seen.setdefault(tiles.folder, name) != name:
-                raise CheckpointError(
-                    f"{name} and {seen[tiles.folder]} hold the same weights, so one would count "
-                    "twice. List each checkpoint once."
-                )
             pending = ~done
             if number == 0:
                 self._announce(pending, *self._room(tiles.nbytes))

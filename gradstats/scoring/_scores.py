@@ -212,7 +212,7 @@ class InfluenceScores(Rankings):
                 np.load(folder / f"{side}_ids.npy", allow_pickle=False)
                 for side in ("train", "query")
             ]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise StoreError(
                 f"{folder} cannot be read: {error}. Call gs.influence with the same arguments "
                 "again to repair it."

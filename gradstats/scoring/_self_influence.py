@@ -109,6 +109,7 @@ def self_influence(
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
+    seen: dict[tuple[str, str | None], str] = {}
     with borrowed(work.model):
         bar = work.bar(len(checkpoints) * data.batches, "self-influence")
         for number in range(len(checkpoints)):
@@ -120,6 +121,7 @@ def self_influence(
                 checkpoint,
                 None,
                 work,
+                seen,
             )
             pending = np.flatnonzero(~done[:, 0]).tolist()
             if number == 0:

@@ -76,6 +76,8 @@ class Stream:
                 rows and columns.
             bar: a progress bar over tiles.
         """
+        if not _ranks.share(np.flatnonzero(pending.any(1)).tolist()):
+            return
         for block in self._blocks(np.flatnonzero(pending.any(0)).tolist()):
             self._fill_rows(block, pending, write, bar)
             # The next block is kept while the caller's loop still holds this list.

@@ -72,9 +72,13 @@ class Tiles:
             for name in self._arrays:
                 self._make(self._path(name), self._shape(name), self._arrays[name].dtype, fresh)
             self._make(self._path("done"), self._grid, np.dtype(np.uint64), fresh)
+            self.open()
+            self._drop_damaged()
         except OSError as error:
-            raise self._cannot_write(error) from error
-        self.open()
+            raise cannot_write(self.folder, error) from error
+
+    def _drop_damaged(self) -> None:
+        """Read every tile that is there; those that fail their checksum count as not written."""
         marks = np.array(self.view("done"))
         views = {name: self.view(name) for name in self._arrays}
         for row, column in np.argwhere(marks != 0):
@@ -100,12 +104,16 @@ class Tiles:
 
     def close(self) -> None:
         """Write everything out to the disk and close the files."""
-        for descriptor in self._files.values():
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        descriptors = list(self._files.values())
         self._files.clear()
+        try:
+            for descriptor in descriptors:
+                os.fsync(descriptor)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
         """Write one tile; it counts as done when this returns.
@@ -124,7 +132,7 @@ class Tiles:
                 checksum = zlib.crc32(value.tobytes("F"), checksum)
             self._mark(row, column, DONE + checksum)
         except OSError as error:
-            raise self._cannot_write(error) from error
+            raise cannot_write(self.folder, error) from error
         self._written[row, column] = True
 
     def view(self, name: str) -> np.ndarray:
@@ -210,14 +218,6 @@ class Tiles:
             checksum = zlib.crc32(value.tobytes("F"), checksum)
         return checksum
 
-    def _cannot_write(self, error: OSError) -> StoreError:
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "an error"
-        return StoreError(
-            f"{self.folder} cannot be written: {what} ({error.strerror}; {self.nbytes:,} bytes are "
-            "needed for this checkpoint). What was done is kept: free space and call again with "
-            "the same arguments to go on."
-        )
-
 
 class MemoryTiles(Tiles):
     """The same arrays in memory; under torch.distributed each process holds its own tiles."""
@@ -242,6 +242,16 @@ class MemoryTiles(Tiles):
 
     def close(self) -> None:
         pass
+
+
+def cannot_write(path: Path, error: OSError) -> StoreError:
+    """Return the error for a file or folder that the system did not let be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StoreError(
+        f"{path} cannot be written: {'the disk is full' if full else error.strerror} (error "
+        f"{errno.errorcode.get(error.errno or 0)}). What was done is kept: make room, and call "
+        "again with the same arguments to go on."
+    )
 
 
 def _header(file) -> tuple[tuple[int, ...], bool, np.dtype]:

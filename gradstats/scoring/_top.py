@@ -71,7 +71,7 @@ class TopLists:
         if not (folder / STATE).exists():
             return None
         try:
-            with np.load(folder / STATE, allow_pickle=False) as held:
+            with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
                 lists = {
                     name: (held[f"{name}_positions"], held[f"{name}_scores"]) for name in self.lists
                 }

@@ -130,17 +130,32 @@ def open_tiles(
     checkpoint: Checkpoint,
     query: Checkpoint | None,
     work: Work,
+    seen: dict[tuple[str, str | None], str],
 ) -> tuple[Tiles, np.ndarray]:
-    """Return a checkpoint's tiles, and which of them are done, the same in every process."""
+    """Return a checkpoint's tiles, and which of them are done, the same in every process.
+
+    Args:
+        folder: of the call, None for results in memory.
+        make: the tiles of a folder.
+        checkpoint, query: of the two sides.
+        work: the call.
+        seen: names of the checkpoints so far by their weights; this one is added.
+    """
     if folder is None:
         tiles = make(MemoryTiles, Path())
         return tiles, tiles.done
-    entry = {
+    entry: dict[str, Any] = {
         "name": checkpoint.name,
         "weights": weights_hash(checkpoint.weights),
         "query_weights": None if query is None else weights_hash(query.weights),
         "rates": checkpoint.rates,
     }
+    other = seen.setdefault((entry["weights"], entry["query_weights"]), checkpoint.name)
+    if other != checkpoint.name:
+        raise CheckpointError(
+            f"{checkpoint.name} and {other} hold the same weights, so one would count twice. List "
+            "each checkpoint once."
+        )
 
     def first() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, lambda path: make(Tiles, path))

@@ -1,4 +1,4 @@
-"""A small classifier, its data in batches, two checkpoints, and what plain autograd says of them."""
+"""A small classifier, its data, two checkpoints, and what plain autograd says of them."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_top_lists_without_the_matrix(setting, budget, form):
             np.testing.assert_allclose(got.scores, expected.scores, rtol=1e-12)
     with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
         top[0, 0]
-    with pytest.raises(gs.ScoreError, match="Call gs.influence with top_k=4"):
+    with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
         top.proponents(0, 4)
 
 
@@ -346,7 +346,7 @@ def test_lists_that_hardly_differ_are_warned_about():
     query = inputs(12, 0.0), torch.zeros(12, dtype=torch.long)
     checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
     for options in ({}, {"top_k": 10}):
-        with pytest.warns(gs.GradStatsWarning, match='10 strongest .* Try normalize="cosine"'):
+        with pytest.warns(gs.GradStatsWarning, match=r'10 strongest .* Try normalize="cosine"'):
             gs.influence(model, [train], [query], loss_fn, checkpoints, progress=False, **options)
         # Divided by the norms the lists differ, and nothing is warned about.
         gs.influence(
@@ -415,7 +415,8 @@ def test_equal_to_captum_tracincp(tmp_path):
     captum = tracin(
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), TensorDataset(x, y),
         [str(path) for path in paths], checkpoints_load_func=load,
-        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=5, sample_wise_grads_per_batch=True,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=5,
+        sample_wise_grads_per_batch=True,
     )  # fmt: skip
     checkpoints = gs.Checkpoints([str(path) for path in paths], lr=1.0)
     data = batches((x, y), 5)
