@@ -34,7 +34,7 @@ class Data:
         _check_order(loader, role, ids)
         self._index_lists: list[list[int]] | None = None
         if _is_indexable(loader):
-            self._index_lists = _index_lists(loader)
+            self._index_lists = _index_lists(loader, named=ids is not None)
             self._check_sequential(ids)
         digest = hashlib.sha256()
         if self._index_lists is not None and ids is None:
@@ -134,10 +134,14 @@ def _is_indexable(loader: Any) -> bool:
     )
 
 
-def _index_lists(loader: DataLoader) -> list[list[int]]:
-    """Return which examples stand in which batch; a shuffled loader is read in the data's order."""
+def _index_lists(loader: DataLoader, named: bool) -> list[list[int]]:
+    """Return which examples stand in which batch.
+
+    Where the examples carry their names, a shuffled loader is read in the order of its data set, so
+    that another process can go on.
+    """
     lists = [list(indices) for indices in loader.batch_sampler]  # type: ignore[union-attr]
-    if type(loader.batch_sampler) is BatchSampler:
+    if named and type(loader.batch_sampler) is BatchSampler:
         indices = sorted(index for each in lists for index in each)
         size = loader.batch_sampler.batch_size
         return [indices[start : start + size] for start in range(0, len(indices), size)]
