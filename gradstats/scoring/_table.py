@@ -197,7 +197,13 @@ class SelfInfluence:
                 continue
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
-            if bad is not None and as_given[bad].mean() >= MEMORISED_BAD:
+            if field["loss"].mean() >= UNTRAINED * guessing:
+                warnings.append(
+                    f"{name} has mean loss {field['loss'].mean():.3g}, guessing gives "
+                    f"{guessing:.3g}: it looks like the initialisation, where gradient norms are "
+                    "no better than chance. Use later checkpoints."
+                )
+            elif bad is not None and as_given[bad].mean() >= MEMORISED_BAD:
                 warnings.append(
                     f"{name} predicts the given label of {as_given[bad].mean():.0%} of the known "
                     "bad examples: it has memorised them, and their gradients have shrunk. Use "
@@ -208,12 +214,6 @@ class SelfInfluence:
                     f"{name} predicts {as_given.mean():.1%} of the given labels: it may have "
                     "memorised wrong ones, whose gradients then shrink. Use earlier checkpoints "
                     "too."
-                )
-            if field["loss"].mean() >= UNTRAINED * guessing:
-                warnings.append(
-                    f"{name} has mean loss {field['loss'].mean():.3g}, guessing gives "
-                    f"{guessing:.3g}: it looks like the initialisation, where gradient norms are "
-                    "no better than chance. Use later checkpoints."
                 )
         return warnings
 

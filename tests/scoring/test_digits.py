@@ -10,12 +10,14 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.demo._data import load_noisy_digits
+from gradstats.demo._experiment import one_thread
 from gradstats.scoring._metrics import detect
 from tests.scoring.setting import batches, loss_fn
 
 KEPT = (1, 2, 5, 10)
 
 
+@one_thread()
 @pytest.mark.filterwarnings("ignore::gradstats.GradStatsWarning")
 def test_cosine_finds_flipped_labels_that_raw_products_miss():
     """Opponents of clean digits, averaged: products are led by large gradients, cosines are not."""
@@ -41,10 +43,8 @@ def test_cosine_finds_flipped_labels_that_raw_products_miss():
     train = batches((data.images, given), 256)
     clean = batches((data.held_out_images, torch.from_numpy(data.held_out_labels)), 256)
     scores = gs.influence(model, train, clean, loss_fn, checkpoints, progress=False)
-    raw, cosine = (
-        detect(-np.asarray(form).mean(1), data.flipped).auroc
-        for form in (scores.raw, scores.cosine)
-    )
+    forms = (scores.raw, scores.cosine)
+    raw, cosine = (detect(-np.asarray(form).mean(1), data.flipped).auroc for form in forms)
     assert cosine - raw >= 0.15, (raw, cosine)
     assert cosine >= 0.95, cosine
     table = gs.self_influence(model, train, loss_fn, checkpoints, progress=False)

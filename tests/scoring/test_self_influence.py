@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -58,9 +59,8 @@ def test_every_column(setting):
     assert list(table.columns) == list(expected)
     for name, values in expected.items():
         np.testing.assert_allclose(table.columns[name], values, rtol=1e-10, err_msg=name)
-        np.testing.assert_array_equal(
-            getattr(table, name.replace("id", "ids", name == "id")), table.columns[name]
-        )
+        attribute = getattr(table, "ids" if name == "id" else name)
+        np.testing.assert_array_equal(attribute, table.columns[name])
     np.testing.assert_allclose(table.sqnorm, sqnorms, rtol=1e-10)
     assert table.reason is None
     assert_unchanged(setting.model, state)
@@ -131,20 +131,16 @@ def in_pairs(model, batch):
     [
         (squared, "cross_entropy or nll_loss 0 times"),
         (twice, "cross_entropy or nll_loss 2 times"),
-        (smoothed, r"labels of shape \(4, 3\)"),
-        (in_pairs, r"of 4 examples sees logits of shape \(8, 3\)"),
+        (smoothed, r"labels of shape \(3, 3\)"),
+        (in_pairs, r"of 3 examples sees logits of shape \(6, 3\)"),
     ],
 )
 def test_where_the_loss_shows_no_classification(setting, loss, reason):
     table = run(setting, loss)
     assert np.isnan(table.margin).all() and np.isnan(table.el2n).all()
     assert (table.label == -1).all() and (table.predicted == -1).all()
-    with pytest.raises(AssertionError):
-        assert table.reason is None
     report = table.report([1, 2])
     assert list(report.rows) == ["self-influence", "mean gradient norm", "mean loss"]
-    import re
-
     for text in (str(table), str(report)):
         assert re.search(reason, text), text
 
@@ -199,13 +195,14 @@ def test_a_mask_that_tells_nothing_apart(setting, bad, message):
         run(setting).report(bad)
 
 
-def trained(steps, wrong):
-    """A linear classifier after some steps on separable data with wrong labels."""
+def trained(steps, width):
+    """A linear classifier of some inputs after some steps, the label of example 3 wrong."""
     torch.manual_seed(0)
-    x = torch.randn(60, 80)
-    y = (x[:, :5].argmax(1) + wrong * torch.arange(60).eq(3)) % 5
-    model = nn.Linear(80, 5)
-    nn.init.zeros_(model.weight)
+    x = torch.randn(60, width)
+    y = (x[:, :5].argmax(1) + torch.arange(60).eq(3)) % 5
+    model = nn.Linear(width, 5)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -219,7 +216,7 @@ def trained(steps, wrong):
 
 
 def test_a_checkpoint_that_has_memorised_is_warned_about():
-    table = trained(300, wrong=1)
+    table = trained(60, width=80)
     assert "predicts 100.0% of the given labels" in str(table)
     (warning,) = table.report([3]).warnings
     assert "predicts the given label of 100% of the known bad examples" in warning
@@ -228,12 +225,12 @@ def test_a_checkpoint_that_has_memorised_is_warned_about():
 
 
 def test_the_initialisation_is_warned_about():
-    (warning,) = trained(0, wrong=1).report([3]).warnings
+    (warning,) = trained(0, width=80).report([3]).warnings
     assert "mean loss 1.61, guessing gives 1.61: it looks like the initialisation" in warning
 
 
 def test_a_checkpoint_in_between_is_not_warned_about():
-    table = trained(3, wrong=1)
+    table = trained(6, width=8)
     assert table.report([3]).warnings == [] and "warning" not in str(table)
 
 
