@@ -1,4 +1,7 @@
-"""Exact per-example gradient norms for unmodified PyTorch models, without a (batch, d) gradient."""
+"""Exact per-example gradient norms and inner products for unmodified PyTorch models.
+
+Neither ever holds a (batch, d) gradient.
+"""
 
 from gradstats.errors import BackendError as BackendError
 from gradstats.errors import CheckpointError as CheckpointError

@@ -110,6 +110,86 @@ def check_model(
     assert_unchanged(model, state)
 
 
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    """Return the oracle's per-example gradients as rows over all parameters, (B, d)."""
+    return torch.cat([gradient.reshape(len(gradient), -1) for gradient in gradients.values()], 1)
+
+
+def assert_products(got: Tensor, first: Tensor, second: Tensor, rtol: float) -> None:
+    """Compare inner products of all pairs, or on the diagonal, with those of the oracle's rows.
+
+    An inner product's error counts relative to the product of the two norms: of orthogonal
+    gradients no digit can be right.
+    """
+    if got.dim() == 1:
+        expected, size = (first * second).sum(1), first.norm(dim=1) * second.norm(dim=1)
+    else:
+        expected, size = first @ second.T, first.norm(dim=1)[:, None] * second.norm(dim=1)
+    assert got.shape == expected.shape
+    assert bool(((got.double() - expected).abs() <= rtol * size).all()), (
+        f"got {got.tolist()}, expected {expected.tolist()}"
+    )
+
+
+def perturbed(model: nn.Module, size: float = 0.1) -> nn.Module:
+    """Return a copy of a model with other weights, as another checkpoint has."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += size * noise.to(parameter.dtype)
+    return other
+
+
+def check_products(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    other: tuple[nn.Module, Any] | None = None,
+    rtol: float = 1e-9,
+    **options: Any,
+) -> None:
+    """Check inner products within a batch, with another checkpoint, and with directions.
+
+    Args:
+        model, batch, loss_fn: as for gs.inner_products.
+        other: another model and batch; by default the model with other weights, the same batch.
+        rtol: tolerance relative to the product of the norms.
+        options: passed on to all calls.
+    """
+    state = snapshot(model)
+    named = oracle_gradients(model, batch, loss_fn)
+    rows = flat(named)
+    mean = rows.mean(0, keepdim=True)
+    stats = gs.per_example_norms(model, batch, loss_fn, gram=True, alignment=True, **options)
+    assert_products(stats.gram, rows, rows, rtol)
+    assert_products(stats.alignment[:, None], rows, mean, rtol)
+    assert_products(stats.mean_sqnorm.view(1, 1), mean, mean, rtol)
+    assert_products(gs.inner_products(model, batch, model, batch, loss_fn, **options), rows, rows,
+                    rtol)  # fmt: skip
+
+    model_b, batch_b = other or (perturbed(model), batch)
+    columns = flat(oracle_gradients(model_b, batch_b, loss_fn))
+    arguments = (model, batch, model_b, batch_b, loss_fn)
+    assert_products(gs.inner_products(*arguments, **options), rows, columns, rtol)
+    if len(rows) == len(columns):
+        diagonal = gs.inner_products(*arguments, pairs="diagonal", **options)
+        assert_products(diagonal, rows, columns, rtol)
+
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(2)
+    direction = {
+        name: torch.randn(g.shape[1:], generator=generator, dtype=dtype)
+        for name, g in named.items()
+    }
+    along = torch.cat([value.flatten() for value in direction.values()])[None].double()
+    got = gs.alignment(model, batch, loss_fn, direction, **options)
+    assert_products(got[:, None], rows, along, rtol)
+    assert_unchanged(model, state)
+
+
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """Return everything of a model that tracking must leave alone."""
     return {

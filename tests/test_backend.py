@@ -12,25 +12,37 @@ import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats._cost import choose_outer_form
 from gradstats._factors import Outer
-from gradstats.contractions import _triton, sqnorm, sqnorm_and_sum
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from gradstats.contractions import (
+    _triton,
+    direction_inner,
+    inner_diagonal,
+    inner_pairs,
+    sqnorm,
+    sqnorm_and_sum,
+)
+from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
 WORKSPACE = 1 << 20
+
+OPERATORS = (
+    "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm", "pairwise_gram",
+    "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner",
+)  # fmt: skip
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Send every factor to the operators and record which were called."""
     calls = []
-    for name in ("rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
+    for name in OPERATORS:
         operator = getattr(operators, name)
 
-        def record(*args, name=name, operator=operator):
+        def record(*args, name=name, operator=operator, **options):
             calls.append(name)
-            return operator(*args)
+            return operator(*args, **options)
 
         monkeypatch.setattr(operators, name, record)
-    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    monkeypatch.setattr(_triton, "serves", lambda *factors: True)
     return calls
 
 
@@ -73,6 +85,56 @@ def test_weight_gradient_with_norms(kernels, positions, expected):
     torch.testing.assert_close(result.value, want.flatten(1).square().sum(1), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [((1, 1), ["pairwise_gram", "diagonal_gram"]), ((2, 3), ["pairwise_gram", "diagonal_gram"]),
+     ((60, 50), ["pairwise_direct", "direct_inner"])],
+)  # fmt: skip
+def test_inner_products(kernels, positions, groups, expected):
+    first, second = (
+        Outer(torch.randn(n, groups, t, 40), torch.randn(n, groups, t, 24), (groups, 40, 24))
+        for n, t in zip((4, 5), positions, strict=True)
+    )
+    left, right = (
+        Outer(f.left.double(), f.right.double(), f.shape).dense().flatten(1)
+        for f in (first, second)
+    )
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    result = inner_pairs([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(result, left @ right.T, rtol=1e-4, atol=1e-3)
+    assert kernels == expected[:1] * groups
+    itself = inner_pairs([first], [first], WORKSPACE, (sizes[0], sizes[0]))
+    torch.testing.assert_close(itself, left @ left.T, rtol=1e-4, atol=1e-3)
+    kernels.clear()
+    norms = sizes[0], sizes[1][:4]
+    result = inner_diagonal([first], [second.select(slice(0, 4))], WORKSPACE, norms)
+    torch.testing.assert_close(result, (left * right[:4]).sum(1), rtol=1e-4, atol=1e-3)
+    assert kernels == expected[1:]
+    kernels.clear()
+    direction = torch.randn(groups, 40, 24)
+    for given in (direction, direction.double(), direction.bfloat16()):
+        result = direction_inner([first], given, WORKSPACE)
+        torch.testing.assert_close(result, left @ given.double().flatten(), rtol=1e-4, atol=1e-3)
+    assert kernels == ["direction_inner"] * 3 * groups
+
+
+def test_pairs_that_cancel_are_computed_again(kernels):
+    left = torch.randn(4, 1, 20, 64)
+    left -= left.mean(2, keepdim=True)
+    whole = Outer(left, 3 + 1e-3 * torch.randn(4, 1, 20, 64), (64, 64))
+    first, second = whole.select(slice(0, 2)), whole.select(slice(2, 4))
+    rows = Outer(left.double(), whole.right.double(), (64, 64)).dense().flatten(1)
+    sizes = rows[:2].norm(dim=1), rows[2:].norm(dim=1)
+    scale = sizes[0][:, None] * sizes[1]
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    assert bool(((pairs - rows[:2] @ rows[2:].T).abs() <= 1e-3 * scale).all())
+    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
+    expected = (rows[:2] * rows[2:]).sum(1)
+    assert bool(((diagonal - expected).abs() <= 1e-3 * scale.diagonal()).all())
+    assert kernels == ["pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner"]
+
+
 def test_a_transformer(kernels):
     model = Transformer(layers=2, width=16, heads=2, vocabulary=50, positions=70)
     tokens = torch.randint(50, (5, 71))
@@ -83,10 +145,13 @@ def test_a_transformer(kernels):
         tracker.backward(next_token(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-4)
     assert {"direct_sqnorm", "weight_gradient_sqnorm"} <= set(kernels)
+    model.zero_grad()
+    check_products(model, batch, next_token, rtol=1e-5)
+    assert {"pairwise_direct", "direction_inner"} <= set(kernels)
 
 
 def test_compiled(monkeypatch):
-    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    monkeypatch.setattr(_triton, "serves", lambda *factors: True)
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     batch = torch.randn(5, 7, 4), torch.randn(5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn import functional
 import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
+from gradstats.statistics._inner_products import keep
 
 MIB = 1024 * 1024
 
@@ -74,6 +77,61 @@ def test_lean(work):
     reports = 64 * 8 * batch_size * len(list(model.parameters()))
     assert peaks[norms] <= peaks[plain] + workspace + reports
     assert peaks[training] <= peaks[plain] + workspace + reports
+
+
+@pytest.mark.parametrize("work", list(workloads()), ids=lambda work: work[0])
+def test_inner_products_are_lean(work):
+    """Neither side's gradients are formed; kept factors go as the other backward uses them."""
+    _, model, batch, loss_fn, workspace = work
+    workspace //= 2
+    batch_size = len(batch[0])
+    elements = sum(p.numel() for p in model.parameters())
+    other = copy.deepcopy(model)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    arguments = (model, batch, other, batch, loss_fn)
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    runs = {
+        "pairs": lambda: gs.inner_products(*arguments, workspace=workspace),
+        "diagonal": lambda: gs.inner_products(*arguments, pairs="diagonal", workspace=workspace),
+        "gram": lambda: gs.inner_products(*arguments[:2], *arguments[:2], loss_fn,
+                                          workspace=workspace),
+        "alignment": lambda: gs.alignment(model, batch, loss_fn, direction, workspace=workspace),
+        "mean": lambda: gs.alignment(model, batch, loss_fn, "mean", workspace=workspace),
+    }  # fmt: skip
+    kept = keep(model, batch, loss_fn, workspace=workspace).nbytes
+    step = peak_memory(plain).peak
+    model.zero_grad()
+    products = 8 * 8 * batch_size**2
+    reports = 64 * 8 * batch_size * len(list(model.parameters()))
+    assert kept < step
+    for name, run in runs.items():
+        ledger = peak_memory(run)
+        held = kept if name in ("pairs", "diagonal") else 0
+        assert ledger.largest < batch_size * elements / 8, name
+        assert ledger.peak <= step + held + 2 * workspace + products + reports, name
+
+
+def test_alignment_and_gram_beside_training_are_lean():
+    _, model, batch, loss_fn, workspace = next(workloads())
+    batch_size = len(batch[0])
+    largest = max(p.numel() for p in model.parameters())
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    def training():
+        options = {"workspace": workspace, "alignment": True, "gram": True}
+        with gs.track(model, batch_size=batch_size, **options) as tracker:
+            tracker.backward(loss_fn(model, batch))
+
+    step = peak_memory(plain).peak
+    model.zero_grad()
+    ledger = peak_memory(training)
+    assert ledger.largest <= largest
+    assert ledger.peak <= step + 2 * workspace + 8 * 8 * batch_size**2
 
 
 def test_memory_does_not_grow_with_the_width_of_the_gradient():

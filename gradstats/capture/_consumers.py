@@ -146,11 +146,15 @@ class Against:
 
     def take(self, arrival: Arrival) -> None:
         sizes = arrival.sqnorm.sqrt()
+
+        def to_device(tensor: Tensor) -> Tensor:
+            return tensor.to(sizes.device, non_blocking=True)
+
         for index, kept in enumerate(self._kept):
             theirs = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
             if theirs is None:
                 continue  # the other batch's losses do not depend on this parameter
-            factors = [map_tensors(f, lambda x: x.to(sizes.device)) for f in theirs.factors]
+            factors = [map_tensors(factor, to_device) for factor in theirs.factors]
             both = theirs.sizes.to(sizes.device), sizes
             part = self._contract(factors, arrival.factors, arrival.workspace, both)
             if self._per_parameter:

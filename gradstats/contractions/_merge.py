@@ -18,10 +18,10 @@ MERGE: dict[type, Callable[..., Factor]] = {
 def merge(factors: Sequence[Factor]) -> list[Factor]:
     """Return factors with the same sum, those of one kind and layout merged into one."""
     kinds: dict[object, list[Factor]] = {}
-    for factor in factors:
+    for index, factor in enumerate(factors):
         # Only factors that agree in everything but their positions can be merged.
         key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
-        kinds.setdefault(key if key[0] in MERGE else id(factor), []).append(factor)
+        kinds.setdefault(key if key[0] in MERGE else index, []).append(factor)
     return [
         group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
     ]

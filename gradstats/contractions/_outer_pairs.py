@@ -4,7 +4,7 @@ Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T =
         of two matrices of dot products, entry by entry
 direct  tiles of both sides' gradients (``_tiles``), whose cost does not grow with T·T'
 
-The Gram form loses digits where the terms of a gradient cancel. Its error is at most
+The Gram form loses digits where the terms of both gradients cancel. Its error is at most
 eps · (Σ_t ‖left_t‖‖right_t‖)(Σ_s ‖left'_s‖‖right'_s‖); where that is large beside ‖G_i‖‖G'_j‖ the
 inner products of the example are computed again by the direct form.
 """
@@ -41,10 +41,14 @@ def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
         return _direct_pairs(first, second, workspace)
     result = _triton.gram_pairs(first, second) if on_chip else gram_pairs(first, second, workspace)
     if form == "gram":
-        rows, columns = _suspects(first, second, sizes)
-        if rows.numel():
-            result[rows] = _direct_pairs(first.select(rows), second, workspace)
-        if columns.numel():
+        mine, theirs = _conditions(first, second, sizes)
+        rows = (mine * theirs.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
+        columns = (theirs * mine.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
+        # Either covers every doubtful pair.
+        if rows.numel() * second.batch <= columns.numel() * first.batch:
+            if rows.numel():
+                result[rows] = _direct_pairs(first.select(rows), second, workspace)
+        else:
             result[:, columns] = _direct_pairs(first, second.select(columns), workspace)
     return result
 
@@ -65,8 +69,8 @@ def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tenso
     else:
         result = gram_diagonal(first, second, workspace)
     if form == "gram":
-        rows, columns = _suspects(first, second, sizes)
-        again = torch.cat([rows, columns]).unique()
+        mine, theirs = _conditions(first, second, sizes)
+        again = (mine * theirs > GUARD_TOLERANCE).nonzero().squeeze(1)
         if again.numel():
             result[again] = _direct_diagonal(first.select(again), second.select(again), workspace)
     return result
@@ -85,8 +89,13 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
     step = max(1, min(positions, budget // (groups * longest)))  # positions at once
     tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
-    columns = max(1, min(second.batch, int(tile**0.5)))
-    rows = columns if same else max(1, min(first.batch, tile // columns))
+    # Operands may have to be copied: to cast them, or to line up their positions.
+    width = groups * (first.left.shape[3] + first.right.shape[3]) * torch.finfo(dtype).bits // 8
+    columns = min(second.batch, int(tile**0.5), workspace // (4 * longest * width))
+    rows = min(first.batch, tile // max(1, columns), workspace // (4 * positions * width))
+    columns, rows = max(1, columns), max(1, rows)
+    if same:
+        columns = rows = min(columns, rows)
     for there in _tiles.chunks(second.batch, columns):
         left2, right2 = _rows_of(second.left[there], dtype), _rows_of(second.right[there], dtype)
         for here in _tiles.chunks(first.batch, rows):
@@ -182,16 +191,15 @@ def _direct_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
     return _tiles.dense_diagonal([first], [second], workspace)
 
 
-def _suspects(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return the examples of either side that rounding may have spoilt, none of them twice.
+def _conditions(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Return √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ of either side's examples, float64.
 
-    With κ = Σ_t ‖left_t‖‖right_t‖ / ‖G‖ a pair is doubtful where eps·κ·κ' exceeds the tolerance:
-    then eps·κ² does, or eps·κ'².
+    Their product bounds a pair's error relative to ‖G_i‖‖G'_j‖.
     """
-    found = []
+    dtype = compute_dtype(first.left, first.right, second.left, second.right)
+    conditions = []
     for factor, size in zip((first, second), sizes, strict=True):
-        dtype = compute_dtype(factor.left, factor.right)
-        magnitude = _outer.magnitude(factor, dtype).sum(1)
-        spoilt = unit_roundoff(dtype) * magnitude.square() > GUARD_TOLERANCE * size.square()
-        found.append(spoilt.nonzero().squeeze(1))
-    return found[0], found[1]
+        ratio = _outer.magnitude(factor, dtype).sum(1) / size
+        # Zero by zero: there is nothing to lose.
+        conditions.append(unit_roundoff(dtype) ** 0.5 * ratio.nan_to_num(nan=0.0))
+    return conditions[0], conditions[1]

@@ -23,6 +23,7 @@ from gradstats.capture._consumers import (
     Together,
     storages_of,
 )
+from gradstats.capture._nodes import VALUE
 from gradstats.capture._tracker import Tracker, clean_name, select_parameters
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
@@ -59,7 +60,11 @@ class KeptGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the factors hold, each storage counted once."""
+        """Bytes that the factors hold, each storage counted once.
+
+        Copies of the parameters that derived tensors (weight_norm, 1 + w) are computed from stay
+        on the device and are not counted.
+        """
         factors = [f for parameter in self.parameters.values() for f in parameter.factors]
         return sum(storages_of(factors).values())
 
@@ -223,7 +228,8 @@ def inner_products(
 
     The two models are one architecture with different weights, say two checkpoints, or one model
     given twice. A model and batch with themselves (the same objects) take one backward, and
-    products are computed once for ⟨i, j⟩ and ⟨j, i⟩.
+    products are computed once for ⟨i, j⟩ and ⟨j, i⟩. Everything else takes one backward for either
+    side, one after the other.
 
     Args:
         model_a, model_b: modules with the same parameters; both are left as they were found.
@@ -272,12 +278,18 @@ def inner_products(
         "exclude": exclude,
         "workspace": workspace,
     }
-    if model_a is model_b and batch_a is batch_b and pairs == "all":
-        together = Together(alignment=False, gram=True, per_parameter=per_parameter)
+    parts: Mapping[str, Tensor] | None
+    if model_a is model_b and batch_a is batch_b:
+        together = Together(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
         tracker, _ = run(model_a, batch_a, loss_fn, together, **options)
-        check_finite(tracker, nonfinite)
-        result, parts = together.pairs, together.pairs_by_parameter
-        assert result is not None
+        reports = check_finite(tracker, nonfinite)
+        if together.pairs is not None:
+            result, parts = together.pairs, together.pairs_by_parameter
+        else:
+            result = tracker.sqnorm
+            parts = {
+                root.name: row[VALUE] for root, row in zip(tracker.roots, reports, strict=True)
+            }
     else:
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options)
         found = products(
@@ -286,11 +298,11 @@ def inner_products(
         )  # fmt: skip
         result, parts = found.values, found.by_parameter
     dtype = result_dtype(model_a, model_b)
-    if not per_parameter:
+    if not per_parameter or parts is None:
         return result.to(dtype)
     unused = torch.zeros_like(result)
-    names = shapes_of(model_a, parameters, exclude)
-    return {name: parts.get(name, unused).to(dtype) for name in names}
+    shapes = shapes_of(model_a, parameters, exclude)
+    return {name: parts.get(name, unused).to(dtype) for name in shapes}
 
 
 def alignment(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstats as gs
-from tests.oracle import check_model
+from tests.oracle import check_model, check_products
 
 
 class Operation(nn.Module):
@@ -57,6 +57,8 @@ def check_operation(
 ) -> None:
     """Compare with the oracle: all trained, each frozen in turn, with and without upstream.
 
+    Inner products are compared with all trained, without upstream.
+
     Args:
         function: called as function(model, *data).
         parameters: name → shape, tensor or module.
@@ -74,6 +76,9 @@ def check_operation(
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name != frozen)
             check_model(model, data, loss_fn, **options)
+            if frozen is None and not upstream:
+                products = {k: v for k, v in options.items() if k != "gradient_rtol"}
+                check_products(model, data, loss_fn, **products)
 
 
 def check_refused(

@@ -1,0 +1,76 @@
+"""For which shapes do products of positions beat tiles of gradients, and does the cost model know?
+
+Inner products of all pairs of two batches are computed in both forms, over positions and batch
+sizes, and the cost model's choice is compared with the faster one.
+
+    python -m benchmarks.pair_forms [--rounds 9] [--no-csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.harness import interleave, machine, write_csv
+from gradstats._cost import choose_pair_form
+from gradstats._factors import Outer
+from gradstats.contractions._outer_pairs import gram_pairs
+from gradstats.contractions._tiles import dense_pairs
+
+WIDTHS = ((256, 256), (768, 768), (64, 576))
+POSITIONS = (2, 4, 8, 16, 64)
+BATCHES = (4, 32, 128)
+WORKSPACE = 256 * 1024 * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    options = parser.parse_args()
+    print(f"{machine()}, torch {torch.__version__}, float32, both batches of the same size")
+    print("   p     q     T     B   gram/direct   chosen   lost by the choice")
+    rows = []
+    for p, q in WIDTHS:
+        for positions in POSITIONS:
+            for batch in BATCHES:
+                first, second = (
+                    Outer(
+                        torch.randn(batch, 1, positions, p),
+                        torch.randn(batch, 1, positions, q),
+                        (p, q),
+                    )
+                    for _ in range(2)
+                )
+                timings = interleave(
+                    {
+                        "direct": lambda one=first, two=second: dense_pairs(
+                            [one], [two], WORKSPACE
+                        ),
+                        "gram": lambda one=first, two=second: gram_pairs(one, two, WORKSPACE),
+                    },
+                    "direct",
+                    options.rounds,
+                )
+                ratio = timings["gram"].ratio
+                chosen = choose_pair_form(positions, positions, p, q, batch, batch)
+                lost = max(1.0, ratio if chosen == "gram" else 1 / ratio) - 1
+                print(
+                    f"{p:4d}  {q:4d}  {positions:4d}  {batch:4d}   {ratio:11.2f}   {chosen:6}   "
+                    f"{lost:6.0%}"
+                )
+                rows.append(
+                    {
+                        "p": p, "q": q, "positions": positions, "batch": batch, "chosen": chosen,
+                        "gram_ms": f"{timings['gram'].milliseconds:.3f}",
+                        "direct_ms": f"{timings['direct'].milliseconds:.3f}",
+                        "ratio": f"{ratio:.3f}", "rounds": options.rounds,
+                    }
+                )  # fmt: skip
+    if not options.no_csv:
+        print(f"appended to {write_csv('pair_forms', rows).name}")
+
+
+if __name__ == "__main__":
+    main()

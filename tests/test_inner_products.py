@@ -1,0 +1,559 @@
+"""Inner products of whole models' gradients: between batches, checkpoints, and with directions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+import gradstats as gs
+from benchmarks.workloads import Transformer, classification, next_token
+from gradstats.capture import _uses
+from gradstats.capture._consumers import Along
+from gradstats.capture._uses import Settings
+from gradstats.statistics._inner_products import keep, products
+from tests.oracle import (
+    assert_products,
+    assert_unchanged,
+    check_products,
+    flat,
+    oracle_gradients,
+    perturbed,
+    snapshot,
+)
+from tests.test_models import Checkpointed, gpt2, sequence_losses, token_batch
+
+B = 5
+
+
+def labelled(*shape: int, classes: int = 3, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype), torch.randint(classes, (shape[0],))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def rows_of(model, batch, loss_fn=classification):
+    return flat(oracle_gradients(model, batch, loss_fn))
+
+
+def test_two_checkpoints_on_one_mini_batch():
+    """Every ⟨∇ℓ_i(w₁), ∇ℓ_j(w₂)⟩ of a small network, with w₂ one step of descent from w₁."""
+    first, batch = mlp(), labelled(8, 4)
+    second = copy.deepcopy(first)
+    classification(second, batch).mean().backward()
+    torch.optim.SGD(second.parameters(), lr=0.5).step()
+    second.zero_grad()
+    expected = rows_of(first, batch) @ rows_of(second, batch).T
+    cross = gs.inner_products(first, batch, second, batch, classification)
+    torch.testing.assert_close(cross, expected)
+    assert (cross - cross.T).abs().max() > 1e-3  # unlike a Gram matrix it is not symmetric
+    diagonal = gs.inner_products(first, batch, second, batch, classification, pairs="diagonal")
+    torch.testing.assert_close(diagonal, expected.diagonal())
+    # First order: what the step by the mean gradient did to each loss.
+    step = 0.5 * gs.inner_products(first, batch, first, batch, classification).mean(0)
+    change = classification(first, batch) - classification(second, batch)
+    assert torch.corrcoef(torch.stack([step, change.detach()]))[0, 1] > 0.9
+
+
+def test_batches_of_different_sizes_and_lengths():
+    model = Transformer(layers=2, width=16, heads=2, vocabulary=50, positions=12).double()
+    model.head.weight = model.tokens.weight
+    other = perturbed(model)
+    for positions in ((4, 9), (12, 1), (5, 7)):
+        long, short = token_batch(6, positions[0]), token_batch(7, positions[1])
+        check_products(model, long, next_token, other=(other, short))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stock_gpt2(tied):
+    model = gpt2(tie_word_embeddings=tied).double()
+    batch = token_batch(B, B)
+    check_products(model, batch, sequence_losses, other=(perturbed(model), token_batch(3, 9)))
+
+
+def test_float32():
+    model = gpt2()
+    batch = token_batch(B, 9)
+    other = perturbed(model, 0.02), token_batch(3, 7)
+    check_products(model, batch, sequence_losses, other=other, rtol=5e-6)
+    values = gs.inner_products(model, batch, *other, sequence_losses)
+    assert values.dtype == torch.float32
+    network = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+    data = labelled(B, 2, 8, 8, dtype=torch.float32)
+    check_products(network, data, classification, rtol=5e-6)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), nn.GroupNorm(2, 6), nn.GELU(),
+        nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1, groups=2), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=4), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 3, 1),
+        nn.PReLU(3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 3),
+    )  # fmt: skip
+
+
+def test_convolutions_and_norms():
+    model = convolutions().double()
+    other = perturbed(model), labelled(4, 4, 11, 6)
+    check_products(model, labelled(B, 4, 8, 8), classification, other=other)
+    check_products(model, labelled(B, 4, 8, 8), classification, workspace=1)
+
+
+class Derived(nn.Module):
+    """Weights that are computed from parameters, or shared, before they meet data."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 6, padding_idx=2)
+        self.scale = nn.Parameter(torch.randn(6))
+        self.mixed = nn.Parameter(torch.randn(18, 6))
+        self.normed = parametrizations.weight_norm(nn.Linear(6, 6))
+        self.low = nn.Parameter(torch.randn(6, 2))
+        self.high = nn.Parameter(torch.randn(2, 6))
+        self.register_buffer("mask", torch.ones(6, 6).tril())
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, ids):
+        x = self.table(ids) * (1 + self.scale)
+        query, key, value = (x @ part.t() for part in self.mixed.chunk(3))
+        x = torch.softmax(query @ key.mT, -1) @ value
+        x = x + torch.tanh(self.normed(x)) + x @ (self.mask * (self.low @ self.high))
+        x = self.shared(torch.tanh(self.shared(x)))
+        return x.sum(1) @ self.table.weight.T
+
+
+def test_derived_parameters():
+    model = Derived().double()
+    first = torch.randint(7, (B, 4)), torch.randint(7, (B,))
+    second = torch.randint(7, (4, 6)), torch.randint(7, (4,))
+    check_products(model, first, classification, other=(perturbed(model), second))
+
+
+def test_checkpointed_blocks():
+    model = Checkpointed(reentrant=False, shared=True).double()
+    check_products(model, token_batch(5, 4, 20), next_token)
+
+
+def test_an_inner_gradient_does_not_count():
+    """torch.autograd.grad inside the loss runs the uses' backward too."""
+    model, batch = mlp(), labelled(B, 4)
+
+    def losses(model, batch):
+        x = batch[0].clone().requires_grad_()
+        out = model(x)
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        return functional.cross_entropy(out, batch[1], reduction="none")
+
+    expected = rows_of(model, batch)
+    kept = keep(model, batch, losses)
+    result = products(kept, model, batch, losses)
+    assert_products(result.values, expected, expected, 1e-9)
+    stats = gs.per_example_norms(model, batch, losses, gram=True, alignment=True)
+    assert_products(stats.gram, expected, expected, 1e-9)
+
+
+def test_another_example_axis():
+    model = nn.Linear(4, 2).double()
+    batch = torch.randn(6, B, 4, dtype=torch.float64)
+
+    def losses(model, batch):
+        return model(batch).square().sum((0, 2))
+
+    check_products(model, batch, losses, batch_dim=1)
+
+
+def test_by_parameter():
+    model, batch = convolutions().double(), labelled(B, 4, 8, 8)
+    other, others = perturbed(model), labelled(4, 4, 8, 8)
+    first = oracle_gradients(model, batch, classification)
+    second = oracle_gradients(other, others, classification)
+    got = gs.inner_products(model, batch, other, others, classification, per_parameter=True)
+    assert list(got) == [name for name, _ in model.named_parameters()]
+    for name, value in got.items():
+        assert_products(value, flat({name: first[name]}), flat({name: second[name]}), 1e-9)
+    same = gs.inner_products(model, batch, model, batch, classification, per_parameter=True)
+    for name, value in same.items():
+        assert_products(value, flat({name: first[name]}), flat({name: first[name]}), 1e-9)
+    arguments = (model, batch, model, batch, classification)
+    diagonal = gs.inner_products(*arguments, pairs="diagonal", per_parameter=True)
+    for name, value in diagonal.items():
+        torch.testing.assert_close(value, flat({name: first[name]}).square().sum(1))
+    itself = gs.inner_products(*arguments, pairs="diagonal")
+    torch.testing.assert_close(itself, flat(first).square().sum(1))
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    along = gs.alignment(model, batch, classification, direction, per_parameter=True)
+    for name, value in along.items():
+        torch.testing.assert_close(
+            value, flat({name: first[name]}) @ direction[name].flatten(), rtol=1e-9, atol=1e-12
+        )
+
+
+def test_some_parameters_only():
+    model, batch = mlp(), labelled(B, 4)
+    gradients = oracle_gradients(model, batch, classification)
+    chosen = {name: gradients[name] for name in ("0.weight", "2.weight")}
+    for options in ({"parameters": "*.weight"}, {"exclude": "*.bias"}):
+        got = gs.inner_products(model, batch, perturbed(model, 0), batch, classification, **options)
+        assert_products(got, flat(chosen), flat(chosen), 1e-9)
+        direction = {name: torch.ones_like(value[0]) for name, value in chosen.items()}
+        along = gs.alignment(model, batch, classification, direction, **options)
+        torch.testing.assert_close(along, flat(chosen).sum(1))
+
+
+def test_parameters_that_one_side_does_not_use():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.first = nn.Linear(4, 3), nn.Linear(3, 3)
+            self.second, self.nowhere = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, batch):
+            x = self.shared(batch["x"])
+            return (self.first if batch["first"] else self.second)(x)
+
+    def losses(model, batch):
+        return model(batch).square().sum(1)
+
+    model = Branches().double()
+    batches = [{"x": labelled(n, 4)[0], "first": n == 3} for n in (3, 4)]
+
+    def oracle(batch):
+        def plain(model, x):
+            return losses(model, {"x": x, "first": batch["first"]})
+
+        return oracle_gradients(model, batch["x"], plain)
+
+    first, second = map(oracle, batches)
+    got = gs.inner_products(model, batches[0], model, batches[1], losses, per_parameter=True)
+    for name, value in got.items():
+        torch.testing.assert_close(value, flat({0: first[name]}) @ flat({0: second[name]}).T)
+        assert value.any() == (name.split(".")[0] == "shared")
+    zero = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    along = gs.alignment(model, batches[0], losses, zero, per_parameter=True)
+    assert not along["nowhere.weight"].any() and not along["second.bias"].any()
+
+
+def test_a_mean_gradient_of_another_batch_is_a_direction():
+    model, batch, validation = mlp(), labelled(B, 4), labelled(9, 4)
+    classification(model, validation).mean().backward()
+    mean = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected = rows_of(model, batch) @ rows_of(model, validation).mean(0)
+    torch.testing.assert_close(gs.alignment(model, batch, classification, mean), expected)
+    wrapped = {f"module.{name}": value for name, value in mean.items()}
+    torch.testing.assert_close(gs.alignment(model, batch, classification, wrapped), expected)
+    own = gs.alignment(model, batch, classification, "mean")
+    torch.testing.assert_close(own, rows_of(model, batch) @ rows_of(model, batch).mean(0))
+
+
+# What is kept.
+
+
+def test_kept_gradients_serve_many_batches_and_outlive_the_model():
+    for model, make in (
+        (mlp(), lambda n: labelled(n, 4)),
+        (convolutions().double(), lambda n: labelled(n, 4, 8, 8)),
+        (Derived().double(), lambda n: (torch.randint(7, (n, 4)), torch.randint(7, (n,)))),
+    ):
+        batch, later = make(B), perturbed(model)
+        expected = rows_of(model, batch)
+        kept = keep(model, batch, classification)
+        assert kept.names == [name for name, _ in model.named_parameters()]
+        torch.testing.assert_close(kept.sqnorm, expected.square().sum(1))
+        torch.testing.assert_close(kept.losses, classification(model, batch).detach())
+        assert len(kept) == B
+        # The next checkpoint is loaded into the same model, the batch's memory is used again.
+        model.load_state_dict(later.state_dict())
+        for tensor in batch:
+            tensor.zero_()
+        for size in (3, 4):
+            others = make(size)
+            result = products(kept, model, others, classification, per_parameter=True)
+            columns = rows_of(later, others)
+            assert_products(result.values, expected, columns, 1e-9)
+            torch.testing.assert_close(result.sqnorm, columns.square().sum(1))
+            torch.testing.assert_close(result.losses, classification(later, others).detach())
+            assert list(result.by_parameter) == kept.names
+            torch.testing.assert_close(sum(result.by_parameter.values()), result.values)
+
+
+def test_several_kept_batches_in_one_backward(monkeypatch):
+    model, batch = mlp(), labelled(B, 4)
+    blocks = [labelled(n, 4) for n in (2, 3)]
+    kept = [keep(model, block, classification) for block in blocks]
+    calls = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[1]
+    )
+    results = products(kept, model, batch, classification)
+    assert len(calls) == 1
+    for block, result in zip(blocks, results, strict=True):
+        assert result.by_parameter is None
+        assert_products(result.values, rows_of(model, block), rows_of(model, batch), 1e-9)
+    (diagonal,) = products(kept[1:], model, blocks[1], classification, pairs="diagonal")
+    assert_products(diagonal.values, rows_of(model, blocks[1]), rows_of(model, blocks[1]), 1e-9)
+
+
+def test_kept_gradients_are_consumed_when_asked():
+    model, batch = mlp(), labelled(B, 4)
+    kept = keep(model, batch, classification)
+    assert kept.nbytes > 0
+    result = products(kept, model, batch, classification, consume=True)
+    assert_products(result.values, rows_of(model, batch), rows_of(model, batch), 1e-9)
+    assert kept.nbytes == 0
+    with pytest.raises(gs.TrackingError, match="consumed"):
+        products(kept, model, batch, classification)
+
+
+def test_kept_bytes_are_those_of_the_factors():
+    model = nn.Linear(20, 30)
+    kept = keep(model, torch.randn(4, 20), lambda m, x: m(x).square().sum(1))
+    # Inputs and output gradients; the bias has the same gradients.
+    assert kept.nbytes == 4 * 4 * (20 + 30)
+    assert kept.to("cpu").nbytes == kept.nbytes
+    # One example of T = 40 positions: the gradient (3, 2) is smaller than what it is made of.
+    small = nn.Linear(2, 3, bias=False)
+    kept = keep(small, torch.randn(4, 40, 2), lambda m, x: m(x).square().sum((1, 2)))
+    assert kept.nbytes == 4 * 4 * 6
+
+
+def test_a_device_budget(monkeypatch):
+    from gradstats.capture import _consumers
+
+    moved = []
+    monkeypatch.setattr(_consumers, "to_host", lambda x: (moved.append(x), x.clone())[1])
+    model, batch = mlp(), labelled(B, 4)
+    everything = keep(model, batch, classification).nbytes
+    keep(model, batch, classification, device_bytes=everything)
+    assert not moved
+    kept = keep(model, batch, classification, device_bytes=everything // 2)
+    assert moved
+    result = products(kept, model, batch, classification)
+    assert_products(result.values, rows_of(model, batch), rows_of(model, batch), 1e-9)
+
+
+# What is refused.
+
+
+def test_models_that_differ():
+    batch = labelled(B, 4)
+    wide = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    state = snapshot(wide)
+    with pytest.raises(gs.CoverageError, match=r"'0.weight' is of shape \(6, 4\).*\(7, 4\)"):
+        gs.inner_products(mlp(), batch, wide, batch, classification)
+    with pytest.raises(gs.CoverageError, match=r"'2.bias'.*missing in the second"):
+        short = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)).double()
+        gs.inner_products(mlp(), batch, short, batch, classification)
+    kept = keep(mlp(), batch, classification)
+    deep = nn.Sequential(*mlp(), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    with pytest.raises(gs.CoverageError, match=r"missing in the first.*and 1 more"):
+        products(kept, deep, batch, classification)
+    assert_unchanged(wide, state)
+
+
+def test_diagonals_of_different_sizes():
+    model = mlp()
+    with pytest.raises(gs.ExampleAxisError, match="have 5 and 4 examples"):
+        gs.inner_products(
+            model, labelled(5, 4), model, labelled(4, 4), classification, pairs="diagonal"
+        )
+    kept = keep(model, labelled(5, 4), classification)
+    with pytest.raises(gs.ExampleAxisError, match="have 5 and 4 examples"):
+        products(kept, model, labelled(4, 4), classification, pairs="diagonal")
+
+
+def test_choices():
+    model, batch = mlp(), labelled(B, 4)
+    arguments = (model, batch, model, batch, classification)
+    with pytest.raises(gs.TrackingError, match="pairs is 'some'"):
+        gs.inner_products(*arguments, pairs="some")
+    with pytest.raises(gs.TrackingError, match="nonfinite is 'skip'"):
+        gs.inner_products(*arguments, nonfinite="skip")
+    with pytest.raises(gs.TrackingError, match="workspace is 0"):
+        gs.inner_products(*arguments, workspace=0)
+    with pytest.raises(gs.ExampleAxisError, match="batch_dim"):
+        gs.inner_products(*arguments, batch_dim=-1)
+    with pytest.raises(gs.CoverageError, match="'nothing'"):
+        gs.inner_products(*arguments, parameters="nothing")
+    with pytest.raises(gs.TrackingError, match="direction is 'median'"):
+        gs.alignment(model, batch, classification, "median")
+
+
+def test_directions_that_do_not_fit():
+    model, batch = mlp(), labelled(B, 4)
+    good = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for direction, message in (
+        ({k: v for k, v in good.items() if k != "2.bias"}, r"missing \['2.bias'\]"),
+        ({**good, "3.bias": torch.zeros(3)}, r"not tracked \['3.bias'\]"),
+        ({**good, "2.bias": torch.zeros(2)}, r"'2.bias' is \(2,\).*\(3,\)"),
+        ({**good, "2.bias": torch.zeros(3, dtype=torch.long)}, "int64"),
+        ({**good, "2.bias": 0.0}, "'2.bias' is float"),
+        ([1.0], "direction is list"),
+    ):
+        with pytest.raises(gs.CoverageError, match=message):
+            gs.alignment(model, batch, classification, direction)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_gradients_that_are_not_finite(side):
+    model = mlp()
+    batches = [labelled(B, 4), labelled(B, 4)]
+    batches[side][0][3, 0] = float("nan")
+    (x, y), (x_b, y_b) = batches
+    arguments = (model, (x, y), model, (x_b, y_b), classification)
+    for pairs in ("all", "diagonal"):
+        with pytest.raises(gs.NonFiniteGradientError, match=r"example \[3\]"):
+            gs.inner_products(*arguments, pairs=pairs)
+    bad = gs.inner_products(*arguments, nonfinite="keep").isnan()
+    assert bool((bad if side == 0 else bad.T)[3].all()) and bad.sum() == B
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for along in (direction, "mean"):
+        with pytest.raises(gs.NonFiniteGradientError):
+            gs.alignment(model, batches[side], classification, along)
+    kept = gs.alignment(model, batches[side], classification, direction, nonfinite="keep")
+    assert kept.isnan().tolist() == [i == 3 for i in range(B)]
+
+
+def test_errors_in_the_loss_leave_the_models_as_they_were():
+    models = [mlp(), mlp()]
+    states = list(map(snapshot, models))
+    calls = []
+
+    def losses(model, batch):
+        calls.append(model)
+        if model is models[1]:
+            raise RuntimeError("user")
+        return classification(model, batch)
+
+    batch = labelled(B, 4)
+    with pytest.raises(RuntimeError, match="user"):
+        gs.inner_products(models[0], batch, models[1], batch, losses)
+    assert calls == models
+    for model, state in zip(models, states, strict=True):
+        assert_unchanged(model, state)
+
+
+# Inside a training step.
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (mlp(), labelled(B, 4), classification),
+        lambda: (convolutions().double(), labelled(B, 4, 8, 8), classification),
+        lambda: (gpt2().double(), token_batch(B, 7), sequence_losses),
+    ],
+    ids=["mlp", "convolutions", "gpt2"],
+)
+def test_alignment_and_gram_beside_training(make, fused):
+    model, batch, loss_fn = make()
+    named = oracle_gradients(model, batch, loss_fn)
+    rows = flat(named)
+    plain = copy.deepcopy(model)
+    loss_fn(plain, batch).mean().backward()
+    options = {"batch_size": B, "fused": fused, "alignment": True, "gram": True}
+    with gs.track(model, **options) as tracker:
+        tracker.backward(loss_fn(model, batch))
+    stats, mean = tracker.stats, rows.mean(0)
+    assert_products(stats.gram, rows, rows, 1e-9)
+    assert_products(stats.alignment[:, None], rows, mean[None], 1e-9)
+    torch.testing.assert_close(stats.mean_sqnorm, mean @ mean)
+    torch.testing.assert_close(stats.sqnorm, rows.square().sum(1))
+    size = rows.norm(dim=1) * mean.norm()
+    for name, value in stats.alignment_by_parameter.items():
+        expected = flat({name: named[name]}) @ named[name].mean(0).flatten()
+        assert bool(((value - expected).abs() <= 1e-9 * size).all()), name
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+        assert fused or torch.equal(got.grad, want.grad)
+
+
+def test_weights_and_scales_are_divided_out():
+    model, batch = mlp(), labelled(B, 4)
+    rows = rows_of(model, batch)
+    weights = torch.tensor([0.1, -0.5, 2.0, 1.0, 0.25], dtype=torch.float64)
+    whole = weights @ rows
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    both = {"alignment": True, "gram": True, "batch_size": B}
+    with gs.track(model, weights=weights, scaler=scaler, **both) as tracker:
+        tracker.backward(classification(model, batch))
+    assert_products(tracker.stats.gram, rows, rows, 1e-9)
+    assert_products(tracker.stats.alignment[:, None], rows, whole[None], 1e-9)
+    torch.testing.assert_close(tracker.stats.mean_sqnorm, whole @ whole)
+    with gs.track(model, loss_reduction="sum", **both) as tracker:
+        classification(model, batch).sum().backward()
+    total = rows.sum(0)
+    assert_products(tracker.stats.gram, rows, rows, 1e-9)
+    assert_products(tracker.stats.alignment[:, None], rows, total[None], 1e-9)
+    torch.testing.assert_close(tracker.stats.mean_sqnorm, total @ total)
+
+
+def test_nothing_is_measured_that_was_not_asked_for():
+    model, batch = mlp(), labelled(B, 4)
+    stats = gs.per_example_norms(model, batch, classification)
+    extras = ("alignment", "alignment_by_parameter", "mean_sqnorm", "gram")
+    assert all(getattr(stats, name) is None for name in extras)
+    with gs.track(model, batch_size=B, gram=True) as tracker:
+        tracker.backward(classification(model, batch))
+    assert [getattr(tracker.stats, name) is None for name in extras] == [True, True, True, False]
+    with gs.track(model, batch_size=B, alignment=True) as tracker:
+        tracker.backward(classification(model, batch))
+    assert [getattr(tracker.stats, name) is None for name in extras] == [False, False, False, True]
+
+
+def test_compiled_models_run_eagerly():
+    torch._dynamo.reset()
+    model, batch = mlp(), labelled(B, 4)
+    compiled = torch.compile(model, backend="aot_eager")
+    rows = rows_of(model, batch)
+    gs.per_example_norms(compiled, batch, classification)
+    got = gs.inner_products(compiled, batch, perturbed(model, 0), batch, classification)
+    assert_products(got, rows, rows, 1e-9)
+    with gs.track(compiled, batch_size=B, alignment=True, gram=True) as tracker:
+        tracker.backward(classification(compiled, batch))
+    assert_products(tracker.stats.gram, rows, rows, 1e-9)
+    # Afterwards it runs compiled again.
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_graph_traced_inside_the_context_is_refused():
+    settings = Settings(True, True, 1, consumer=Along({}))
+    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.compile traced inside"):
+        _uses._reports(None, settings, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device_bytes", [None, 0])
+@pytest.mark.parametrize("positions", [3, 12])
+def test_on_a_gpu(device_bytes, positions):
+    """The kernels' inner products, with factors on the device and in the host's pinned memory."""
+    model = Transformer(layers=2, width=64, heads=2, vocabulary=300, positions=12)
+    model.head.weight = model.tokens.weight
+    other = perturbed(model, 0.02)
+    first, second = token_batch(6, positions, 300), token_batch(5, positions, 300)
+    rows, columns = rows_of(model, first, next_token), rows_of(other, second, next_token)
+    model, other = model.cuda(), other.cuda()
+    first, second = (tuple(x.cuda() for x in batch) for batch in (first, second))
+    kept = keep(model, first, next_token, device_bytes=device_bytes)
+    for pairs, chosen in (("all", second), ("diagonal", first)):
+        result = products(kept, other, chosen, next_token, pairs=pairs)
+        theirs = (
+            columns
+            if pairs == "all"
+            else rows_of(other.cpu(), tuple(x.cpu() for x in chosen), next_token)
+        )
+        other = other.cuda()
+        assert_products(result.values.cpu(), rows, theirs, 1e-4)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    along = torch.cat([value.flatten() for value in direction.values()])[None].double().cpu()
+    got = gs.alignment(model, first, next_token, direction)
+    assert_products(got[:, None].cpu(), rows, along, 1e-4)

@@ -1,0 +1,305 @@
+"""Inner products of factors against the definition: factor.dense() of both sides, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradstats import _cost, contractions
+from gradstats._factors import Factor, Outer, Patches, Rows, Vector, map_tensors
+from gradstats.contractions import _inner, _outer_pairs, _row_pairs, _tiles
+from tests.test_contractions import TINY, WORKSPACE, normal, outer, patches, rows
+from tests.test_precision import ADVERSARIAL, cancelling
+
+
+def wide(factor):
+    return map_tensors(factor, lambda x: x.double() if x.is_floating_point() else x)
+
+
+def gradient_rows(factors) -> Tensor:
+    """Return Σ_u F_u as rows (B, d), float64."""
+    total = sum(wide(factor).dense() for factor in factors)
+    return total.reshape(len(total), -1)
+
+
+def sizes_of(*sides):
+    return tuple(gradient_rows(side).norm(dim=1) for side in sides)
+
+
+def assert_inner(first: list[Factor], second: list[Factor], rtol: float = 1e-12) -> None:
+    """Check all pairs, and the diagonal of as many examples as both sides have."""
+    left, right = gradient_rows(first), gradient_rows(second)
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    for workspace in (WORKSPACE, TINY):
+        pairs = contractions.inner_pairs(first, second, workspace, sizes)
+        allowed = rtol * sizes[0][:, None] * sizes[1] + 1e-200
+        assert pairs.dtype == torch.float64 and pairs.shape == allowed.shape
+        assert bool(((pairs - left @ right.T).abs() <= allowed).all())
+        common = slice(0, min(len(left), len(right)))
+        one, two = ([f.select(common) for f in side] for side in (first, second))
+        norms = sizes[0][common], sizes[1][common]
+        diagonal = contractions.inner_diagonal(one, two, workspace, norms)
+        expected = (left[common] * right[common]).sum(1)
+        assert diagonal.dtype == torch.float64 and diagonal.shape == expected.shape
+        assert bool(((diagonal - expected).abs() <= rtol * norms[0] * norms[1] + 1e-200).all())
+    itself = contractions.inner_pairs(first, first, WORKSPACE, (sizes[0], sizes[0]))
+    allowed = rtol * sizes[0][:, None] * sizes[0] + 1e-200
+    assert bool(((itself - left @ left.T).abs() <= allowed).all())
+    direction = torch.randn(first[0].shape, dtype=torch.float64)
+    for workspace in (WORKSPACE, TINY):
+        along = contractions.direction_inner(first, direction, workspace)
+        allowed = rtol * sizes[0] * direction.norm() + 1e-200
+        assert bool(((along - left @ direction.flatten()).abs() <= allowed).all())
+    torch.testing.assert_close(contractions.total(first).flatten(), left.sum(0))
+    folded = contractions.fold(first)
+    torch.testing.assert_close(gradient_rows(folded), left, rtol=rtol, atol=1e-12)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(1, 5),
+    st.integers(1, 5), st.integers(1, 5),
+)  # fmt: skip
+def test_outer(batch, other, groups, positions, longer, p, q):
+    first, second = outer(batch, groups, positions, p, q), outer(other, groups, longer, p, q)
+    assert_inner([first], [second])
+    sizes = sizes_of([first], [second])
+    expected = gradient_rows([first]) @ gradient_rows([second]).T
+    if positions:
+        for workspace in (WORKSPACE, 200, TINY):
+            gram = _outer_pairs.gram_pairs(first, second, workspace)
+            torch.testing.assert_close(gram, expected)
+            same = _outer_pairs.gram_pairs(first, first, workspace)
+            torch.testing.assert_close(same, gradient_rows([first]) @ gradient_rows([first]).T)
+    torch.testing.assert_close(_tiles.dense_pairs([first], [second], 100), expected)
+    assert len(sizes) == 2
+
+
+@pytest.mark.parametrize("positions", [(1, 1), (2, 3), (40, 50), (1, 60)])
+def test_every_form_is_chosen_and_agrees(positions):
+    first, second = outer(3, 1, positions[0], 30, 20), outer(4, 1, positions[1], 30, 20)
+    form = _cost.choose_pair_form(*positions, 30, 20, 3, 4)
+    assert (
+        form == {(1, 1): "rank_one", (2, 3): "gram", (40, 50): "direct", (1, 60): "gram"}[positions]
+    )
+    assert_inner([first], [second])
+
+
+def test_permuted_axes():
+    def factor(batch, positions):
+        operands = normal(batch, 2, positions, 6), normal(batch, 2, positions, 4)
+        return Outer(*operands, (4, 2, 3, 2), (3, 0, 1, 2), (2, 3, 2, 4))
+
+    assert_inner([factor(3, 5)], [factor(4, 2)])
+    assert_inner([factor(3, 50)], [factor(4, 60)])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_patches(groups):
+    first, second = patches(3, groups=groups), patches(5, groups=groups)
+    assert_inner([first], [second])
+    small = replace(second, input=second.input[..., :4, :3], grad=second.grad[..., :2, :1])
+    assert small.unfolded().right.shape[2] == 2
+    assert_inner([first], [small])
+    # With few positions and a large kernel the patches are written out.
+    few, others = (
+        Patches(normal(n, 8, 2, 2), normal(n, 16, 1, 1), (16, 8 // groups, 2, 2),
+                replace(first.geometry, stride=(1, 1), padding=(0, 0), dilation=(1, 1)))
+        for n in (4, 3)
+    )  # fmt: skip
+    assert_inner([few], [others])
+    assert_inner([first, first], [second])
+
+
+def test_rows():
+    first, second = rows([3, 0, 4]), rows([2, 5, 1, 3])
+    assert_inner([first], [second])
+    assert_inner([rows([0, 0])], [second])
+    assert_inner([rows([2, 1]), rows([0, 3])], [second])
+
+
+def test_ids_that_all_have_and_ids_that_few_have():
+    """A table of positions, where every id meets every example, and rare ids beside it."""
+
+    def factor(batch):
+        common = torch.arange(4).repeat(batch)
+        rare = 4 + torch.randint(0, 500, (batch, 6)).flatten()
+        ids = torch.cat([common.view(batch, 4), rare.view(batch, 6)], 1).flatten()
+        example = torch.arange(batch).repeat_interleave(10)
+        return Rows(ids, normal(10 * batch, 3), example, batch, (504, 3))
+
+    assert_inner([factor(8)], [factor(9)])
+
+
+def test_vectors():
+    assert_inner([Vector(normal(3, 4, 2), (4, 2))], [Vector(normal(5, 4, 2), (4, 2))])
+    assert_inner([Vector(normal(3), ())], [Vector(normal(2), ())])
+    sliced = Vector(normal(3, 4, 2), (4, 3, 2), axis=1)
+    others = Vector(normal(5, 4, 2), (4, 3, 2), 1, torch.tensor([2, 0, 0, 1, 2]))
+    assert_inner([sliced], [others])
+    assert_inner([sliced], [Vector(normal(2, 4, 3, 2), (4, 3, 2))])
+    assert_inner([Vector(normal(3), (3,), axis=0)], [Vector(normal(3), (3,), axis=0)])
+
+
+def test_uses_of_different_kinds():
+    """A tied embedding: every term between the kinds of either side counts."""
+
+    def uses(batch, positions):
+        head = Outer(normal(batch, 1, positions, 4), normal(batch, 1, positions, 2), (4, 2))
+        return [head, rows([positions] * batch), Vector(normal(batch, 4, 2), (4, 2))]
+
+    first, second = uses(3, 5), uses(2, 4)
+    assert_inner(first[:2], second[:2])
+    assert_inner(first[:1], second[1:2])
+    assert_inner(first[1:2], second[:1])
+    assert_inner(first, second[:2])
+    assert_inner(first, second)
+
+
+def test_other_layouts_meet_in_the_definition():
+    grouped = Outer(normal(3, 2, 4, 2), normal(3, 2, 4, 3), (4, 3))
+    whole = Outer(normal(2, 1, 5, 4), normal(2, 1, 5, 3), (4, 3))
+    assert_inner([grouped], [whole])
+    turned = Outer(normal(2, 1, 5, 3), normal(2, 1, 5, 4), (4, 3), (1, 0), (3, 4))
+    assert_inner([grouped], [turned])
+
+
+def test_narrow_agrees_with_the_definition():
+    cases = [
+        outer(3, 1, 4, 6, 2),
+        Outer(normal(3, 2, 4, 3), normal(3, 2, 4, 2), (6, 2)),
+        Outer(normal(3, 6, 4, 2), normal(3, 6, 4, 2), (3, 4, 2)),
+        Outer(normal(3, 1, 4, 6), normal(3, 1, 4, 2), (3, 2, 2)),
+        patches(groups=1),
+        patches(groups=2),
+        rows([3, 2, 4], table=6),
+        Vector(normal(3, 6, 2), (6, 2)),
+        Vector(normal(3, 6, 2), (6, 3, 2), axis=1),
+    ]
+    for factor in cases:
+        granule = factor.granule
+        assert granule > 0 and factor.shape[0] % granule == 0
+        for start in range(0, factor.shape[0], granule):
+            part = factor.narrow(start, start + granule)
+            expected = factor.dense()[:, start : start + granule]
+            assert part.shape == expected.shape[1:]
+            torch.testing.assert_close(part.dense(), expected)
+    assert Vector(normal(3), ()).granule == 0
+    assert Vector(normal(3, 2), (3, 2), axis=0).granule == 0
+
+
+@pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
+def test_pairs_that_cancel_are_computed_again(dtype, noise):
+    both = cancelling(dtype, noise, width=512, batch=4)
+    first, second = both.select(slice(0, 2)), both.select(slice(2, 4))
+    assert _cost.choose_pair_form(256, 256, 512, 512, 2, 2) == "gram"
+    assert _cost.choose_pair_form(256, 256, 512, 512, 1, 1) == "gram"
+    expected = gradient_rows([first]) @ gradient_rows([second]).T
+    sizes = sizes_of([first], [second])
+
+    def error(value, scale):
+        exact = expected if value.dim() == 2 else expected.diagonal()
+        return ((value - exact).abs() / scale).max().item()
+
+    scale = sizes[0][:, None] * sizes[1]
+    assert error(contractions.inner_pairs([first], [second], WORKSPACE, sizes), scale) < 1e-3
+    diagonal = contractions.inner_diagonal([first], [second], WORKSPACE, sizes)
+    assert error(diagonal, scale.diagonal()) < 1e-3
+    if dtype == torch.float32:
+        assert error(_outer_pairs.gram_pairs(first, second, WORKSPACE), scale) > 5e-3
+        gram = _outer_pairs.gram_diagonal(first, second, WORKSPACE)
+        assert error(gram, scale.diagonal()) > 5e-3
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_only_doubtful_examples_are_computed_again(side, monkeypatch):
+    bad = cancelling(torch.float32, 0.5, width=512, batch=2)
+    peak = torch.full((256, 1), 1e-4)
+    peak[0] = 1  # one position makes the gradient: nothing cancels
+    good = peak * torch.randn(1, 1, 256, 512), torch.randn(1, 1, 256, 512)
+    mixed = Outer(
+        torch.cat([good[0], bad.left[:1]]), torch.cat([good[1], bad.right[:1]]), bad.shape
+    )
+    first, second = (bad, mixed) if side else (mixed, bad)
+    formed = []
+    direct = _outer_pairs._direct_pairs
+
+    def record(one, two, workspace):
+        formed.append((one.batch, two.batch))
+        return direct(one, two, workspace)
+
+    monkeypatch.setattr(_outer_pairs, "_direct_pairs", record)
+    contractions.inner_pairs([first], [second], WORKSPACE, sizes_of([first], [second]))
+    assert formed == [(2, 1) if side else (1, 2)]
+
+
+@pytest.mark.parametrize("size", [1e-17, 1e17])
+def test_products_that_leave_the_range_of_float32(size):
+    first = outer(3, 1, 1, 8, 6)
+    first = Outer((first.left * size).float(), first.right.float(), first.shape)
+    second = Outer(first.left[:2] * 1.5, first.right[:2], first.shape)
+    vectors = Vector(first.left[:, 0, 0], (8,)), Vector(second.left[:, 0, 0], (8,))
+    for one, two in ((first, second), vectors):
+        sizes = sizes_of([one], [two])
+        expected = gradient_rows([one]) @ gradient_rows([two]).T
+        scale = sizes[0][:, None] * sizes[1]
+        pairs = contractions.inner_pairs([one], [two], WORKSPACE, sizes)
+        assert bool(((pairs - expected).abs() <= 1e-6 * scale).all())
+        norms = sizes[0][:2], sizes[1]
+        diagonal = contractions.inner_diagonal([one.select(slice(0, 2))], [two], WORKSPACE, norms)
+        assert bool(((diagonal - expected.diagonal()).abs() <= 1e-6 * scale.diagonal()).all())
+
+
+def test_float32_and_mixed_dtypes():
+    for positions in ((1, 1), (3, 4), (60, 60)):
+        first, second = outer(3, 1, positions[0], 20, 12), outer(4, 1, positions[1], 20, 12)
+        half = map_tensors(first, lambda x: x.bfloat16())
+        assert_close_in_float32(map_tensors(first, lambda x: x.float()), second)
+        assert_close_in_float32(half, map_tensors(second, lambda x: x.float()))
+        assert_close_in_float32(half, map_tensors(second, lambda x: x.bfloat16()))
+        direction = torch.randn(20, 12)
+        along = contractions.direction_inner([half], direction, WORKSPACE)
+        torch.testing.assert_close(
+            along, gradient_rows([half]) @ direction.double().flatten(), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            contractions.total([half]).double().flatten(), gradient_rows([half]).sum(0),
+            rtol=1e-5, atol=1e-5,
+        )  # fmt: skip
+
+
+def assert_close_in_float32(first, second):
+    sizes = sizes_of([first], [second])
+    got = contractions.inner_pairs([first], [second], WORKSPACE, sizes)
+    expected = gradient_rows([first]) @ gradient_rows([second]).T
+    assert bool(((got - expected).abs() <= 1e-6 * sizes[0][:, None] * sizes[1]).all())
+
+
+def test_fold_keeps_the_smaller():
+    short, long = outer(3, 1, 2, 6, 4), outer(3, 1, 9, 6, 4)
+    assert contractions.fold([short]) == [short]
+    (folded,) = contractions.fold([long])
+    assert isinstance(folded, Vector) and torch.equal(folded.values, long.dense())
+    assert_inner([folded], [short])
+    assert_inner([short, short], [folded])
+
+
+def test_pieces_of_one_split_never_meet():
+    assert _inner._disjoint((("chunk", "3", 0),), (("chunk", "3", 1),))
+    assert _inner._disjoint((("chunk", "3", 0), ("t", "", None)), (("chunk", "3", 2),))
+    assert not _inner._disjoint((("chunk", "3", 0),), (("chunk", "2", 1),))
+    assert not _inner._disjoint((("t", "", None),), (("view", "", None),))
+    assert not _inner._disjoint((("chunk", "3", 0),), ())
+
+
+def test_runs_of_equal_ids():
+    factor = Rows(torch.tensor([2, 1, 2, 1]), normal(4, 3), torch.tensor([0, 0, 0, 1]), 2, (3, 3))
+    runs = _row_pairs._runs(factor)
+    assert runs.ids.tolist() == [1, 1, 2] and runs.example.tolist() == [0, 1, 0]
+    expected = torch.stack([factor.grad[1], factor.grad[3], factor.grad[0] + factor.grad[2]])
+    torch.testing.assert_close(runs.sums(slice(0, 3), torch.float64), expected)
