@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,10 @@ class Stream:
             return
         for block in self._blocks(np.flatnonzero(pending.any(0)).tolist()):
             self._fill_rows(block, pending, write, bar)
-            # The next block is kept while the caller's loop still holds this list.
+            # The next block is kept while this loop holds the list, and the contexts that kept this
+            # one's gradients are cycles.
             block.clear()
+            gc.collect()
 
     def _fill_rows(
         self,
