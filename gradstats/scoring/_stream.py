@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,11 @@ class KeptBatch:
     def nbytes(self) -> int:
         """Bytes that are held."""
         return sum(part.nbytes for part in self.parts)
+
+    def release(self) -> None:
+        """Let go of the factors: the next block is kept while names still refer to this one."""
+        for part in self.parts:
+            part.parameters.clear()
 
     @property
     def sqnorm(self) -> np.ndarray:
@@ -81,10 +85,8 @@ class Stream:
             return
         for block in self._blocks(np.flatnonzero(pending.any(0)).tolist()):
             self._fill_rows(block, pending, write, bar)
-            # The next block is kept while this loop holds the list, and the contexts that kept this
-            # one's gradients are cycles.
-            block.clear()
-            gc.collect()
+            for kept in block:
+                kept.release()
 
     def _fill_rows(
         self,

@@ -73,3 +73,24 @@ def test_what_is_held_does_not_grow_with_the_training_data(tmp_path):
                 run(**own)
             peaks[examples] = ledger.peak
         assert peaks[512] == peaks[64], options
+
+
+def test_a_block_of_query_gradients_is_released_before_the_next():
+    """Many blocks hold no more at once than one, even before any garbage is collected."""
+    peaks = {}
+    gc.disable()
+    try:
+        for blocks in (1, 6):
+            width = 256
+            model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+            size = (blocks * 64, width)
+            query = batches((torch.randn(size), torch.randint(4, size[:1])), 64)
+            train = [(torch.randn(2, width), torch.randint(4, (2,)))]
+            checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
+            with MemoryLedger() as ledger:
+                gs.influence(model, train, query, loss_fn, checkpoints, budget=1, progress=False)
+            peaks[blocks] = ledger.peak
+    finally:
+        gc.enable()
+    factors = 64 * (2 * width + width + 4) * 4
+    assert peaks[6] <= peaks[1] + factors / 2, (peaks, factors)
