@@ -85,7 +85,9 @@ def influence(
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
             same bits; further checkpoints add to what is there; other data, models or options are
-            refused with the difference.
+            refused with the difference. Data are recognised by their sizes and a hash of their
+            contents; of a DataLoader whose data set is no TensorDataset the hash covers the first,
+            the middle and the last batch.
         resume: False refuses a folder that holds results.
         top_k: keep only so many proponents and opponents of every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
@@ -226,7 +228,7 @@ class _Run:
             )
             pending = ~done
             if number == 0:
-                self._announce(pending, *self._room(tiles.nbytes))
+                _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
             bar.update(int(done.sum()))
             try:
                 _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
@@ -313,7 +315,7 @@ class _Run:
 
     def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
         """Print size, memory and time of what there is to do, after a trial of one tile."""
-        if not self.work.progress:
+        if not self.work.progress or _ranks.rank() != 0:
             return
         count = len(self.pairs)
         lines = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import feed, pick
@@ -24,7 +24,8 @@ class Data:
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
         fingerprint: SHA-256 over the sizes and the contents: of every batch where all had to be
-            read to count them or to collect ids, else of the first, the middle and the last.
+            read to count them or to collect ids and of a TensorDataset, else of the first, the
+            middle and the last batch.
     """
 
     def __init__(self, loader: Any, role: str, ids: IdSource, batch_dim: int):
@@ -40,6 +41,8 @@ class Data:
         if self._index_lists is not None and ids is None:
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
+            if type(loader.dataset) is TensorDataset:
+                feed(digest, loader.dataset.tensors)
             last = len(self.sizes) - 1
             for _, batch in self.read(sorted({0, last // 2, last})):
                 feed(digest, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,10 @@ def self_influence(
             )
             pending = np.flatnonzero(~done[:, 0]).tolist()
             if number == 0:
-                _announce(work, data, len(checkpoints), out, tiles, pending, measure, checkpoint)
+                announce = partial(
+                    _announce, work, data, len(checkpoints), out, tiles, pending, measure
+                )
+                _ranks.together(partial(announce, checkpoint))
             bar.update(data.batches - len(pending))
 
             def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
@@ -199,7 +203,7 @@ def _announce(
     checkpoint: Checkpoint,
 ) -> None:
     """Print how much there is to do, after a trial of one batch."""
-    if not work.progress:
+    if not work.progress or _ranks.rank() != 0:
         return
     time = "nothing left to compute at the first checkpoint"
     if pending:

@@ -219,6 +219,15 @@ def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
     assert len(found) == 4
 
 
+def test_every_example_of_a_tensor_dataset_counts(setting):
+    prints = []
+    for change in (0.0, 1e-12):
+        x, y = setting.train
+        x[6, 1] += change
+        prints.append(Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0).fingerprint)
+    assert prints[0] != prints[1]
+
+
 def test_an_example_is_found_again(setting):
     data = Data(DataLoader(TensorDataset(*setting.train), 4), "train", None, 0)
     for position in range(11):
