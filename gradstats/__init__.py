@@ -3,6 +3,7 @@
 Neither ever holds a (batch, d) gradient.
 """
 
+from gradstats.capture._registered import register_rule as register_rule
 from gradstats.errors import BackendError as BackendError
 from gradstats.errors import CheckpointError as CheckpointError
 from gradstats.errors import CoupledExamplesError as CoupledExamplesError
@@ -17,6 +18,7 @@ from gradstats.errors import ScoreError as ScoreError
 from gradstats.errors import StoreError as StoreError
 from gradstats.errors import TrackingError as TrackingError
 from gradstats.errors import UnsupportedOperationError as UnsupportedOperationError
+from gradstats.monitor import Monitor as Monitor
 from gradstats.scoring._checkpoints import Checkpoints as Checkpoints
 from gradstats.scoring._influence import influence as influence
 from gradstats.scoring._requirements import MissingPackageError as MissingPackageError
@@ -29,5 +31,7 @@ from gradstats.statistics._inner_products import inner_products as inner_product
 from gradstats.statistics._norms import per_example_norms as per_example_norms
 from gradstats.statistics._norms import track as track
 from gradstats.statistics._result import GradientNorms as GradientNorms
+from gradstats.statistics._verify import verify as verify
+from gradstats.statistics._verify_report import VerifyReport as VerifyReport
 
 __version__ = "0.1.0"

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,6 +142,120 @@ class Outer:
         return Outer(self.right, self.left, (self.shape[1], self.shape[0]))
 
 
+class Path(NamedTuple):
+    """How a tensor picks and arranges elements of the parameter it is derived from.
+
+    Attributes:
+        steps: (operation, its arguments, which of its results) for each step from the parameter.
+        first, last: between these places in the parameter's memory lie all the elements.
+    """
+
+    steps: tuple[tuple, ...]
+    first: int
+    last: int
+
+    def is_disjoint(self, other: Path) -> bool:
+        """Whether the two tensors share no element, as far as can be told."""
+        if self.last < other.first or other.last < self.first:
+            return True
+        for step, its in zip(self.steps, other.steps, strict=False):
+            if step != its:
+                # Different pieces of the same split.
+                return step[:2] == its[:2] and None not in (step[2], its[2])
+        return False
+
+
+class Segments:
+    """Which example each row of an axis belongs to, where rows of examples differ in number.
+
+    Attributes:
+        owner: (rows,) int64, the example of each row.
+        offsets: (B + 1,) where each example's rows begin and end, once sorted by example.
+        order: (rows,) the rows in that order; None where they stand so already.
+    """
+
+    def __init__(self, owner: Tensor, batch: int):
+        self.owner = owner
+        self.counts = torch.bincount(owner, minlength=batch)
+        self.offsets = (0, *self.counts.cumsum(0).tolist())
+        ascending = owner.numel() < 2 or bool((owner[1:] >= owner[:-1]).all())
+        self.order = None if ascending else torch.argsort(owner, stable=True)
+
+    @property
+    def rows(self) -> int:
+        return self.offsets[-1]
+
+    def sorted(self, tensor: Tensor) -> Tensor:
+        """Return (rows, *) in the order of the examples."""
+        return tensor if self.order is None else tensor.index_select(0, self.order)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
+        if tensor.dim() == 1:
+            return self.sum(tensor.unsqueeze(1)).squeeze(1)
+        return torch.segment_reduce(
+            self.sorted(tensor), "sum", lengths=self.counts, axis=0, unsafe=True, initial=0
+        )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products on packed examples.
+
+    Attributes:
+        left: (rows, p), sorted by example, and right: (rows, q).
+        offsets: (B + 1,) where each example's rows begin and end.
+        shape: shape of the parameter, (p, q).
+    """
+
+    left: Tensor
+    right: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    def select(self, rows) -> Ragged:
+        chosen = torch.arange(self.batch)[rows].tolist()
+        pieces = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in chosen]
+        index = torch.cat(pieces) if pieces else torch.arange(0)
+        index = index.to(self.left.device)
+        offsets = (0, *accumulate(piece.numel() for piece in pieces))
+        return Ragged(self.left[index], self.right[index], offsets, self.shape)
+
+    def dense(self) -> Tensor:
+        return self.padded().dense()
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Ragged:
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, left=self.left[:, start:stop], shape=shape)
+
+    def padded(self) -> Outer:
+        """Return the same with each example's rows filled up by zeros to the longest's number."""
+        longest = max([1, *self.lengths])
+        sizes = (self.batch, 1, longest)
+        left = self.left.new_zeros(*sizes, self.left.shape[1])
+        right = self.right.new_zeros(*sizes, self.right.shape[1])
+        for example, (start, end) in enumerate(pairwise(self.offsets)):
+            left[example, 0, : end - start] = self.left[start:end]
+            right[example, 0, : end - start] = self.right[start:end]
+        return Outer(left, right, self.shape)
+
+    def transposed(self) -> Ragged:
+        """Return the factor of the transpose of a two-dimensional parameter."""
+        return Ragged(self.right, self.left, self.offsets, (self.shape[1], self.shape[0]))
+
+
 @dataclass(frozen=True)
 class ConvolutionGeometry:
     """Stride, padding and dilation per spatial axis, and the number of groups."""
@@ -160,7 +276,8 @@ class Patches:
         input: (B, C, *spatial).
         grad: (B, O, *positions), the gradient with respect to the convolution's output.
         shape: (O, C / groups, *kernel).
-        geometry: how patches are cut.
+        geometry: how patches are cut; it may have one more axis in front of the kernel's own, over
+            frames that are convolved one by one.
     """
 
     input: Tensor
@@ -176,6 +293,12 @@ class Patches:
     def positions(self) -> int:
         return product(self.grad.shape[2:])
 
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The kernel's size along each axis of the geometry."""
+        own = self.shape[2:]
+        return (1,) * (len(self.geometry.stride) - len(own)) + own
+
     def select(self, rows) -> Patches:
         return replace(self, input=self.input[rows], grad=self.grad[rows])
 
@@ -188,7 +311,7 @@ class Patches:
         x = self.input.to(dtype).reshape(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).reshape(1, examples * self.shape[0], *self.grad.shape[2:])
         # Only the weight's shape is read: one number stands for all of it.
-        weight = x.new_empty(1).expand(examples * self.shape[0], *self.shape[1:])
+        weight = x.new_empty(1).expand(examples * self.shape[0], self.shape[1], *self.kernel)
         gradient = torch.ops.aten.convolution_backward(
             g,
             x,
@@ -220,7 +343,7 @@ class Patches:
 
     def unfolded(self) -> Outer:
         """Return the same factor with its patches written out: T·q numbers an example."""
-        geometry, kernel = self.geometry, self.shape[2:]
+        geometry, kernel = self.geometry, self.kernel
         dims = len(kernel)
         pad = [amount for side in reversed(geometry.padding) for amount in (side, side)]
         x = torch.nn.functional.pad(self.input, pad).contiguous()
@@ -243,6 +366,29 @@ class Patches:
         return Outer(left, right, self.shape)
 
 
+class Lookup:
+    """One look-up of a table, by ids that are known in the forward pass.
+
+    Attributes:
+        ids: (N,) row of each, and example: (N,) whose each is, ascending.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Tensor, Tensor]]):
+        self._find = find
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._find()
+
+    @property
+    def ids(self) -> Tensor:
+        return self._rows[0]
+
+    @property
+    def example(self) -> Tensor:
+        return self._rows[1]
+
+
 @dataclass(frozen=True)
 class Rows:
     """G_i = Σ_n e_{ids[n]} grad[n]ᵀ over the rows n of example i: embeddings and integer indexing.
@@ -253,6 +399,7 @@ class Rows:
         example: (N,) example of each row, ascending.
         examples: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
+        lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
     """
 
     ids: Tensor
@@ -260,6 +407,7 @@ class Rows:
     example: Tensor
     examples: int
     shape: tuple[int, ...]
+    lookup: Lookup | None = None
 
     @property
     def batch(self) -> int:

@@ -1,8 +1,18 @@
 """The errors of gradstats: each says what happened, what was got and expected, and what to do."""
 
+from collections.abc import Sequence
+
 
 class GradStatsError(Exception):
-    """Base of every error that gradstats raises on purpose."""
+    """Base of every error that gradstats raises on purpose.
+
+    Attributes:
+        parameters: names of the parameters whose gradient could not be had; empty for other errors.
+    """
+
+    def __init__(self, message: str, parameters: Sequence[str] = ()):
+        super().__init__(message)
+        self.parameters = tuple(parameters)
 
 
 class LossShapeError(GradStatsError):

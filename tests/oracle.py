@@ -71,6 +71,7 @@ def check_model(
     *,
     rtol: float = 1e-9,
     gradient_rtol: float = 1e-12,
+    fusing: tuple[bool, ...] = (True, False),
     **options: Any,
 ) -> None:
     """Check norms alone, norms beside training (fused and not), and the training gradients.
@@ -80,6 +81,7 @@ def check_model(
         batch, loss_fn: as for gs.per_example_norms.
         rtol: tolerance of squared norms.
         gradient_rtol: tolerance of ``param.grad`` with fusing, relative to all gradients' norm.
+        fusing: which values of ``fused`` to check beside training.
         options: passed on to both calls.
     """
     expected = oracle_sqnorms(model, batch, loss_fn)
@@ -94,7 +96,7 @@ def check_model(
     losses.mean().backward()
     torch.testing.assert_close(stats.loss, losses.detach(), rtol=rtol, atol=rtol)
     size = sum(p.grad.norm() ** 2 for p in plain.parameters() if p.grad is not None) ** 0.5
-    for fused in (True, False):
+    for fused in fusing:
         model.zero_grad()
         with gs.track(model, batch_size=len(losses), fused=fused, **options) as tracker:
             tracker.backward(loss_fn(model, batch))

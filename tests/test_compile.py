@@ -70,17 +70,60 @@ def test_fullgraph(number, backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_shared_parameter_in_a_graph_is_refused():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
 
-        def forward(self, x):
-            return self.layer(self.layer(x).tanh())
+    def forward(self, x):
+        return self.layer(self.layer(x).tanh())
 
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).tanh().mean(1))
+
+
+@pytest.mark.parametrize("model", [Reused, Tied])
+def test_shared_parameters(model):
+    """A model whose graph would hold several uses of a parameter runs without its graph."""
     torch._dynamo.reset()
-    compiled = torch.compile(Shared(), fullgraph=True, backend="aot_eager")
+    model = model()
     batch = torch.randn(B, 4), torch.randint(4, (B,))
+    if isinstance(model, Tied):
+        batch = torch.randint(11, (B, 5)), torch.randint(11, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+    # Outside a context the model is compiled as ever.
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    losses_of(compiled, batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+
+
+def test_a_reused_module_in_the_first_graph_is_refused():
+    """A training step cannot be run again: the first one says what the next will do."""
+    torch._dynamo.reset()
+    model = Reused()
+    batch = torch.randn(B, 4), torch.randint(4, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def step():
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        return tracker.stats
+
     with pytest.raises(gs.CoverageError, match=r"'layer.weight', 'layer.bias'.*more than once"):
-        gs.per_example_norms(compiled, batch, losses_of)
+        step()
+    assert_sqnorms(step(), expected, 1e-5)

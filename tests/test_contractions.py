@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstats import contractions
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Rows, Vector
-from gradstats.contractions import _outer, _patches
+from gradstats.contractions import _outer, _patches, _tied
 
 WORKSPACE = 2**28
 TINY = 1
@@ -219,7 +219,7 @@ def test_sums_of_uses(name, workspace):
 def test_cross_term_of_a_projection_and_an_embedding(workspace):
     left, right = outer(p=4, positions=5), rows([2, 0, 6])
     expected = (left.dense() * right.dense()).sum((1, 2))
-    cross = _outer.inner_with_rows(left, right, workspace)
+    cross = _tied.inner_with_rows(left, right, workspace)
     torch.testing.assert_close(cross, expected)
     assert cross[1] == 0 and cross.dtype == torch.float64
 
@@ -250,7 +250,7 @@ def test_nothing_larger_than_the_workspace_is_created():
         lambda: contractions.sqnorm([wide], workspace),
         lambda: contractions.sqnorm([large], workspace),
         lambda: contractions.sqnorm([images], workspace),
-        lambda: _outer.inner_with_rows(table, large, workspace),
+        lambda: _tied.inner_with_rows(table, large, workspace),
         lambda: contractions.sqnorm([table, large], workspace),
     ):
         call()

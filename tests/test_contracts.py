@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_unchanged, snapshot
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 B = 5
 
@@ -45,16 +45,35 @@ def test_losses_that_are_not_one_per_example(model, batch, loss_fn, message):
     assert_unchanged(model, state)
 
 
-def test_rows_that_are_not_examples(model, batch):
+def test_an_example_left_out(model, batch):
+    """Rows are followed; an example without a row has no gradient."""
+
     def drops_an_example(m, b):
-        return functional.pad(m(b[0][1:]).sum(1), (1, 0))
+        losses = m(b[0][1:]).sum(1)
+        return torch.stack([losses.new_zeros(()), *losses])
+
+    expected = oracle_sqnorms(model, batch, lambda m, b: m(b[0]).sum(1))
+    expected = {name: value * (torch.arange(B) > 0) for name, value in expected.items()}
+    got = gs.per_example_norms(model, batch, drops_an_example)
+    assert_sqnorms(got, expected, 1e-5)
+
+
+def test_losses_whose_examples_were_lost(model, batch):
+    """Which loss is whose cannot be told once they were shifted."""
+    with pytest.raises(gs.ExampleAxisError, match="losses"):
+        gs.per_example_norms(model, batch, lambda m, b: functional.pad(m(b[0][1:]).sum(1), (0, 1)))
+
+
+def test_rows_that_are_not_examples(model, batch):
+    def invents_rows(m, b):
+        return functional.pad(m(b[0].mean() * torch.ones(4, 4)).sum(1), (1, 0))
 
     state = snapshot(model)
     with pytest.raises(
         gs.ExampleAxisError,
         match=r"parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim",
     ):
-        gs.per_example_norms(model, batch, drops_an_example)
+        gs.per_example_norms(model, batch, invents_rows)
     assert_unchanged(model, state)
 
 
@@ -176,8 +195,12 @@ def test_batches_without_examples(model, bad_batch, message):
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
-        ({"fallback": "vmap"}, gs.UnsupportedOperationError, "not supported yet"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, gs.UnsupportedOperationError, "not supported yet"),
+        ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'.*vmap"),
+        (
+            {"fallback": "vmap", "gram": True},
+            gs.UnsupportedOperationError,
+            "fallback='vmap' together with gram",
+        ),
     ],
 )
 def test_options(model, batch, options, error, message):
@@ -243,17 +266,6 @@ def test_a_loss_without_data(model):
         pytest.raises(gs.ExampleAxisError, match="without any data"),
     ):
         tracker.backward(model(torch.zeros(B, 4)).sum(1))
-
-
-def test_derivatives_of_the_network_are_refused(model):
-    x = torch.randn(B, 4, requires_grad=True)
-
-    def gradient_penalty(m, batch):
-        (slope,) = torch.autograd.grad(m(batch).sum(), batch, create_graph=True)
-        return slope.square().sum(1)
-
-    with pytest.raises(gs.UnsupportedOperationError, match="derivatives of the network"):
-        gs.per_example_norms(model, x, gradient_penalty)
 
 
 class ScaledParameter(nn.Parameter):

@@ -151,3 +151,23 @@ def test_memory_does_not_grow_with_the_width_of_the_gradient():
         baseline = peak_memory(plain).peak
         extra.append(peak_memory(norms).peak - baseline)
     assert extra[0] <= 0 and extra[1] <= 0
+
+
+def test_the_gradient_of_tied_logits_is_not_kept():
+    """The head's gradient (B, T, vocabulary) is freed long before the embedding delivers."""
+    gpt = Transformer(layers=1, width=16, heads=2, vocabulary=2000, positions=16)
+    gpt.head.weight = gpt.tokens.weight
+    tokens = torch.randint(2000, (16, 17))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    logits = 4 * 16 * 16 * 2000
+
+    alive = []
+
+    def look(module, gradients):
+        alive.append(ledger.alive)
+
+    handle = gpt.blocks[0].register_full_backward_pre_hook(look)
+    with MemoryLedger() as ledger:
+        gs.per_example_norms(gpt, batch, next_token, workspace=MIB)
+    handle.remove()
+    assert alive and max(alive) < logits

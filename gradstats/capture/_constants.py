@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import MOVES, RESHAPES
+from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
@@ -46,7 +47,9 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-CHANGES_LAYOUT = IN_PLACE | MOVES | RESHAPES
+FACTORIES = frozenset({torch.zeros, torch.ones})
+
+WATCHED = IN_PLACE | CHANGES | PRESCRIBES
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -63,66 +66,114 @@ class ConstantTracking(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func is torch.nn.functional.batch_norm:
-            check_batch_norm(*args, **kwargs)
+            if self._is_data(args[0] if args else kwargs["input"]):
+                check_batch_norm(*args, **kwargs)
         elif func is torch.batch_norm:
             input, weight, bias, mean, variance, training = args[:6]
-            check_batch_norm(input, mean, variance, weight, bias, training)
+            if self._is_data(input):
+                check_batch_norm(input, mean, variance, weight, bias, training)
         elif func is Tensor.backward:
-            return self._backward(*args, **kwargs)
+            return self._backward_of_one(*args, **kwargs)
         elif func is torch.autograd.backward:
-            losses = args[0] if args else kwargs["tensors"]
-            self.tracker.before_backward([losses] if isinstance(losses, Tensor) else losses)
+            return self._backward(*args, **kwargs)
+        elif func is torch.autograd.grad:
+            self._check_inner(*args, **kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result
 
-    def _backward(
-        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=()
+    def _is_data(self, tensor: Tensor) -> bool:
+        return node_of(tensor) is None and self.tracker.is_data(tensor)
+
+    def _backward_of_one(
+        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
     ) -> None:
-        self.tracker.before_backward([loss])
-        if gradient is None:
-            gradient = torch.ones_like(loss)
-        if retain_graph is None:
-            retain_graph = create_graph
+        self._backward(loss, gradient, retain_graph, create_graph, None, inputs)
+
+    def _backward(
+        self,
+        tensors,
+        grad_tensors=None,
+        retain_graph=None,
+        create_graph=False,
+        grad_variables=None,
+        inputs=None,
+    ) -> None:
+        tensors = _as_tuple(tensors)
+        self.tracker.before_backward(tensors, create_graph)
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        gradients = _as_tuple(given) if given is not None else (None,) * len(tensors)
+        gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
         # A mode is off while it handles a call, and every public way into the engine would come
         # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
-            torch.autograd.Variable._execution_engine.run_backward(
-                (loss,),
-                (gradient,),
-                retain_graph,
-                create_graph,
-                (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            chosen = _as_tuple(inputs) if inputs is not None else ()
+            run_backward(tensors, gradients, retain_graph, chosen)
+        self.tracker.after_backward()
+
+    def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
+                     create_graph=False, *args, **kwargs) -> None:  # fmt: skip
+        """Refuse derivatives with respect to tracked parameters as a part of the loss."""
+        for item in [inputs] if isinstance(inputs, Tensor) else inputs:
+            node = node_of(item)
+            if node is not None and (create_graph or not self.tracker.settings.weight_gradients):
+                raise CoupledExamplesError(
+                    f"torch.autograd.grad inside the context asks for the gradient of "
+                    f"{node.describe()}, which sums over the examples: a loss that contains it has "
+                    "no per-example gradient. Compute it outside the context, or leave the "
+                    f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
+                )
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if args and not kwargs and not tracker.follows_layouts and func not in CHANGES_LAYOUT:
+        if args and not kwargs and not tracker.follows_layouts and func not in WATCHED:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
                 return
         operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
+        if func in FACTORIES:
+            data = []  # a size may come from data; what is filled in does not
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
             if func in IN_PLACE or "out" in kwargs:
                 # A constant that data were written into is one no longer.
                 tracker.mark_data(kwargs.get("out", args[0]))
-            if tracker.follows_layouts or func in MOVES or func in RESHAPES:
-                # The operand whose layout is out of the ordinary decides; in doubt the first.
-                source = next((t for t in data if hasattr(t, "_gradstats_layout")), data[0])
+            layouts = prescribed_layouts(tracker, func, args, results)
+            if layouts is not None:
+                for tensor, layout in zip(results, layouts, strict=False):
+                    if isinstance(tensor, Tensor):
+                        tracker.place(tensor, layout)
+            elif tracker.follows_layouts or func in CHANGES:
                 for tensor in results:
-                    if isinstance(tensor, Tensor) and tensor is not source:
-                        tracker.follow_layout(func, args, source, tensor)
+                    if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
+                        tracker.follow_layout(func, args, kwargs, data, tensor)
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+
+def run_backward(
+    tensors: tuple, gradients: tuple, retain_graph: bool | None = None, inputs: tuple = ()
+) -> None:
+    """Run the autograd engine, under whichever modes are on."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors,
+        gradients,
+        bool(retain_graph),
+        False,  # create_graph: refused before
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _as_tuple(tensors) -> tuple:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
 def check_batch_norm(

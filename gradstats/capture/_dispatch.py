@@ -154,12 +154,15 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
 
 def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> None:
     """Raise the error for an operation whose factor is not known."""
+    names = [root.name for root in node.roots]
     raise UnsupportedOperationError(
         f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
-        f"known. Expected an operation that gradstats has a rule for. "
+        "known. Expected an operation that gradstats has a rule for. "
         + (
             remedy
-            or "Write the step with such operations, or leave the parameter out by name with "
-        )
-        + ("" if remedy else f"exclude={[root.name for root in node.roots]!r}.")
+            or "Write the step with such operations, add a rule with gs.register_rule, have "
+            'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
+            f"parameter out by name with exclude={names!r}."
+        ),
+        names,
     )

@@ -8,12 +8,15 @@ is lost, parameters that meet them are refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
+from gradstats._factors import Segments
 from gradstats.capture._einsum import parse_equation
 
 
@@ -25,26 +28,73 @@ class Examples:
         batch: number of examples B.
         axis: the example axis.
         fold: rows of ``axis`` that belong to one example; rows of one example stand together.
+        segments: the example of each row where the rows of examples differ in number; None where
+            ``fold`` says it all.
     """
 
     batch: int
     axis: int
     fold: int = 1
+    segments: Segments | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row of the axis is one example, in order."""
+        return self.fold == 1 and self.segments is None
+
+    @property
+    def rows(self) -> int:
+        """The size of the example axis."""
+        return self.batch * self.fold if self.segments is None else self.segments.rows
+
+    def along(self, axis: int) -> Examples:
+        """Return the same with the examples along another axis."""
+        return self if axis == self.axis else replace(self, axis=axis)
+
+    def lead(self, tensor: Tensor) -> Tensor:
+        """Return a view with the example axis in front: (rows, *)."""
+        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
     def first(self, tensor: Tensor) -> Tensor:
         """Return a view of shape (B, *), (B, fold, *) where rows are folded."""
-        if self.fold != 1:
-            return tensor.unflatten(0, (self.batch, self.fold))
-        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
+        tensor = self.lead(tensor)
+        return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over each example's rows of (rows, *): (B, *)."""
+        if self.segments is not None:
+            return self.segments.sum(values)
+        return values if self.fold == 1 else values.unflatten(0, (self.batch, self.fold)).sum(1)
+
+    def owner(self, device: torch.device) -> Tensor:
+        """Return the example of each row, (rows,) int64."""
+        if self.segments is not None:
+            return self.segments.owner
+        return torch.arange(self.batch, device=device).repeat_interleave(self.fold)
+
+    def owned_by(self, owner: Tensor, axis: int) -> Examples:
+        """Return the layout of rows along ``axis`` that belong to these examples."""
+        batch = self.batch
+        if owner.numel() and owner.numel() % batch == 0:
+            fold = owner.numel() // batch
+            regular = torch.arange(batch, device=owner.device).repeat_interleave(fold)
+            if torch.equal(owner, regular):
+                return Examples(batch, axis, fold)
+        return Examples(batch, axis, 1, Segments(owner, batch))
 
 
 def follow(
-    func, args: tuple[Any, ...], source: Tensor, layout: Examples | None, result: Tensor
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    source: Tensor,
+    layout: Examples | None,
+    result: Tensor,
 ) -> Examples | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:
-        func, args: the operation and its positional arguments.
+        func, args, kwargs: the operation and its arguments.
         source: the operand.
         layout: its layout; None where it is not known.
         result: the operation's result.
@@ -60,15 +110,15 @@ def follow(
         return _moved(source, layout, result)
     if func in RESHAPES:
         return _reshaped(source, layout, result)
-    if func in REORDERS or result.dim() <= layout.axis:
+    if func in REINDEXES:
+        return REINDEXES[func](func, args, kwargs, source, layout, result)
+    if result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1
     return layout if result.shape[:lead] == source.shape[:lead] else None
 
 
 def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
-    if layout.fold != 1 and layout.axis != 0:
-        return None
     # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
     # stride is another axis. Where two axes share a stride, one of them has size 1 or is expanded.
     stride, size = source.stride(layout.axis), source.shape[layout.axis]
@@ -77,9 +127,7 @@ def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
         for axis in range(result.dim())
         if result.stride(axis) == stride and result.shape[axis] == size
     ]
-    if len(found) != 1 or (layout.fold != 1 and found[0] != 0):
-        return None
-    return Examples(layout.batch, found[0], layout.fold)
+    return layout.along(found[0]) if len(found) == 1 else None
 
 
 def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
@@ -92,17 +140,209 @@ def _contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Exam
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     position = next(i for i, operand in enumerate(operands) if operand is source)
     letter = inputs[position][layout.axis]
-    return Examples(layout.batch, out.index(letter), layout.fold) if letter in out else None
+    return layout.along(out.index(letter)) if letter in out else None
 
 
 def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
-    """Reshapes keep the order of elements: examples in front stay in front, folded or not."""
+    """Reshapes keep the order of elements, which says whose each row of the result is."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
-    rows = result.shape[0] if result.dim() else 0
-    if layout.axis != 0 or rows == 0 or rows % layout.batch:
+    if result.numel() == 0:
         return None
-    return Examples(layout.batch, 0, rows // layout.batch)
+    rows, width = layout.rows, product(source.shape[layout.axis + 1 :])
+    owners: Tensor | None = None
+    for axis in range(result.dim()):
+        size, step = result.shape[axis], product(result.shape[axis + 1 :])
+        if layout.segments is None and size * step == rows * width:
+            example = layout.fold * width
+            if example % step == 0:
+                return Examples(layout.batch, axis, example // step)
+        if (size * step) % width or max(step, width) % min(step, width):
+            continue
+        if owners is None:
+            # The example of each run of `width` elements, in the order of memory.
+            owners = layout.owner(source.device).repeat(source.numel() // (rows * width))
+        inner = max(1, step // width)
+        blocks = owners.view(-1, size * step // width // inner, inner)
+        if bool((blocks == blocks[:1, :, :1]).all()):
+            owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
+            return layout.owned_by(owner, axis)
+    return None
+
+
+def _indexed(func, args, kwargs, source, layout, result) -> Examples | None:
+    """x[…]: whichever index stands at the example axis selects the examples too."""
+    index = args[1] if len(args) > 1 else kwargs["indices"]
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
+    if any(not isinstance(i, (int, slice, Tensor, type(None), type(...))) for i in items):
+        return None
+    dots = [position for position, item in enumerate(items) if item is ...]
+    if dots:
+        taken = sum(_axes_taken(item) for item in items if item is not ...)
+        items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
+    advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
+    if advanced and advanced[-1] - advanced[0] + 1 != len(advanced):
+        return None
+    axis = after = 0
+    for position, item in enumerate(items):
+        span = _axes_taken(item)
+        if position in advanced:
+            touched = [items[i] for i in advanced]
+            first_axis, span = axis, sum(_axes_taken(item) for item in touched)
+            dims = torch.broadcast_shapes(*(_selected_shape(item) for item in touched))
+            if first_axis <= layout.axis < first_axis + span:
+                return _selected(touched, first_axis, dims, after, layout, source)
+            if position != advanced[-1]:
+                continue
+            axis, after = axis + span, after + len(dims)
+            continue
+        if axis == layout.axis and span:
+            if isinstance(item, slice):
+                if item == slice(None):
+                    break
+                return layout.owned_by(layout.owner(source.device)[item], after)
+            return None
+        axis += span
+        after += item is None or isinstance(item, slice)
+    return layout.along(layout.axis - axis + after)
+
+
+def _axes_taken(item) -> int:
+    if item is None:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _selected_shape(item: Tensor) -> tuple[int, ...]:
+    return (int(item.sum()),) if item.dtype == torch.bool else tuple(item.shape)
+
+
+def _selected(items, first_axis, dims, after, layout, source) -> Examples | None:
+    """Return the layout where index tensors select along the example axis."""
+    offset = layout.axis - first_axis
+    for item in items:
+        if offset >= _axes_taken(item):
+            offset -= _axes_taken(item)
+            continue
+        index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
+        index = index.to(source.device).expand(dims)
+        owner = layout.owner(source.device)[index]
+        if owner.dim() != 1:
+            # Several axes are selected at once: the rows of one of them must have one owner each.
+            blocks = owner.flatten(1)
+            if owner.dim() == 0 or not bool((blocks == blocks[:, :1]).all()):
+                return None
+            owner = blocks[:, 0].contiguous()
+        return layout.owned_by(owner, after)
+    return None
+
+
+def _along(name: str, position: int, change, default: int | None = None):
+    """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
+
+    Args:
+        name, position: keyword and place of the axis among the operation's arguments.
+        change: called as change(owner, args, kwargs), it returns the owners of the new rows; None
+            where they cannot be told.
+        default: the axis where none is given.
+    """
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get(name, args[position] if len(args) > position else default)
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if dim is not None and all(d % source.dim() != layout.axis for d in dims):
+            return layout
+        if dim is None or len(dims) != 1 or change is None:
+            return None
+        return layout.owned_by(change(layout.owner(source.device), args, kwargs), layout.axis)
+
+    return rule
+
+
+def _sliced(position: int):
+    """Return a rule for operations whose results are slices of their operand."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else 0) % source.dim()
+        lost = source.dim() - result.dim()
+        if dim != layout.axis:
+            return layout.along(layout.axis - (lost if dim < layout.axis else 0))
+        if lost or source.stride(layout.axis) == 0:
+            return None
+        start = (result.storage_offset() - source.storage_offset()) // source.stride(layout.axis)
+        owner = layout.owner(source.device)[start : start + result.shape[layout.axis]]
+        return layout.owned_by(owner, layout.axis)
+
+    return rule
+
+
+def _argument(args, kwargs, position: int, name: str):
+    return kwargs[name] if name in kwargs else args[position]
+
+
+def _variants(name: str) -> list:
+    return [getattr(owner, name) for owner in (torch, Tensor) if hasattr(owner, name)]
+
+
+# Operations that write rows into their first operand.
+WRITES = frozenset(
+    function
+    for name in (
+        "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
+        "index_put", "masked_scatter",
+    )
+    for function in _variants(name)
+)  # fmt: skip
+
+# Operations that select, repeat or reorder rows, with how the examples go along.
+REINDEXES = {
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys(
+        _variants("index_select"),
+        _along("dim", 1, lambda owner, a, k: owner[_argument(a, k, 2, "index")]),
+    ),
+    **dict.fromkeys(
+        _variants("repeat_interleave"),
+        _along(
+            "dim", 2, lambda owner, a, k: owner.repeat_interleave(_argument(a, k, 1, "repeats"))
+        ),
+    ),
+    **dict.fromkeys(_variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
+    **dict.fromkeys(
+        _variants("roll"),
+        _along("dims", 2, lambda owner, a, k: owner.roll(_argument(a, k, 1, "shifts"))),
+    ),
+    **dict.fromkeys(_variants("gather"), _along("dim", 1, None)),
+    **dict.fromkeys(_variants("take_along_dim"), _along("dim", 2, None)),
+    **{function: _along("dim", 1, None) for function in WRITES},
+    **{function: _along("dim", 1, None, -1) for name in ("sort", "argsort", "msort")
+       for function in _variants(name)},
+    **dict.fromkeys(_variants("topk"), _along("dim", 2, None, -1)),
+    **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes")
+       for function in _variants(name)},
+    **dict.fromkeys(_variants("narrow"), _sliced(1)),
+    **dict.fromkeys(_variants("unbind"), _sliced(1)),
+}  # fmt: skip
+
+
+def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
+    """Return the layout of tensors joined along ``dim``; each layout is that of one tensor."""
+    known = [layout for layout in layouts if layout is not None]
+    if len(known) != len(layouts) or len({layout.axis for layout in known}) != 1:
+        return None
+    first = known[0]
+    if dim != first.axis:
+        return first if all(same_rows(first, layout) for layout in known) else None
+    return first.owned_by(torch.cat([layout.owner(device) for layout in known]), dim)
+
+
+def same_rows(first: Examples, second: Examples) -> bool:
+    """Whether rows of two layouts belong to the same examples, along whichever axes they lie."""
+    if first.segments is None or second.segments is None:
+        return first.segments is second.segments and first.fold == second.fold
+    one, other = first.segments.owner, second.segments.owner
+    return one is other or (one.shape == other.shape and bool(torch.equal(one, other)))
 
 
 MOVES = frozenset(
@@ -147,19 +387,19 @@ RESHAPES = frozenset(
     }
 )
 
-# Operations that may put rows in another order while the shape stays.
-REORDERS = frozenset(
+PRODUCTS = frozenset(
     {
-        Tensor.__getitem__,
-        *(
-            getattr(owner, name)
-            for name in (
-                "index_select", "gather", "take", "take_along_dim", "flip", "fliplr", "flipud",
-                "roll", "rot90", "sort", "argsort", "msort", "topk", "scatter", "scatter_add",
-                "index_add", "index_copy", "index_fill", "index_put", "masked_scatter",
-            )
-            for owner in (torch, Tensor)
-            if hasattr(owner, name)
-        ),
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
     }
-)  # fmt: skip
+)
+
+JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
+
+# Operations that may give data another layout than the contract's.
+CHANGES = MOVES | RESHAPES | JOINS | frozenset(REINDEXES)

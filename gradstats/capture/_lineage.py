@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor, Outer, Rows, Vector, compute_dtype
+from gradstats._factors import Factor, Outer, Path, Rows, Vector, compute_dtype
 from gradstats.capture._nodes import Derived, Node, Root, flatten
 from gradstats.contractions import Contraction, sqnorm
 
@@ -45,7 +45,7 @@ class Pulled:
         return 0
 
     @property
-    def path(self) -> tuple | None:
+    def path(self) -> Path | tuple[()] | None:
         """How the root's elements were rearranged, None if anything else was done to them."""
         return rearrangement(self.node)
 
@@ -92,7 +92,7 @@ class Frozen:
 
     inner: Factor
     replay: Replay
-    path: tuple | None
+    path: Path | tuple[()] | None
 
     @property
     def batch(self) -> int:
@@ -181,16 +181,21 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     return sqnorm([factor], workspace)
 
 
-def rearrangement(node: Node) -> tuple | None:
+def rearrangement(node: Node) -> Path | tuple[()] | None:
     """Return how a derived tensor picks and arranges elements of its root, each at most once.
 
     Two tensors with the same answer hold the same elements of the parameter in the same places.
 
     Returns:
-        (operation, its arguments, which of its results) for each step from the root; () for the
-        root itself, None if a step does anything else.
+        The path from the root; () for the root itself, None if a step does anything else.
     """
+    if len(node.roots) != 1:
+        return None
     steps: list[tuple] = []
+    if len(node.roots) != 1:
+        return None  # computed from several: not a rearrangement of one
+    (root,) = node.roots
+    view: Tensor | None = None
     while isinstance(node, Derived):
         if not _is_isometric(node):
             return None
@@ -198,15 +203,27 @@ def rearrangement(node: Node) -> tuple | None:
         plain = LEAN_STEPS.get(node.function) is _same_shape
         arguments = "" if plain else repr((node.args[1:], node.kwargs))
         steps.append((node.function, arguments, node.index))
+        if view is None and _same_storage(node.value, root.value):
+            view = node.value
         node = node.parents[0]
-    return tuple(reversed(steps))
+    if not steps:
+        return ()
+    view = root.value if view is None else view
+    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    first = int(view.storage_offset())
+    return Path(tuple(reversed(steps)), first, first + int(last))
+
+
+def _same_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _is_isometric(node: Derived) -> bool:
     if node.function in ISOMETRIC:
         return True
     # Basic indexing selects each element at most once; an index tensor may repeat some.
-    basic = not any(isinstance(item, (Tensor, list)) for item in _index_items(node))
+    items = _index_items(node)
+    basic = not any(isinstance(i, list) or (isinstance(i, Tensor) and i.dim()) for i in items)
     return node.function is Tensor.__getitem__ and basic
 
 
@@ -273,15 +290,18 @@ def embedding_rows(
     ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
 ) -> Rows:
     """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
-    examples = ids.shape[0]
-    flat = ids.reshape(-1)
+    flat, example = rows_looked_up(ids)
     grad = grad.reshape(flat.numel(), -1)
     if padding_idx is not None:
-        padding_idx %= table[0]
-        grad = grad.masked_fill((flat == padding_idx).unsqueeze(1), 0)
-    positions = flat.numel() // max(1, examples)
-    example = torch.arange(examples, device=flat.device).repeat_interleave(positions)
-    return Rows(flat.long(), grad, example, examples, table)
+        grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
+    return Rows(flat, grad, example, ids.shape[0], table)
+
+
+def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids (B, *) look up, and whose each is: (N,) both."""
+    positions = ids.numel() // max(1, ids.shape[0])
+    example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
+    return ids.reshape(-1).long(), example
 
 
 LEAN_STEPS = {

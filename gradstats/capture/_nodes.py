@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor
-from gradstats.contractions import Contraction, Fused
+from gradstats._factors import Factor, Lookup
+from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Root(Node):
         self.reported = False
         self._alias: Tensor | None = None
         self._carrier: Tensor | None = None
-        self._delivered: list[tuple[int, Factor | Fused]] = []
+        # Look-ups of this parameter that the forward pass made, in order.
+        self.lookups: list[Lookup] = []
+        self._delivered: list[tuple[int, Factor | Fused | Projected]] = []
 
     @property
     def value(self) -> Tensor:
@@ -94,6 +96,13 @@ class Root(Node):
 
     def register_use(self) -> Tensor:
         """Count one more use and return the carrier it must pass through its Function."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise UnsupportedOperationError(
+                f"{self.describe()} is used inside a torch.func transform (vmap, grad, jacrev, jvp "
+                "…), which hides the examples. Expected plain autograd: write derivatives of the "
+                "network with torch.autograd.grad(..., create_graph=True) on the whole batch, or "
+                f"leave the parameter out by name with exclude=[{self.name!r}]."
+            )
         self.uses += 1
         if self._carrier is None:
             self._carrier = self.probe.view_as(self.probe)
@@ -104,12 +113,16 @@ class Root(Node):
         """Let go of the graph when the context closes."""
         self._alias = self._carrier = None
         self._delivered.clear()
+        self.lookups.clear()
 
     def deliver(self, factor: Factor | Fused) -> None:
         """Keep the factor of one use until the hub of the running backward asks for it."""
+        kept: Factor | Fused | Projected = factor
+        if self.lookups and self.uses == 1 + len(self.lookups):
+            kept = self.tracker.shrink(self, factor)
         # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its
         # deliveries carry another task's number and are dropped.
-        self._delivered.append((torch._C._current_graph_task_id(), factor))
+        self._delivered.append((torch._C._current_graph_task_id(), kept))
 
     def settle(self, report: Tensor) -> Tensor:
         """Return the final report; called once all uses in the graph have delivered."""

@@ -14,6 +14,22 @@ class TrackedParameter(torch.nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo):
+        # The copy is nobody's: an ordinary parameter, which outlives the context.
+        with torch._C.DisableTorchFunctionSubclass():
+            result = super().__deepcopy__(memo)
+        result.__class__ = torch.nn.Parameter
+        return result
+
+    def __reduce_ex__(self, proto):
+        node = self.__dict__.pop("_gradstats", None)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().__reduce_ex__(proto)
+        finally:
+            if node is not None:
+                self._gradstats = node
+
 
 class DerivedTensor(torch.Tensor):
     """A tensor computed from parameters and constants alone, until it meets data."""
@@ -50,3 +66,9 @@ def wrap(node: Derived) -> DerivedTensor:
     tensor = node.value.as_subclass(DerivedTensor)
     tensor._gradstats = node  # type: ignore[attr-defined]
     return tensor
+
+
+def unwrap(item):
+    """Return a derived tensor as the plain one it stands for, and everything else as it is."""
+    node = node_of(item)
+    return node.value if isinstance(node, Derived) else item

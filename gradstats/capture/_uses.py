@@ -18,17 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
 from gradstats._factors import (
     ConvolutionGeometry,
     Factor,
     Outer,
     Patches,
+    Ragged,
     Vector,
     compute_dtype,
 )
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._layout import Examples
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import Node, Root, make_report, unique_roots
+from gradstats.capture._nodes import Derived, Node, Root, make_report, unique_roots
 from gradstats.contractions import Fused, sqnorm, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
@@ -92,16 +95,6 @@ class Use:
             reports.append(report)
         return reports
 
-    def refuse_derivatives(self) -> None:
-        """Raise if this backward is itself being differentiated."""
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(
-                "the loss contains derivatives of the network (a backward with create_graph=True "
-                f"ran through {self.nodes[0].describe()}), where the parameter is used once more "
-                "in a way that is not counted. Compute the derivative terms outside the context, "
-                "or exclude the parameter."
-            )
-
 
 def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     """Return the use and the carriers for an operation on ``nodes``."""
@@ -125,22 +118,124 @@ def _reports(use: Use | None, settings: Settings, factors) -> list[Tensor | None
     return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
 
 
-def unseen(backward):
+def unseen(again):
     """Make a backward of (ctx, grad, *saved) whose operations no function mode has to look at.
 
     Saved tensors are read first: reading them makes a checkpoint compute its part again, and that
     must be seen.
+
+    Args:
+        again: what to do with grad mode on, when an inner ``torch.autograd.grad(...,
+            create_graph=True)`` is running: what it returns becomes part of the loss. Nothing is
+            reported then; the gradients of the data come from tracked operations, in which the
+            parameters are used once more. Called as again(ctx, grad, *saved); returns the position
+            and the gradient of each input that is data.
     """
 
-    def run(ctx, grad):
-        saved = ctx.saved_tensors
-        if ctx.use is None:
-            return backward(ctx, grad, *saved)
-        ctx.use.refuse_derivatives()
-        with torch._C.DisableTorchFunction():
-            return backward(ctx, grad, *saved)
+    def decorate(backward):
+        def run(ctx, grad):
+            saved = ctx.saved_tensors
+            if ctx.use is None:
+                return backward(ctx, grad, *saved)
+            if torch.is_grad_enabled():
+                gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+                check_derivatives(ctx)
+                for position, gradient in again(ctx, grad, *saved):
+                    gradients[position] = gradient
+                return tuple(gradients)
+            with torch._C.DisableTorchFunction():
+                return backward(ctx, grad, *saved)
 
-    return run
+        return run
+
+    return decorate
+
+
+def check_derivatives(ctx) -> None:
+    """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    if ctx.settings.weight_gradients and not ctx.settings.fused:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through {ctx.use.nodes[0].describe()}), and with fused=False "
+            "gradients are PyTorch's own to the bit, in which these derivatives cannot be told "
+            "apart by example. Use fused=True."
+        )
+
+
+def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
+    method = getattr(ctx.factors_of, "data_gradients", None)
+    if method is None:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
+            "how they depend on the parameter is known for linear layers, convolutions, "
+            "normalisation layers, products and whatever broadcasts, not for this operation. Write "
+            "it with such operations, or leave the parameter out by name with "
+            f"exclude={[root.name for root in ctx.use.roots]!r}."
+        )
+    gradients = method(ctx.use.nodes, grad, *saved)
+    if gradients is None:
+        return ((4, grad),)
+    return zip(ctx.data, gradients, strict=True)
+
+
+def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _, examples = ctx.tracked
+    if not ctx.needs_input_grad[3]:
+        return ()
+    if not weight_tracked:
+        return ((3, grad.matmul(weight.to(grad.dtype))),)
+    (node, *_) = ctx.use.nodes
+    transposed = derived(node, Tensor.t)
+    if node.value.dtype != grad.dtype:
+        transposed = derived(transposed, Tensor.to, grad.dtype)
+    use = Use([transposed])
+    tracked = (True, False, examples)
+    gradient = LinearUse.apply(
+        use, ctx.settings, tracked, grad, transposed.value, None, *use.carriers
+    )
+    return ((3, gradient),)
+
+
+def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _, examples = ctx.tracked
+    if not ctx.needs_input_grad[4]:
+        return ()
+    call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
+    if not weight_tracked:
+        return ((4, torch.ops.aten.convolution(grad, weight, None, *call)),)
+    node = ctx.use.nodes[0]
+    if node.value.dtype != grad.dtype:
+        node = derived(node, Tensor.to, grad.dtype)
+    use = Use([node])
+    gradient = ConvolutionUse.apply(
+        use, ctx.settings, (True, False, examples), call, grad, node.value, None, *use.carriers
+    )
+    return ((4, gradient),)
+
+
+def derived(node: Node, function, *args) -> Derived:
+    """Return the node of ``function(node, *args)``, a tensor that belongs to no example."""
+    with torch._C.DisableTorchFunctionSubclass():
+        value = function(node.value, *args)
+    return Derived(node.tracker, value, function, (node, *args), {}, None)
+
+
+def adjoint_convolution(call, input, kernel, output):
+    """Return the call that maps a convolution's output gradient to its input gradient.
+
+    Args:
+        call: (stride, padding, dilation, transposed, output padding, groups).
+        input, kernel, output: spatial sizes.
+    """
+    stride, padding, dilation, transposed, _, groups = call
+    rest = [
+        0 if transposed else i - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
+        for i, k, o, s, p, d in zip(
+            input, kernel, output, stride, padding, dilation, strict=True
+        )
+    ]  # fmt: skip
+    return stride, padding, dilation, not transposed, tuple(rest), groups
 
 
 class Tap(torch.autograd.Function):
@@ -153,12 +248,13 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, settings, factors_of, carriers, result, *tensors):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
+        ctx.data = range(5 + carriers, 5 + len(tensors))
         ctx.save_for_backward(*tensors[carriers:])
         ctx.mark_dirty(result)
         return result
 
     @staticmethod
-    @unseen
+    @unseen(_tap_again)
     def backward(ctx, grad, *saved):
         reports = _reports(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
@@ -173,7 +269,10 @@ def tap(
         tracker: the context.
         nodes: the tracked operands of the operation.
         result: what the operation returned, still connected to the operands as PyTorch connects it.
-        factors_of: called as factors_of(grad, *saved); returns one factor for each node.
+        factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
+            method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
+            of ``saved`` as tracked operations compute them, or None where the tracked operands do
+            not enter them.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)
@@ -196,7 +295,7 @@ class LinearUse(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(result, result.shape)
 
     @staticmethod
-    @unseen
+    @unseen(_linear_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked, examples = ctx.tracked
@@ -205,20 +304,19 @@ class LinearUse(torch.autograd.Function):
         want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
         want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
         factors: list[Factor | Fused] = []
-        left, right = examples.first(grad), examples.first(x)
         if weight_tracked:
-            outer = Outer(as_positions(left), as_positions(right), tuple(shape))
+            factor = linear_factor(examples, grad, x, tuple(shape))
             sole = use is not None and use.is_sole(use.nodes[0])
             if sole and want_weight and settings.fused:
-                result, total = sqnorm_and_sum(outer, settings.workspace)
+                result, total = sqnorm_and_sum(factor, settings.workspace)
                 grad_weight = total.to(weight_dtype)
-                factors.append(Fused(outer, result, total))
+                factors.append(Fused(factor, result, total))
             else:
-                factors.append(outer)
+                factors.append(factor)
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
         if bias_tracked:
-            values = over_positions(left)
+            values = bias_gradient(examples, grad)
             factors.append(Vector(values, (shape[0],)))
             if want_bias:
                 grad_bias = values.sum(0).to(bias_dtype)
@@ -245,10 +343,10 @@ class ConvolutionUse(torch.autograd.Function):
         return torch.ops.aten.convolution(x, weight, bias, *call)
 
     @staticmethod
-    @unseen
+    @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
-        weight_tracked, bias_tracked = ctx.tracked
+        weight_tracked, bias_tracked, examples = ctx.tracked
         wanted = [
             ctx.needs_input_grad[4],
             ctx.needs_input_grad[5] and settings.weight_gradients,
@@ -257,7 +355,7 @@ class ConvolutionUse(torch.autograd.Function):
         factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
         if weight_tracked:
-            patches = convolution_factor(grad, x, tuple(weight.shape), ctx.call)
+            patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
             sole = use is not None and use.is_sole(use.nodes[0])
             if sole and wanted[1] and settings.fused:
                 result, total = sqnorm_and_sum(patches, settings.workspace)
@@ -267,7 +365,7 @@ class ConvolutionUse(torch.autograd.Function):
             else:
                 factors.append(patches)
         if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            values = channel_gradient(examples, grad)
             if bias_tracked:
                 factors.append(Vector(values, (grad.shape[1],)))
             if settings.weight_gradients and ctx.needs_input_grad[6]:
@@ -314,40 +412,46 @@ class ExampleLayout:
 
     Attributes:
         dims: number of axes of the operation's result.
-        axis: the result's example axis.
-        batch: number of examples.
+        examples: where the result's examples lie.
     """
 
     dims: int
-    axis: int
-    batch: int
+    examples: Examples
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (1,) * (self.dims - len(shape)) + tuple(shape)
 
     def own_slices(self, shape: Sequence[int]) -> bool:
-        """Whether each example sees its own slice of the tensor rather than the whole."""
-        return self.padded(shape)[self.axis] == self.batch and self.batch != 1
+        """Whether each row sees its own slice of the tensor rather than the whole."""
+        rows = self.examples.rows
+        return self.padded(shape)[self.examples.axis] == rows and rows != 1
+
+    def serves(self, shape: Sequence[int]) -> bool:
+        """Whether the factor of a tensor of this shape can be told."""
+        return self.examples.plain or not self.own_slices(shape)
 
     def view(self, value: Tensor) -> Tensor:
         shape = list(self.padded(value.shape))
         viewed = value.view(shape) if len(shape) != value.dim() else value.view_as(value)
         if self.own_slices(value.shape):
             return viewed
-        shape[self.axis] = self.batch
+        shape[self.examples.axis] = self.examples.rows
         return viewed.expand(shape)
 
     def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
-        slices = grad.movedim(self.axis, 0)
+        slices = self.examples.lead(grad)
+        batch = self.examples.batch
         if self.own_slices(shape):
-            axis = self.axis - (self.dims - len(shape))
+            axis = self.examples.axis - (self.dims - len(shape))
             rest = shape[:axis] + shape[axis + 1 :]
-            return Vector(slices.reshape(self.batch, *rest), shape, axis)
-        return Vector(slices.reshape(self.batch, *shape), shape)
+            return Vector(slices.reshape(batch, *rest), shape, axis)
+        if not self.examples.plain:
+            slices = self.examples.reduce(slices.to(compute_dtype(slices)))
+        return Vector(slices.reshape(batch, *shape), shape)
 
     def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
         if not self.own_slices(shape):
-            grad = grad.sum(self.axis, keepdim=True)
+            grad = grad.sum(self.examples.axis, keepdim=True)
         return grad.reshape(shape)
 
 
@@ -358,11 +462,28 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
 
 
-def over_positions(tensor: Tensor) -> Tensor:
-    """Return Σ_t of (B, *, width), the gradient of a bias: (B, width) in the accumulation dtype."""
-    if tensor.dim() == 2:
-        return tensor
-    return tensor.to(compute_dtype(tensor)).flatten(1, -2).sum(1)
+def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return Σ_t g_t for each example: (B, width) in the accumulation dtype."""
+    rows = examples.lead(grad)
+    if rows.dim() == 2 and examples.plain:
+        return rows
+    rows = rows.to(compute_dtype(rows))
+    if examples.segments is None:
+        return examples.first(grad).to(rows.dtype).flatten(1, -2).sum(1)
+    return examples.reduce(rows if rows.dim() == 2 else rows.flatten(1, -2).sum(1))
+
+
+def linear_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...]
+) -> Outer | Ragged:
+    """Return the factor of a weight that multiplies x (…, d_in) to give grad (…, d_out)."""
+    if examples.segments is None:
+        return Outer(as_positions(examples.first(grad)), as_positions(examples.first(x)), shape)
+    left, right = examples.segments.sorted(examples.lead(grad)), examples.lead(x)
+    right = examples.segments.sorted(right)
+    positions = product(left.shape[1:-1])
+    offsets = tuple(bound * positions for bound in examples.segments.offsets)
+    return Ragged(left.flatten(0, -2), right.flatten(0, -2), offsets, shape)
 
 
 def as_positions(tensor: Tensor) -> Tensor:
@@ -374,7 +495,14 @@ def as_positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, -2)[:, None]
 
 
-def convolution_factor(grad: Tensor, x: Tensor, shape: tuple[int, ...], call) -> Factor:
+def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return the sum over positions of (rows, C, *) for each example: (B, C)."""
+    return examples.reduce(grad.to(compute_dtype(grad)).flatten(2).sum(2))
+
+
+def convolution_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...], call
+) -> Factor:
     """Return the factor of a convolution's weight; 1×1 convolutions are plain products."""
     stride, padding, dilation, transposed, output_padding, groups = call
     if transposed:
@@ -384,6 +512,10 @@ def convolution_factor(grad: Tensor, x: Tensor, shape: tuple[int, ...], call) ->
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
+    if examples.fold != 1:
+        # An example's frames are one more axis, along which the kernel has size 1.
+        x, grad = (examples.first(side).transpose(1, 2) for side in (x, grad))
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
     if pointwise:
         left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor, Outer, Patches, Rows, Vector
-from gradstats.contractions import _dense, _outer, _patches, _rows, _vector
+from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
+from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _tied, _vector
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
+from gradstats.contractions._inner import by_path
 from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
@@ -23,10 +24,14 @@ from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import recompute_suspects, unit_roundoff
+from gradstats.contractions._tied import Projected as Projected
+from gradstats.contractions._tied import project as project
+from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
 
 SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
     Patches: _patches.sqnorm,
+    Ragged: _ragged.sqnorm,
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
 }
@@ -34,10 +39,12 @@ SELF: dict[type, Callable[..., Contraction]] = {
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Outer: _outer.sqnorm_and_sum,
     Patches: _patches.sqnorm_and_sum,
+    Ragged: _ragged.sqnorm_and_sum,
 }
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
-    (Outer, Rows): _outer.inner_with_rows,
+    (Outer, Rows): _tied.inner_with_rows,
+    (Ragged, Rows): _tied.inner_with_rows,
 }
 
 
@@ -56,6 +63,12 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
     if len(factors) == 1:
         contract = SELF.get(type(factors[0]), _dense.sqnorm)
         return contract(factors[0], workspace, guarded=guarded)
+    apart = _disjoint_parts(factors)
+    if apart is not None:
+        results = [sqnorm(part, workspace) for part in apart]
+        value = sum((result.value for result in results[1:]), results[0].value)
+        bound = sum((result.bound for result in results[1:]), results[0].bound)
+        return Contraction(value, bound)
     result = _sqnorm_of_sum(factors, workspace)
     return recompute_suspects(
         result, lambda rows: _dense.sqnorm_of_sum([f.select(rows) for f in factors], workspace)
@@ -65,6 +78,23 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
 def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays."""
     return WITH_SUM[type(factor)](factor, workspace)
+
+
+def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
+    """Return factors of parts of the parameter that share no element, None if there are none such.
+
+    The squared norm of the whole is the sum of the parts': chunks of one projection, experts that
+    are slices of one tensor.
+    """
+    if not any(getattr(factor, "path", ()) for factor in factors):
+        return None
+    groups = by_path(factors)
+    paths = list(groups)
+    if None in paths or () in paths:
+        return None
+    if any(not a.is_disjoint(b) for i, a in enumerate(paths) for b in paths[:i]):
+        return None
+    return list(groups.values())
 
 
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
@@ -84,11 +114,12 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     return Contraction(value, bound)
 
 
-def _pair_with_rule(factors: list[Factor]) -> tuple[Outer, Rows] | None:
+def _pair_with_rule(factors: list[Factor]) -> tuple[Factor, Factor] | None:
     """Return the factors in the order in which a rule takes them, None where there is no rule."""
     if len(factors) != 2:
         return None
     for first, second in (factors, factors[::-1]):
-        if isinstance(first, Outer) and isinstance(second, Rows) and first.spans_rows:
+        spans = not isinstance(first, Outer) or first.spans_rows
+        if (type(first), type(second)) in CROSS and spans:
             return first, second
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Outer, Patches, Rows, Vector, compute_dtype
+from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector, compute_dtype
 from gradstats.contractions import _outer, _tiles, _triton
 
 
@@ -71,15 +71,18 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     size = _cost.product(one.shape[1:]) + _cost.product(two.shape[1:])
     chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
     for here in _tiles.chunks(factor.batch, chunk):
-        products = (two[here].to(dtype) @ matrix).mul_(one[here].to(dtype))
-        result[here] = products.sum(3).sum((1, 2), dtype=torch.float64)
+        # One product for all examples: a batched one would read V once for each.
+        rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
+        applied = torch.bmm(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
+        products = applied.mul_(one[here].to(dtype).transpose(0, 1))
+        result[here] = products.sum(3).sum((0, 2), dtype=torch.float64)
     return result
 
 
 def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.input, factor.grad, direction)
     geometry, spatial = factor.geometry, factor.grad.dim() - 2
-    weight = direction.reshape(factor.shape).to(dtype)
+    weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
     result = _tiles.zeros([factor], factor.batch)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
     chunk = max(1, workspace // max(1, size * torch.finfo(dtype).bits // 8))
@@ -93,6 +96,19 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
         products = output * factor.grad[here].to(dtype)
         result[here] = products.flatten(2).sum(2).sum(1, dtype=torch.float64)
     return result
+
+
+def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
+    dtype = compute_dtype(factor.left, factor.right, direction)
+    matrix = direction.reshape(factor.shape).to(dtype)
+    rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
+    size = factor.left.shape[1] + factor.right.shape[1]
+    chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
+    for here in _tiles.chunks(len(rows), chunk):
+        products = (factor.right[here].to(dtype) @ matrix.mT).mul_(factor.left[here].to(dtype))
+        rows[here] = products.sum(1, dtype=torch.float64)
+    lengths = torch.tensor(factor.lengths, device=rows.device)
+    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0)
 
 
 def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
@@ -145,12 +161,19 @@ def _patches_total(factor: Patches) -> Tensor:
     dtype = compute_dtype(factor.input, factor.grad)
     geometry, spatial = factor.geometry, factor.grad.dim() - 2
     # Only the weight's shape is read: one number stands for all of it.
-    weight = factor.input.new_empty(1, dtype=dtype).expand(factor.shape)
-    return torch.ops.aten.convolution_backward(
+    sizes = (*factor.shape[:2], *factor.kernel)
+    weight = factor.input.new_empty(1, dtype=dtype).expand(sizes)
+    gradient = torch.ops.aten.convolution_backward(
         factor.grad.to(dtype), factor.input.to(dtype), weight, None, geometry.stride,
         geometry.padding, geometry.dilation, False, [0] * spatial, geometry.groups,
         [False, True, False],
     )[1]  # fmt: skip
+    return gradient.reshape(factor.shape)
+
+
+def _ragged_total(factor: Ragged) -> Tensor:
+    dtype = compute_dtype(factor.left, factor.right)
+    return (factor.left.to(dtype).t() @ factor.right.to(dtype)).reshape(factor.shape)
 
 
 def _rows_total(factor: Rows) -> Tensor:
@@ -173,6 +196,7 @@ def _vector_total(factor: Vector) -> Tensor:
 DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Outer: _outer_direction,
     Patches: _patches_direction,
+    Ragged: _ragged_direction,
     Rows: _rows_direction,
     Vector: _vector_direction,
 }
@@ -180,6 +204,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Outer: _outer_total,
     Patches: _patches_total,
+    Ragged: _ragged_total,
     Rows: _rows_total,
     Vector: _vector_total,
 }

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Outer, Patches, Rows, Vector, map_tensors, tensors_of
+from gradstats._factors import (
+    Factor,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+    map_tensors,
+    tensors_of,
+)
 from gradstats.contractions import _outer_pairs, _patch_pairs, _row_pairs, _tiles, _vector_pairs
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer_pairs import Sizes
@@ -119,12 +128,12 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
 
 def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:
     same = first is second
-    groups = _by_path(first)
-    partners = groups if same else _by_path(second)
+    groups = by_path(first)
+    partners = groups if same else by_path(second)
     terms: list[tuple[Rule, Factor, Factor]] = []
     for path, left in groups.items():
         for other, right in partners.items():
-            if path is not None and other is not None and _disjoint(path, other):
+            if path and other and path.is_disjoint(other):
                 continue
             found = _rules(left, right, rules) if path is not None and path == other else None
             if found is None:
@@ -166,22 +175,14 @@ def _fit(one: Factor, two: Factor) -> bool:
     return type(one) is type(two) and (type(one), type(two)) in PAIRS
 
 
-def _by_path(factors: Sequence[Factor]) -> dict[tuple | None, list[Factor]]:
+def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
     """Return merged factors by how they were rearranged: () for none, None for anything else."""
-    groups: dict[tuple | None, list[Factor]] = {}
+    groups: dict[Any, list[Factor]] = {}
     for factor in factors:
         path = getattr(factor, "path", ())
-        groups.setdefault(path, []).append(factor.inner if path else factor)  # type: ignore
+        inner = factor.inner if path else factor  # type: ignore[attr-defined]
+        groups.setdefault(path, []).append(inner.padded() if isinstance(inner, Ragged) else inner)
     return {path: merge(group) for path, group in groups.items()}
-
-
-def _disjoint(path: tuple, other: tuple) -> bool:
-    """Whether two rearrangements take different pieces of the same split."""
-    for step, its in zip(path, other, strict=False):
-        if step != its:
-            # (operation, arguments, which of the results)
-            return step[:2] == its[:2] and None not in (step[2], its[2])
-    return False
 
 
 def _extreme(factors: Sequence[Factor], sizes: Tensor) -> Tensor:

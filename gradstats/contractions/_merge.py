@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradstats._factors import Factor, Outer, Rows, Vector
-from gradstats.contractions import _outer, _rows, _vector
+from gradstats._factors import Factor, Outer, Ragged, Rows, Vector
+from gradstats.contractions import _outer, _ragged, _rows, _vector
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
+    Ragged: _ragged.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, Rows, compute_dtype
+from gradstats._factors import Outer, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._result import (
     Contraction,
@@ -145,40 +145,6 @@ def merge(factors: list[Outer]) -> Outer:
     left = torch.cat([factor.left for factor in factors], dim=2)
     right = torch.cat([factor.right for factor in factors], dim=2)
     return Outer(left, right, first.shape, first.permutation, first.unfolded)
-
-
-def inner_with_rows(outer: Outer, rows: Rows, workspace: int) -> Tensor:
-    """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩, the cross term of two kinds of uses.
-
-    It is Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t).
-
-    It joins an embedding to the output projection tied to it: only the columns of ``left`` at the
-    example's own ids are touched, so nothing of the size of the parameter appears.
-
-    Args:
-        outer: factor with one group whose ``left`` spans the parameter's rows.
-        rows: factor over the same rows.
-        workspace: bytes of scratch.
-
-    Returns:
-        (B,) float64.
-    """
-    dtype = compute_dtype(outer.left, rows.grad)
-    positions = outer.left.shape[2]
-    itemsize = torch.finfo(dtype).bits // 8
-    chunk = max(1, workspace // max(1, 2 * (positions + rows.grad.shape[1]) * itemsize))
-    left, right = outer.left.squeeze(1), outer.right.squeeze(1)
-    result = left.new_zeros(outer.batch, dtype=torch.float64)
-    counts = torch.bincount(rows.example, minlength=outer.batch).tolist()
-    start = 0
-    for example, count in enumerate(counts):
-        for first in range(start, start + count, chunk):
-            piece = slice(first, min(first + chunk, start + count))
-            columns = left[example].index_select(1, rows.ids[piece]).to(dtype)  # (T, n)
-            gathered = columns.mT @ right[example].to(dtype)  # (n, width)
-            result[example] += (gathered * rows.grad[piece].to(dtype)).sum(dtype=torch.float64)
-        start += count
-    return result
 
 
 def magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, compute_dtype
-from gradstats.contractions import _outer, _tiles, _triton
+from gradstats.contractions import _outer, _tied, _tiles, _triton
 from gradstats.contractions._result import GUARD_TOLERANCE, unit_roundoff
 
 # Bytes of a Gram tile and its partner; larger ones run no faster.
@@ -164,7 +164,7 @@ def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> T
 
 def diagonal_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return the same for each example with its partner, (B,) float64."""
-    return _outer.inner_with_rows(outer, rows, workspace)
+    return _tied.inner_with_rows(outer, rows, workspace)
 
 
 def _plain(first: Outer, second: Outer) -> tuple[Outer, Outer]:

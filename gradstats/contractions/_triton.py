@@ -1,4 +1,4 @@
-"""The CUDA backend of ``Outer`` contractions: registered operators that launch Triton kernels.
+"""The CUDA backend of products' contractions: registered operators that launch Triton kernels.
 
 Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
 """
@@ -12,7 +12,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor
 
-from gradstats._factors import Outer
+from gradstats._factors import Outer, Ragged
 from gradstats.contractions._result import Contraction, unit_roundoff, well_conditioned
 from gradstats.errors import BackendError
 
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 
-def serves(*factors: Outer) -> bool:
+def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
     operands = [operand for factor in factors for operand in (factor.left, factor.right)]
     dtype = operands[0].dtype
@@ -79,6 +79,36 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
 
     gradient, value = operators.weight_gradient_sqnorm(*_operands(factor))
     return well_conditioned(value.double(), torch.float32), gradient.unsqueeze(0)
+
+
+def ragged_gram(factor: Ragged, longest: int) -> Contraction:
+    """Return the Gram form of packed examples, the longest of which has ``longest`` rows."""
+    from gradstats.kernels import operators
+
+    value, magnitude, _, _ = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
+    bound = 4 * unit_roundoff(torch.float32) * magnitude.double()
+    return Contraction(value.double(), bound)
+
+
+def ragged_direct(factor: Ragged, longest: int) -> Contraction:
+    """Return the squares of gradient tiles of packed examples."""
+    from gradstats.kernels import operators
+
+    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=longest)
+    return well_conditioned(value.double(), torch.float32)
+
+
+def ragged_and_sum(factor: Ragged, longest: int) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i (p, q) of packed examples from one kernel."""
+    from gradstats.kernels import operators
+
+    gradient, value = operators.weight_gradient_sqnorm(*_packed(factor), max_seqlen=longest)
+    return well_conditioned(value.double(), torch.float32), gradient.reshape(factor.shape)
+
+
+def _packed(factor: Ragged) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a, g and the bounds of the examples as the kernels take them."""
+    return factor.right, factor.left, torch.tensor(factor.offsets)
 
 
 def gram_pairs(first: Outer, second: Outer) -> Tensor:

@@ -27,8 +27,8 @@ from gradstats.capture._nodes import VALUE
 from gradstats.capture._tracker import Tracker, clean_name, select_parameters
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
-from gradstats.statistics._loss import check_batch_dim, check_losses, infer_batch_size, tensors_in
-from gradstats.statistics._norms import check_choice, check_workspace, not_yet
+from gradstats.statistics._loss import check_losses, examples_in, tensors_in
+from gradstats.statistics._norms import check_choice, check_workspace
 from gradstats.statistics._result import check_finite
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -173,7 +173,7 @@ def products(
     check_choice("pairs", pairs, ("all", "diagonal"))
     diagonal = pairs == "diagonal"
     shapes = shapes_of(model, parameters, exclude)
-    batch_size = infer_batch_size(batch, check_batch_dim(batch_dim))
+    batch_size, _ = examples_in(batch, batch_dim, cu_seqlens, model)
     for block in blocks:
         check_same_parameters(block.shapes, shapes)
         if diagonal:
@@ -217,7 +217,7 @@ def inner_products(
     *,
     pairs: str = "all",
     batch_dim: int = 0,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -238,7 +238,8 @@ def inner_products(
         pairs: "all" for every i of ``batch_a`` with every j of ``batch_b``, or "diagonal" for the
             i-th with the i-th.
         batch_dim: the example axis of the data.
-        cu_seqlens: boundaries of examples packed into one row. Not supported yet.
+        cu_seqlens: bounds of packed examples (see per_example_norms): one for both batches, or a
+            pair, either of which may be None.
         parameters, exclude: fnmatch patterns over parameter names; all that require grad by
             default.
         workspace: bytes of scratch memory; 256 MiB by default.
@@ -268,12 +269,13 @@ def inner_products(
     check_same_parameters(
         shapes_of(model_a, parameters, exclude), shapes_of(model_b, parameters, exclude)
     )
-    sizes = [infer_batch_size(batch, check_batch_dim(batch_dim)) for batch in (batch_a, batch_b)]
+    bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    sides = zip((batch_a, batch_b), bounds, (model_a, model_b), strict=True)
+    sizes = [examples_in(batch, batch_dim, cu, model)[0] for batch, cu, model in sides]
     if pairs == "diagonal":
         check_equal_sizes(*sizes)
     options: dict[str, Any] = {
         "batch_dim": batch_dim,
-        "cu_seqlens": cu_seqlens,
         "parameters": parameters,
         "exclude": exclude,
         "workspace": workspace,
@@ -281,7 +283,7 @@ def inner_products(
     parts: Mapping[str, Tensor] | None
     if model_a is model_b and batch_a is batch_b:
         together = Together(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
-        tracker, _ = run(model_a, batch_a, loss_fn, together, **options)
+        tracker, _ = run(model_a, batch_a, loss_fn, together, cu_seqlens=bounds[0], **options)
         reports = check_finite(tracker, nonfinite)
         if together.pairs is not None:
             result, parts = together.pairs, together.pairs_by_parameter
@@ -291,10 +293,10 @@ def inner_products(
                 root.name: row[VALUE] for root, row in zip(tracker.roots, reports, strict=True)
             }
     else:
-        kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options)
+        kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, cu_seqlens=bounds[0], **options)
         found = products(
             kept, model_b, batch_b, loss_fn, nonfinite=nonfinite, pairs=pairs,
-            per_parameter=per_parameter, consume=True, **options,
+            per_parameter=per_parameter, consume=True, cu_seqlens=bounds[1], **options,
         )  # fmt: skip
         result, parts = found.values, found.by_parameter
     dtype = result_dtype(model_a, model_b)
@@ -386,8 +388,7 @@ def run(
     Returns:
         The closed context and the losses.
     """
-    not_yet(cu_seqlens=cu_seqlens)
-    batch_size = infer_batch_size(batch, check_batch_dim(batch_dim))
+    batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     settings = Settings(
         weight_gradients=False, fused=True, workspace=check_workspace(workspace), consumer=consumer
     )
@@ -395,6 +396,7 @@ def run(
         model,
         batch_size=batch_size,
         batch_dim=batch_dim,
+        segments=segments,
         settings=settings,
         parameters=parameters,
         exclude=exclude,
@@ -403,6 +405,7 @@ def run(
         tracker.open()
         try:
             losses = check_losses(loss_fn(model, batch), batch_size)
+            tracker.note_losses(losses)
             tracker.backward_without_gradients(losses.sum())
         finally:
             tracker.close()

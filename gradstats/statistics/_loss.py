@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradstats._factors import Segments
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 
@@ -85,6 +86,60 @@ def infer_batch_size(batch, batch_dim: int) -> int:
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
         "dataclass of tensors."
     )
+
+
+def examples_in(
+    batch, batch_dim: int, cu_seqlens: Tensor | None, model: nn.Module
+) -> tuple[int, Segments | None]:
+    """Return the number of examples of a batch and, of packed ones, whose each row is."""
+    check_batch_dim(batch_dim)
+    if cu_seqlens is None:
+        return infer_batch_size(batch, batch_dim), None
+    segments = packed_segments(cu_seqlens, model)
+    check_packed(batch, batch_dim, segments)
+    return len(segments.counts), segments
+
+
+def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
+    """Return whose each row of packed examples is, or raise.
+
+    Args:
+        cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
+            of rows.
+        model: the data are where its parameters are.
+    """
+    bounds = torch.as_tensor(cu_seqlens)
+    integers = bounds.dtype in (torch.int32, torch.int64)
+    if not integers or bounds.dim() != 1 or bounds.numel() < 2:
+        raise ExampleAxisError(
+            f"cu_seqlens has dtype {bounds.dtype} and shape {tuple(bounds.shape)}, expected a "
+            "vector of B + 1 integers: 0, the ends of the first B − 1 examples, and the number of "
+            "rows."
+        )
+    lengths = bounds.diff()
+    if int(bounds[0]) != 0 or bool((lengths < 0).any()) or int(bounds[-1]) == 0:
+        raise ExampleAxisError(
+            f"cu_seqlens is {bounds.tolist()[:8]}…, expected bounds that begin with 0, never "
+            "decrease, and end with the number of packed rows."
+        )
+    owner = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
+    device = next((parameter.device for parameter in model.parameters()), owner.device)
+    return Segments(owner.to(device), len(lengths))
+
+
+def check_packed(batch, batch_dim: int, segments: Segments) -> None:
+    """Raise unless the batch holds as many rows as its segments say."""
+    for tensor in tensors_in(batch):
+        if tensor.dim() > batch_dim:
+            sizes = tuple(tensor.shape[batch_dim : batch_dim + 2])
+            if segments.rows in (sizes[0], *(sizes[1:] if sizes[0] == 1 else ())):
+                return
+            raise ExampleAxisError(
+                f"cu_seqlens ends with {segments.rows} rows, but the batch's first tensor has "
+                f"shape {tuple(tensor.shape)}: expected {segments.rows} rows along axis "
+                f"{batch_dim}, or along the next one after an axis of size 1."
+            )
+    infer_batch_size(batch, batch_dim)
 
 
 def tensors_in(batch):

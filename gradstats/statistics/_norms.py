@@ -9,15 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
-from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
+from gradstats.capture._tracker import (
+    DEFAULT_WORKSPACE,
+    SharedInGraphError,
+    Tracker,
+    is_compiled,
+)
 from gradstats.capture._uses import Settings
-from gradstats.errors import TrackingError, UnsupportedOperationError
+from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+from gradstats.statistics._batches import State
+from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
     check_losses,
-    infer_batch_size,
+    examples_in,
     loss_weights,
+    packed_segments,
 )
 from gradstats.statistics._result import GradientNorms, gather
 
@@ -44,13 +52,18 @@ def per_example_norms(
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         batch_dim: the example axis of the data.
-        cu_seqlens: boundaries of examples packed into one row. Not supported yet.
+        cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
+            padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
+            data of shape (rows, *) or (1, rows, *). The model must keep them apart (attention,
+            positions), and the losses are one for each example.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
-        fallback: how to serve operations without a rule. Not supported yet.
+        fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
+            examples at a time as the workspace allows, or one at a time where that cannot run; by
+            default they are an error.
         alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
             the cost of the weight gradients and one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
@@ -70,31 +83,52 @@ def per_example_norms(
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
         2110.05679.
     """
-    check_batch_dim(batch_dim)
-    not_yet(cu_seqlens=cu_seqlens, fallback=fallback)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
-    batch_size = infer_batch_size(batch, batch_dim)
-    tracker = Tracker(
-        model,
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        settings=Settings(
+    check_choice("fallback", fallback, (None, "vmap"))
+    batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "batch_dim": batch_dim,
+        "segments": segments,
+        "parameters": parameters,
+        "exclude": exclude,
+    }
+    workspace = check_workspace(workspace)
+
+    def lean(**options: Any) -> GradientNorms:
+        settings = Settings(
             weight_gradients=False,
             fused=True,
-            workspace=check_workspace(workspace),
+            workspace=workspace,
             consumer=_together(alignment, gram),
-        ),
-        parameters=parameters,
-        exclude=exclude,
-    )
-    with torch.enable_grad():
-        tracker.open()
+        )
+        tracker = Tracker(model, settings=settings, **options)
+        with torch.enable_grad():
+            tracker.open()
+            try:
+                losses = check_losses(loss_fn(model, batch), batch_size)
+                tracker.note_losses(losses)
+                tracker.backward_without_gradients(losses.sum())
+            finally:
+                tracker.close()
+        return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+
+    if fallback is None:
+        before = State(model) if is_compiled(model) else None
         try:
-            losses = check_losses(loss_fn(model, batch), batch_size)
-            tracker.backward_without_gradients(losses.sum())
-        finally:
-            tracker.close()
-    return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+            return lean(**options)
+        except SharedInGraphError:
+            if before is None:
+                raise
+            before.restore()
+            return lean(**options)
+    for name, wanted in (("alignment", alignment), ("gram", gram)):
+        if wanted:
+            raise UnsupportedOperationError(
+                f"fallback={fallback!r} together with {name} is not supported: expected norms "
+                "alone. Exclude the parameters without a rule instead."
+            )
+    return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
 
 
 class track:
@@ -111,6 +145,7 @@ class track:
         model: any module; outside the context it is as it was.
         batch_size: number of examples B.
         batch_dim: the example axis of the data.
+        cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
         loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
             says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
             is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted:
@@ -141,6 +176,7 @@ class track:
         *,
         batch_size: int,
         batch_dim: int = 0,
+        cu_seqlens: Tensor | None = None,
         loss_reduction: str = "mean",
         weights: Tensor | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -159,10 +195,19 @@ class track:
         self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
+        segments = None
+        if cu_seqlens is not None:
+            segments = packed_segments(cu_seqlens, model)
+            if len(segments.counts) != batch_size:
+                raise ExampleAxisError(
+                    f"cu_seqlens bounds {len(segments.counts)} examples, but batch_size is "
+                    f"{batch_size}: expected the same number."
+                )
         self._tracker = Tracker(
             model,
             batch_size=batch_size,
             batch_dim=check_batch_dim(batch_dim),
+            segments=segments,
             settings=Settings(
                 weight_gradients=True,
                 fused=fused,
@@ -199,6 +244,7 @@ class track:
                 "tracker.backward was called outside its context. Call it inside the with block."
             )
         losses = check_losses(losses, self._batch_size)
+        self._tracker.note_losses(losses)
         if self._weighted:
             total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
         else:
@@ -225,7 +271,7 @@ def _together(alignment: bool, gram: bool) -> Together | None:
     return Together(alignment=alignment, gram=gram) if alignment or gram else None
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
@@ -237,9 +283,3 @@ def check_workspace(workspace: int | None) -> int:
     if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
         raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
     return workspace
-
-
-def not_yet(**options) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedOperationError(f"{name}={value!r} is not supported yet: leave it out.")

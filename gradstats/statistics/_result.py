@@ -72,22 +72,16 @@ def gather(
         scale: what multiplied the training loss before it was differentiated; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
-    reports = check_finite(tracker, nonfinite)
+    reports = tracker.reports()
     device = reports.device
     weight = torch.as_tensor(weights, dtype=torch.float64, device=device)
     square = (weight * scale).square()
     values = reports[:, VALUE] / square
-    total = values.sum(0)
     bound = reports[:, BOUND].sum(0) / square
+    by_parameter = {root.name: row for root, row in zip(tracker.roots, values, strict=True)}
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
-    dtype = torch.float64 if wide else torch.float32
-    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
-    by_parameter = {
-        root.name: row.to(dtype) for root, row in zip(tracker.roots, values, strict=True)
-    }
-    norms = GradientNorms(
-        total.to(dtype), None if loss is None else loss.detach(), by_parameter, relative.to(dtype)
-    )
+    norms = summarise(by_parameter, bound, loss, nonfinite, wide)
+    dtype = norms.sqnorm.dtype
     together = tracker.settings.consumer
     if not isinstance(together, Together):
         return norms
@@ -97,7 +91,7 @@ def gather(
         norms = replace(norms, gram=gram.to(dtype))
     if together.with_sum:
         names = [root.name for root in tracker.roots]
-        unused = torch.zeros_like(total)
+        unused = torch.zeros_like(bound)
         own = weight * scale**2 * divisor
         parts = [together.with_sum.get(name, unused).to(device) / own for name in names]
         sqnorms = [value.to(device) for value in together.sum_sqnorm.values()]
@@ -112,28 +106,57 @@ def gather(
     return norms
 
 
-def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
-    """Return what a tracker's backward reported, or raise if it is not finite.
+def summarise(
+    by_parameter: Mapping[str, Tensor],
+    bound: Tensor,
+    loss: Tensor | None,
+    nonfinite: str,
+    wide: bool,
+) -> GradientNorms:
+    """Return the statistics of one batch from its parts.
 
     Args:
-        tracker: the context after its backward.
+        by_parameter: name → (B,) squared norms, float64.
+        bound: (B,) absolute bound on the rounding error of their sum.
+        loss: (B,) losses or None.
+        nonfinite: "raise" or "keep".
+        wide: the model is in float64, and so are the results.
+    """
+    total = sum_finite(by_parameter, nonfinite)
+    dtype = torch.float64 if wide else torch.float32
+    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
+    return GradientNorms(
+        total.to(dtype),
+        None if loss is None else loss.detach(),
+        {name: row.to(dtype) for name, row in by_parameter.items()},
+        relative.to(dtype),
+    )
+
+
+def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
+    """Return what a tracker's backward reported, or raise if it is not finite and may not be."""
+    reports = tracker.reports()
+    names = [root.name for root in tracker.roots]
+    sum_finite(dict(zip(names, reports[:, VALUE], strict=True)), nonfinite)
+    return reports
+
+
+def sum_finite(by_parameter: Mapping[str, Tensor], nonfinite: str) -> Tensor:
+    """Return the sum over parameters, or raise naming the examples where it is not finite.
+
+    Args:
+        by_parameter: name → (B,) squared norms.
         nonfinite: "raise" or "keep".
     """
-    reports = tracker.reports()
-    values = reports[:, VALUE]
-    total = values.sum(0)
+    total = torch.stack(list(by_parameter.values())).sum(0)
     if nonfinite == "raise" and not bool(total.isfinite().all()):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
-        names = [
-            root.name
-            for root, row in zip(tracker.roots, values, strict=True)
-            if not bool(row.isfinite().all())
-        ]
+        names = [name for name, row in by_parameter.items() if not bool(row.isfinite().all())]
         listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise NonFiniteGradientError(
             f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in "
-            f"{len(names)} of {len(tracker.roots)} parameters ({listed}). Look at these examples "
+            f"{len(names)} of {len(by_parameter)} parameters ({listed}). Look at these examples "
             "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )
-    return reports
+    return total

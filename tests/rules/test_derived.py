@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 import gradstats as gs
+from gradstats.contractions import _dense
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -261,4 +262,32 @@ def test_detached_copies_are_constants():
         lambda m, x: x * m.w + x * m.w.detach() + x @ m.w.data.outer(m.w.detach()),
         {"w": (2,)},
         normal(BATCH, 2),
+    )
+
+
+def test_parts_of_one_parameter_stay_lean(monkeypatch):
+    """Chunks and slices that share no element: squared norms add up, no gradient is formed."""
+
+    def forbidden(*args):
+        raise AssertionError("per-example gradients were formed")
+
+    monkeypatch.setattr(_dense, "sqnorm_of_sum", forbidden)
+
+    def function(m, x):
+        q, k, v = m.projection.chunk(3)
+        hidden = torch.tanh(functional.linear(x, q) * functional.linear(x, k))
+        for expert in range(2):
+            hidden = torch.tanh(functional.linear(hidden, m.experts[torch.tensor(expert)]))
+        left, right = m.wide.split([4, 4], dim=1)
+        return functional.linear(hidden, left) + functional.linear(x, right) + x @ v.t()
+
+    parameters = {"projection": (12, 4), "experts": (3, 4, 4), "wide": (4, 8)}
+    check_operation(function, parameters, normal(3, 5, 4))
+
+
+def test_overlapping_parts_of_one_parameter():
+    check_operation(
+        lambda m, x: functional.linear(x, m.w[:4]) * functional.linear(x, m.w[2:6]),
+        {"w": (6, 4)},
+        normal(3, 5, 4),
     )

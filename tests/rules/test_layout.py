@@ -33,19 +33,13 @@ def test_time_major(move, positions):
 
 @pytest.mark.parametrize("positions", [2, BATCH, 5])
 def test_time_major_rows_folded(positions):
-    """Rows of one example do not stand together: which row is whose is lost."""
+    """Rows of one example do not stand together: each row's example is followed."""
 
     def function(m, x):
         rows = x.transpose(0, 1).reshape(-1, 4)
         return m.layer(rows).view(positions, BATCH, 2).transpose(0, 1)
 
-    check_refused(
-        function,
-        {"layer": nn.Linear(4, 2)},
-        normal(BATCH, positions, 4),
-        error=gs.ExampleAxisError,
-        match=r"'layer.weight'.*folded together",
-    )
+    check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, positions, 4))
 
 
 @pytest.mark.parametrize("positions", [2, BATCH, 5])
@@ -87,3 +81,256 @@ def test_buffers_are_left_as_they_were():
     model.register_buffer("scale", torch.ones(2))
     gs.per_example_norms(model, torch.randn(3, 2), lambda m, x: (m(x) * m.scale.to(x.dtype)).sum(1))
     assert not model.scale.__dict__  # a mark would keep the context alive
+
+
+def windows(x, size):
+    """(B, T, d) → (B·T/size, size, d), as windowed attention cuts its input."""
+    return x.view(x.shape[0], -1, size, x.shape[-1]).reshape(-1, size, x.shape[-1])
+
+
+@pytest.mark.parametrize("size", [1, 2, BATCH])
+def test_windows_folded_into_the_batch(size):
+    """Windowed attention with a bias of relative positions, as in Swin."""
+
+    def function(m, x):
+        cut = windows(x, size)
+        q, k = m.layer(m.norm(cut)).chunk(2, -1)
+        index = torch.arange(size)
+        bias = m.table[(index[:, None] - index).abs()]
+        weights = (q @ k.transpose(1, 2) + bias.unsqueeze(0)).softmax(-1)
+        return (weights @ cut * m.scale).reshape(x.shape)
+
+    parameters = {
+        "layer": nn.Linear(4, 6),
+        "norm": nn.LayerNorm(4),
+        "table": (size,),
+        "scale": (size, 4),
+    }
+    check_operation(function, parameters, normal(BATCH, 2 * size, 4))
+
+
+@pytest.mark.parametrize("frames", [2, BATCH])
+def test_frames_folded_into_the_batch(frames):
+    """Convolutions frame by frame, as in models of videos."""
+
+    def function(m, x):
+        rows = x.flatten(0, 1)
+        rows = m.norm(torch.relu(m.layer(rows)))
+        return m.point(m.depthwise(rows)).unflatten(0, (BATCH, frames))
+
+    parameters = {
+        "layer": nn.Conv2d(2, 4, 3, padding=1, stride=2),
+        "norm": nn.GroupNorm(2, 4),
+        "depthwise": nn.ConvTranspose2d(4, 4, 3, groups=4),
+        "point": nn.Conv2d(4, 2, 1),
+    }
+    check_operation(function, parameters, normal(BATCH, frames, 2, 6, 5))
+
+
+def test_a_layer_on_frames_and_on_single_images():
+    def function(m, x):
+        return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) + m.layer(x[:, 0])[:, None]
+
+    check_operation(function, {"layer": nn.Conv1d(2, 3, 2)}, normal(BATCH, 2, 2, 5))
+
+
+ORDER = torch.tensor([2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "there, back",
+    {
+        "index": (lambda x: x[ORDER], lambda x: x[ORDER.argsort()]),
+        "index_select": (lambda x: x.index_select(0, ORDER), lambda x: x[ORDER.argsort(), :]),
+        "flip": (lambda x: x.flip(0), lambda x: torch.flip(x, (0,))),
+        "roll": (lambda x: x.roll(1, 0), lambda x: torch.roll(x, shifts=-1, dims=0)),
+        "chunks": (
+            lambda x: torch.cat(x.split([1, 2])[::-1]),
+            lambda x: torch.cat([x[2:], x.narrow(0, 0, 2)]),
+        ),
+    }.values(),
+    ids=["index", "index_select", "flip", "roll", "chunks"],
+)
+def test_reordered_examples(there, back):
+    """A model may sort its examples and put them back."""
+
+    def function(m, x):
+        hidden = there(torch.tanh(m.first(x))) * m.scale
+        return back(m.second(hidden))
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2), "scale": (4,)}
+    check_operation(function, parameters, normal(BATCH, 4))
+    check_operation(function, parameters, normal(BATCH, BATCH, 4))
+
+
+def test_examples_left_in_another_order():
+    """Norms come in the order of the losses."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batch = normal(BATCH, 4)
+    there = gs.per_example_norms(model, batch, lambda m, x: m(x)[ORDER].square().sum(1))
+    plain = gs.per_example_norms(model, batch, lambda m, x: m(x).square().sum(1))
+    torch.testing.assert_close(there.loss, plain.loss[ORDER])
+    torch.testing.assert_close(there.sqnorm, plain.sqnorm[ORDER], rtol=1e-12, atol=0)
+    with pytest.raises(gs.ExampleAxisError, match=r"another order than the batch, \[2, 0, 1\]"):
+        gs.inner_products(model, batch, model, batch, lambda m, x: m(x)[ORDER].square().sum(1))
+
+
+@pytest.mark.parametrize("lengths", [(2, 5, 1), (0, 3, 4), (4, 4, 4)], ids=str)
+def test_padding_taken_out(lengths):
+    """Only the positions that a mask selects go through the layers."""
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+
+    def function(m, x, mask):
+        rows = m.first(m.norm(x[mask])) + m.shift
+        out = torch.zeros(*x.shape[:2], 3, dtype=x.dtype)
+        out[mask] = m.second(torch.tanh(rows) * m.scale)
+        return out
+
+    parameters = {
+        "first": nn.Linear(4, 4),
+        "norm": nn.LayerNorm(4),
+        "second": nn.Linear(4, 3),
+        "shift": (1, 4),
+        "scale": (4,),
+    }
+    check_operation(function, parameters, normal(BATCH, 5, 4), mask)
+
+
+def test_tokens_routed_to_experts():
+    """Each row goes through the layer that its values choose, as in a mixture of experts."""
+
+    def function(m, x):
+        rows = x.reshape(-1, 4)
+        choice = m.router(rows).argmax(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate([m.one, m.two]):
+            (chosen,) = torch.where(choice == number)
+            out.index_add_(0, chosen, torch.tanh(expert(rows[chosen])))
+        return (out * m.router(rows).softmax(-1)[:, :1]).view(x.shape)
+
+    parameters = {name: nn.Linear(4, 4) for name in ("one", "two")}
+    check_operation(function, {**parameters, "router": nn.Linear(4, 2)}, normal(BATCH, 5, 4))
+
+
+def test_stacked_experts_chosen_by_number():
+    """The experts' weights in one tensor, indexed by a number that the data gave."""
+
+    def function(m, x):
+        rows = x.reshape(-1, 4)
+        choice = rows.sum(1).gt(0).long()
+        out = torch.zeros_like(rows)
+        for number in choice.unique():
+            chosen = (choice == number).nonzero().squeeze(1)
+            hidden = torch.tanh(nn.functional.linear(rows[chosen], m.up[number]))
+            out.index_add_(0, chosen, nn.functional.linear(hidden, m.down[number]))
+        return out.view(x.shape)
+
+    check_operation(function, {"up": (2, 6, 4), "down": (2, 4, 6)}, normal(BATCH, 5, 4))
+
+
+def test_two_halves_side_by_side():
+    """Siamese networks put both views of a batch into one."""
+
+    def function(m, x, y):
+        both = m.second(torch.tanh(m.first(torch.cat([x, y]))))
+        left, right = both.chunk(2)
+        return left * right
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, 4), normal(BATCH, 4))
+
+
+def test_examples_repeated():
+    def function(m, x):
+        return m.layer(x.repeat_interleave(2, dim=0)).view(BATCH, 2, -1)
+
+    check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, 4))
+
+
+def test_the_last_position_of_each_example():
+    def function(m, x):
+        hidden = torch.tanh(m.first(x))
+        return m.second(hidden[torch.arange(BATCH), torch.tensor([1, 0, 3])])
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, 4, 4))
+
+
+def test_mixed_inputs():
+    """Mixup: inputs of other examples enter a loss, which is still one example's."""
+    batch = normal(BATCH, 4)
+    model = nn.Linear(4, 2).double()
+    got = gs.per_example_norms(
+        model, batch, lambda m, x: m(0.7 * x + 0.3 * x[ORDER]).square().sum(1)
+    )
+    mixed = 0.7 * batch + 0.3 * batch[ORDER]
+    want = gs.per_example_norms(model, mixed, lambda m, x: m(x).square().sum(1))
+    torch.testing.assert_close(got.sqnorm, want.sqnorm, rtol=1e-12, atol=0)
+
+
+def test_mixed_hidden_values_are_refused():
+    """Each loss depends on two examples' hidden values: rows belong to no single example."""
+    check_refused(
+        lambda m, x: m.second(m.first(x) + m.first(x)[ORDER]),
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="'second.weight'",
+    )
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: torch.sort(x, dim=0).values,
+        lambda x: x.gather(0, ORDER[:, None].expand(-1, 4)),
+        lambda x: torch.take_along_dim(x, ORDER[:, None], 0),
+        lambda x: torch.scatter(x, 0, ORDER[:, None].expand(-1, 4), x),
+        lambda x: x.topk(BATCH, dim=0).values,
+    ],
+    ids=["sort", "gather", "take_along_dim", "scatter", "topk"],
+)
+def test_examples_moved_one_by_one_are_refused(move):
+    """Where a row went cannot be told."""
+    check_refused(
+        lambda m, x: m.layer(move(x)),
+        {"layer": nn.Linear(4, 2)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="'layer.weight'",
+    )
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: torch.sort(x, dim=1).values,
+        lambda x: x.gather(1, torch.tensor([[3, 0]]).expand(BATCH, -1)),
+        lambda x: torch.take_along_dim(x, torch.tensor([[3, 0, 1]]), -1),
+        lambda x: x.topk(2).values,
+        lambda x: x.sort(stable=True).values,
+        lambda x: x.roll(1, -1).flip(1),
+        lambda x: x[..., [2, 1]],
+        lambda x: x[:, torch.tensor([2, 1])],
+        lambda x: x[:, None, 1:, None].squeeze(1).squeeze(-1),
+        lambda x: torch.stack(x.unbind(1), 1)[:, 0:3],
+    ],
+)
+def test_columns_moved(move):
+    """Moves along other axes leave the examples where they are, with as many columns as rows."""
+    check_operation(
+        lambda m, x: m.layer(move(torch.tanh(m.first(x)))),
+        {"first": nn.Linear(4, 4), "layer": ScaleColumns()},
+        normal(BATCH, 4),
+    )
+
+
+class ScaleColumns(nn.Module):
+    """A parameter that is broadcast against however many columns there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        return x * self.scale

@@ -187,16 +187,6 @@ def test_layers_on_folded_rows(fold):
     check_operation(function, layers, normal(3, 10, 4))
 
 
-def test_rows_folded_elsewhere_are_refused():
-    check_refused(
-        lambda m, x: m.layer(x.transpose(0, 1).reshape(-1, 4)).reshape(5, 3, 2).transpose(0, 1),
-        {"layer": nn.Linear(4, 2)},
-        normal(3, 5, 4),
-        error=gs.ExampleAxisError,
-        match=r"layer.*\(15, 4\)",
-    )
-
-
 @pytest.mark.parametrize("alpha, beta", [(1, 1), (2.5, -0.5), (2, 0)])
 @pytest.mark.parametrize("bias", [(3, 5, 2), (1, 5, 2), (5, 2), (2,), (1, 1, 1)], ids=str)
 def test_baddbmm(alpha, beta, bias):
@@ -204,3 +194,24 @@ def test_baddbmm(alpha, beta, bias):
         return torch.baddbmm(m.b, x, m.w.expand(3, 4, 2), alpha=alpha, beta=beta)
 
     check_operation(function, {"w": (4, 2), "b": bias}, normal(3, 5, 4))
+
+
+OWN_SLICES = {
+    "matmul": lambda m, x: torch.matmul(x, m.w.expand(3, -1, -1).tanh()),
+    "from the left": lambda m, x: torch.matmul(m.w.expand(3, -1, -1).tanh().mT, x.mT),
+    "bmm": lambda m, x: torch.bmm(x, m.w.unsqueeze(0).repeat(3, 1, 1)),
+    "einsum": lambda m, x: torch.einsum("btd,bde->tbe", x, m.w.expand(3, 4, 2).exp()).mT.mT,
+    "repeated again": lambda m, x: torch.matmul(
+        x, m.w.expand(3, -1, -1).tanh().expand(2, 3, 4, 2)
+    ).transpose(0, 1),
+    "among other batch axes": lambda m, x: x[:, None] @ m.w.expand(3, 2, 4, 2).tanh(),
+}
+
+
+@pytest.mark.parametrize("function", OWN_SLICES.values(), ids=OWN_SLICES)
+def test_what_was_repeated_for_each_example_before_it_was_changed(function):
+    def examples_first(m, x):
+        out = function(m, x)
+        return out.transpose(0, 1) if out.shape[:2] == (5, 3) else out
+
+    check_operation(examples_first, {"w": (4, 2)}, normal(3, 5, 4))

@@ -168,3 +168,10 @@ def test_example_that_a_parameter_does_not_reach():
     x = normal(BATCH, 2)
     x[0, 0], x[1, 0] = 1, -1
     check_operation(function, {"first": nn.Linear(2, 3), "second": nn.Linear(2, 3)}, x)
+
+
+def test_beside_a_tensor_derived_from_two_parameters():
+    def function(m, x):
+        return x @ (m.a + m.b)[:, :2] + x @ m.a[:, 2:]
+
+    check_operation(function, {"a": (4, 4), "b": (4, 4)}, normal(BATCH, POSITIONS, WIDTH))

@@ -5,11 +5,14 @@ at least one of them tracked and at least one of them data, and returns the oper
 """
 
 from gradstats.capture.rules import (
+    _attention,
+    _bilinear,
     _convolution,
     _elementwise,
     _embedding,
     _normalization,
     _products,
+    _recurrent,
 )
 
 RULES = {
@@ -18,4 +21,7 @@ RULES = {
     **_embedding.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
+    **_bilinear.RULES,
+    **_attention.RULES,
+    **_recurrent.RULES,
 }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import Examples as Examples
-from gradstats.capture._nodes import Node, function_name
+from gradstats.capture._layout import same_rows
+from gradstats.capture._nodes import Node, function_name, operands_of
 from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
 
@@ -37,41 +42,50 @@ def locate(
         node: the tracked operand, for the message.
         data: the operand that carries the examples.
         axis: the example axis that the operation itself prescribes; the caller's by default.
-        folds: the rule can serve data whose examples are folded together with positions.
+        folds: the rule can serve data in which an example has several rows.
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
+    names = [root.name for root in node.roots]
     expected = tracker.batch_dim if axis is None else axis
     usable = layout is not None and (axis is None or layout.axis == axis)
-    if layout is None or not usable or (layout.fold != 1 and not folds):
+    if layout is None or not usable or not (layout.plain or folds):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
             "assigned to examples by guessing. If the examples lie along another axis, pass "
             "batch_dim=; if they are folded together with positions or moved to another axis, keep "
-            "the example axis as it is up to this operation; otherwise leave the parameter out by "
-            "name with exclude=."
+            "the example axis as it is up to this operation; otherwise have per_example_norms "
+            'compute the parameter one example at a time with fallback="vmap", or leave it out by '
+            "name with exclude=.",
+            names,
         )
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
             f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
             f"{layout.axis}: otherwise it mixes them. Give each example a row of its own, or pass "
-            "batch_dim=."
+            "batch_dim=.",
+            names,
         )
     return layout
+
+
+def autocast_dtype(data: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast computes on the data's device; None where it is off."""
+    device = data.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def cast_for_autocast(data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it.
+    which caches it. Autocast leaves float64 as it is.
     """
-    device = data.device.type
-    if data.is_floating_point() and torch.is_autocast_enabled(device):
-        return data.to(torch.get_autocast_dtype(device))
-    return data
+    dtype = autocast_dtype(data)
+    eligible = data.is_floating_point() and data.dtype != torch.float64
+    return data.to(dtype) if dtype is not None and eligible else data
 
 
 def function_variants(*names: str) -> list:
@@ -85,3 +99,56 @@ def in_place_variants(*names: str) -> list:
     """Return the methods and operators under which an operation changes its first operand."""
     keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
     return [getattr(torch.Tensor, key) for key in keys if hasattr(torch.Tensor, key)]
+
+
+def run(tracker, func, *args, **kwargs):
+    """Run an operation from within a rule: through its own rule where an operand is tracked."""
+    if any(node_of(item) is not None for item in operands_of(args, kwargs)):
+        return tracker.dispatch(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int) -> Examples:
+    """Return where the examples lie along an axis that an operation prescribes for its operands.
+
+    Args:
+        tracker: the context.
+        func, node: the operation and the tracked operand, for messages.
+        operands: of which those that are data must agree; with none, the contract's.
+        axis: the example axis.
+    """
+    layouts = [
+        locate(tracker, func, node, item, axis=axis, folds=True)
+        for item in operands
+        if node_of(item) is None and tracker.is_data(item)
+    ]
+    if any(not same_rows(layouts[0], other) for other in layouts[1:]):
+        refuse(func, node, "of operands whose rows belong to different examples has no rule")
+    return layouts[0] if layouts else Examples(tracker.batch_size, axis)
+
+
+def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
+    """Return an operand that has a slice for each row of the examples along their axis.
+
+    Args:
+        tracker: the context.
+        func, node: the operation and the tracked operand, for messages.
+        item: data; or a tracked or constant tensor that holds a slice for each example, as learned
+            queries and initial states do that were expanded to the batch.
+        examples: where the examples lie in it.
+    """
+    own = node_of(item)
+    if own is None and tracker.is_data(item):
+        return item
+    layout = ExampleLayout(item.dim(), examples)
+    if item.shape[examples.axis] != examples.rows or not (own is None or layout.serves(item.shape)):
+        refuse(
+            func,
+            own or node,
+            f"with {item.shape[examples.axis]} slices along axis {examples.axis} for "
+            f"{examples.rows} rows of {examples.batch} examples has no rule",
+        )
+    # A view also where nothing is tracked, so that no mark is left on a tensor of the user's.
+    item = item.view_as(item) if own is None else example_view(tracker, own, layout)
+    tracker.place(item, examples)
+    return item

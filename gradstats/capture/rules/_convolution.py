@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Vector, compute_dtype
+from gradstats._factors import Vector
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import ConvolutionUse, carriers_for, convolution_factor, tap
-from gradstats.capture.rules._common import cast_for_autocast, locate, plain
+from gradstats.capture._uses import (
+    ConvolutionUse,
+    carriers_for,
+    channel_gradient,
+    convolution_factor,
+    tap,
+)
+from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
 
 def convolution(
@@ -66,9 +72,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if input.dim() != dims + 2:
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
-    locate(tracker, func, nodes[0], input, axis=0)
+    examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
+    if examples.segments is not None or (examples.fold != 1 and dims == 3):
+        refuse(func, nodes[0], "of several rows for each example, not all as many, has no rule")
     x = cast_for_autocast(input)
-    tracked = (node_of(weight) is not None, node_of(bias) is not None)
+    tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
         result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)
         return tap(
@@ -93,16 +101,16 @@ class ConvolutionFactors:
 
     weight: bool
     bias: bool
+    examples: Examples
     shape: tuple[int, ...]
     call: tuple
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         factors: list = []
         if self.weight:
-            factors.append(convolution_factor(grad, x, self.shape, self.call))
+            factors.append(convolution_factor(self.examples, grad, x, self.shape, self.call))
         if self.bias:
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
-            factors.append(Vector(values, (grad.shape[1],)))
+            factors.append(Vector(channel_gradient(self.examples, grad), (grad.shape[1],)))
         return factors
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._layout import Examples, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import ExampleLayout, example_view, tap
@@ -33,16 +34,21 @@ def broadcast(tracker, func, *args, **kwargs):
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
     dims = max(operand.dim() for operand in operands)
-    axes = set()
+    layouts = []
     for operand in operands:
         if node_of(operand) is None and tracker.is_data(operand):
-            examples = locate(tracker, func, nodes[0], operand)
-            axes.add(dims - operand.dim() + examples.axis)
-    if len(axes) != 1:
-        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    return _per_example(
-        tracker, func, ExampleLayout(dims, axes.pop(), tracker.batch_size), args, kwargs
-    )
+            examples = locate(tracker, func, nodes[0], operand, folds=True)
+            layouts.append(examples.along(dims - operand.dim() + examples.axis))
+    layout = ExampleLayout(dims, _common(func, nodes[0], layouts))
+    return _per_example(tracker, func, layout, args, kwargs)
+
+
+def _common(func, node: Node, layouts: list[Examples]) -> Examples:
+    """Return the layout that all operands share, or refuse."""
+    first = layouts[0]
+    if any(other.axis != first.axis or not same_rows(first, other) for other in layouts[1:]):
+        refuse(func, node, "of operands whose examples lie along different axes has no rule")
+    return first
 
 
 def join(tracker, func, *args, **kwargs):
@@ -51,15 +57,15 @@ def join(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, tensors) if node is not None]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     dims = tensors[0].dim()
-    axes = {
-        locate(tracker, func, nodes[0], tensor).axis
+    layouts = [
+        locate(tracker, func, nodes[0], tensor, folds=True)
         for tensor in tensors
         if node_of(tensor) is None and tracker.is_data(tensor)
-    }
-    axis = axes.pop()
-    if axes or (func is not torch.stack and dim % dims == axis):
+    ]
+    examples = _common(func, nodes[0], layouts)
+    if func is not torch.stack and dim % dims == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")
-    return _per_example(tracker, func, ExampleLayout(dims, axis, tracker.batch_size), args, kwargs)
+    return _per_example(tracker, func, ExampleLayout(dims, examples), args, kwargs)
 
 
 def assign(tracker, func, input, index, value):
@@ -87,10 +93,14 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     if any(node_of(operand) is not None for operand in operands):
         refuse(func, first_node(*operands), "with a derived query, key or value has no rule")
     mask = first_node(*args, *kwargs.values())
-    axes = {locate(tracker, func, mask, operand).axis for operand in operands}
-    if axes != {0} or query.dim() < 3:
+    layouts = [locate(tracker, func, mask, operand, folds=True) for operand in operands]
+    examples = _common(func, mask, layouts)
+    if examples.axis != 0 or query.dim() < 3:
         refuse(func, mask, "whose examples do not lie along the first axis has no rule")
-    layout = ExampleLayout(query.dim(), 0, tracker.batch_size)
+    dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+    if dropout and tracker.settings.weight_gradients and not tracker.settings.fused:
+        refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
+    layout = ExampleLayout(query.dim(), examples)
     return _per_example(tracker, func, layout, (*operands, *args), kwargs)
 
 
@@ -105,6 +115,15 @@ def prelu(tracker, func, input, weight):
 
 def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it."""
+    for item in flatten((args, kwargs)):
+        node = node_of(item)
+        if node is not None and not layout.serves(item.shape):
+            refuse(
+                func,
+                node,
+                "of data in which an example has several rows, each with its own part of the "
+                "parameter, has no rule",
+            )
     if tracker.settings.weight_gradients and not tracker.settings.fused:
         return _tapped(tracker, func, layout, args, kwargs)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Rows
-from gradstats.capture._dispatch import refuse
-from gradstats.capture._lineage import embedding_rows
+from gradstats._factors import Lookup, Rows
+from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._lineage import embedding_rows, rows_looked_up
+from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
@@ -34,7 +36,11 @@ def embedding(
     result = func(
         input, plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
-    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx)
+    lookup = None
+    if isinstance(node, Root) and not torch.compiler.is_compiling():
+        lookup = Lookup(partial(looked_up, examples, input))
+        node.lookups.append(lookup)
+    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
     return tap(tracker, [node], result, factors, input)
 
 
@@ -45,10 +51,11 @@ class EmbeddingFactors:
     examples: Examples
     shape: tuple[int, ...]
     padding_idx: int | None
+    lookup: Lookup | None
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        ids, grad = self.examples.first(ids), self.examples.first(grad)
-        return [embedding_rows(ids, grad, self.shape, self.padding_idx)]
+        rows = table_rows(self.examples, ids, grad, self.shape, self.padding_idx)
+        return [replace(rows, lookup=self.lookup)]
 
 
 def embedding_bag(
@@ -113,6 +120,11 @@ def index(tracker, func, input, indices):
     ids = indices[0] if isinstance(indices, tuple) and len(indices) == 1 else indices
     integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
     node = first_node(input, ids)
+    if node_of(input) is not None and all(
+        number.dim() == 0 for number in operands_of((indices,), {})
+    ):
+        # A number picks the slice, wherever the number comes from.
+        return derive(tracker, func, (input, indices), {})
     if node_of(input) is None or node_of(ids) is not None or not integers:
         refuse(func, node, "with other than integer indices of its first axis has no rule")
     examples = locate(tracker, func, node, ids, folds=True)
@@ -129,9 +141,28 @@ class IndexFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        ids = self.examples.first(ids)
         ids = torch.where(ids < 0, ids + self.shape[0], ids)
-        return [embedding_rows(ids, self.examples.first(grad), self.shape, None)]
+        return [table_rows(self.examples, ids, grad, self.shape, None)]
+
+
+def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx) -> Rows:
+    """Return the factor of a table for ids of any layout and the gradients of what they found."""
+    if examples.segments is None:
+        return embedding_rows(examples.first(ids), examples.first(grad), shape, padding_idx)
+    segments = examples.segments
+    ids, grad = (segments.sorted(examples.lead(tensor)) for tensor in (ids, grad))
+    rows = embedding_rows(ids, grad, shape, padding_idx)
+    owner = segments.sorted(segments.owner)
+    return replace(rows, example=owner[rows.example], examples=examples.batch)
+
+
+def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids look up, and whose each is, in the order of ``table_rows``."""
+    if examples.segments is None:
+        return rows_looked_up(examples.first(ids))
+    segments = examples.segments
+    flat, row = rows_looked_up(segments.sorted(examples.lead(ids)))
+    return flat, segments.sorted(segments.owner)[row]
 
 
 def index_select(tracker, func, input, dim, index):

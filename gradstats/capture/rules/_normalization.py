@@ -6,7 +6,7 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
+from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import tap
+from gradstats.capture._uses import ExampleLayout, derived, example_view, tap
 from gradstats.capture.rules._common import Examples, locate, plain
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -45,24 +46,60 @@ class AffineFactors:
 
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         dtype = compute_dtype(grad)
-        grad, x = self.examples.first(grad), self.examples.first(x)
-        batch = grad.shape[0]
+        grad, x = self.examples.lead(grad), self.examples.lead(x)
+        offsets = self._offsets()
         # x̂ and its product with the gradient are used at once and dropped.
-        chunk = max(1, min(batch, SCRATCH // (2 * grad[0].numel() * torch.finfo(dtype).bits // 8)))
+        example = 2 * grad.numel() // max(1, len(offsets) - 1) * torch.finfo(dtype).bits // 8
+        chunk = max(1, SCRATCH // max(1, example))
         scales, shifts = [], []
-        for start in range(0, batch, chunk):
-            rows = slice(start, start + chunk)
-            g = grad[rows].to(dtype)
+        for start in range(0, len(offsets) - 1, chunk):
+            bounds = offsets[start : start + chunk + 1]
+            g = self._rows(grad, bounds).to(dtype)
             if self.scale:
-                scales.append(self._sum(g * self.normalise(x[rows].to(dtype), *statistics)))
+                rows = self._rows(x, bounds).to(dtype)
+                scales.append(self._sum(g * self.normalise(rows, *statistics), bounds))
             if self.shift:
-                shifts.append(self._sum(g))
+                shifts.append(self._sum(g, bounds))
         return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
 
-    def _sum(self, product: Tensor) -> Tensor:
+    def _offsets(self) -> Sequence[int]:
+        """Return where each example's rows begin, once sorted by example."""
+        if self.examples.segments is not None:
+            return self.examples.segments.offsets
+        return range(0, self.examples.rows + 1, self.examples.fold)
+
+    def _rows(self, tensor: Tensor, bounds: Sequence[int]) -> Tensor:
+        segments = self.examples.segments
+        if segments is None or segments.order is None:
+            return tensor[bounds[0] : bounds[-1]]
+        return tensor[segments.order[bounds[0] : bounds[-1]]]
+
+    def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
+        """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
         if self.channel_axis is None:
-            return product.reshape(product.shape[0], -1, *self.shape).sum(1)
-        return product.reshape(product.shape[0], self.shape[0], -1).sum(2)
+            rows = product.reshape(product.shape[0], -1, *self.shape)
+        else:
+            rows = product.reshape(product.shape[0], self.shape[0], -1).mT
+        if self.examples.segments is None:
+            # One sum over rows and positions.
+            return rows.reshape(len(bounds) - 1, -1, *self.shape).sum(1)
+        counts = torch.tensor(bounds, device=product.device).diff()
+        return torch.segment_reduce(
+            rows.sum(1), "sum", lengths=counts, axis=0, unsafe=True, initial=0
+        )
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor, *statistics: Tensor):
+        """Differentiate x̂·w, of which each example sees a scale of its own."""
+        if not self.scale:
+            return None
+        node = nodes[0]
+        normalised = self.normalise(self.examples.lead(x), *statistics)
+        if self.channel_axis is not None:
+            node = derived(node, Tensor.view, (-1, *(1 for _ in normalised.shape[2:])))
+        layout = ExampleLayout(normalised.dim(), self.examples.along(0))
+        result = normalised * example_view(node.tracker, node, layout)
+        (gradient,) = torch.autograd.grad(result, x, self.examples.lead(grad), create_graph=True)
+        return gradient, *(None for _ in statistics)
 
 
 def _attach(tracker, func, result, weight, bias, examples, normalise, channel_axis, *saved):
@@ -115,7 +152,7 @@ class RootMeanSquareNormalise:
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
     """Normalisation over groups of channels and all positions."""
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
     result = func(input, num_groups, plain(weight), plain(bias), eps)
     normalise = GroupNormalise(num_groups, eps)
     return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
@@ -143,7 +180,7 @@ def instance_norm(
     eps=1e-5,
 ):
     """Normalisation over the positions of each channel of each example."""
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
     result = func(
         input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
     )
@@ -180,7 +217,7 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0)
+    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
     result = func(
         input, running_mean, running_var, plain(weight), plain(bias), training, momentum, eps
     )

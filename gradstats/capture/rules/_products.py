@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,11 @@ from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import (
     ExampleLayout,
     LinearUse,
-    as_positions,
+    bias_gradient,
     carriers_for,
-    over_positions,
+    derived,
+    example_view,
+    linear_factor,
     tap,
 )
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
@@ -72,13 +74,11 @@ class LinearFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
-        left = self.examples.first(grad)
         factors: list = []
         if self.weight:
-            right = as_positions(self.examples.first(x))
-            factors.append(Outer(as_positions(left), right, self.shape))
+            factors.append(linear_factor(self.examples, grad, x, self.shape))
         if self.bias:
-            factors.append(Vector(over_positions(left), (left.shape[-1],)))
+            factors.append(Vector(bias_gradient(self.examples, grad), (grad.shape[-1],)))
         return factors
 
 
@@ -146,7 +146,7 @@ def _summed(tracker, func, result, x, parts, *terms):
     }
     if len(axes) != 1:
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    layout = ExampleLayout(result.dim(), axes.pop(), tracker.batch_size)
+    layout = ExampleLayout(result.dim(), Examples(tracker.batch_size, axes.pop()))
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
@@ -187,10 +187,8 @@ class BroadcastFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor | None) -> list:
-        sizes = self.layout.padded(self.shape)
-        repeated = [
-            axis for axis, size in enumerate(sizes) if size == 1 and axis != self.layout.axis
-        ]
+        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
+        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
         if repeated:
             grad = grad.sum(repeated, keepdim=True)
         return [self.layout.factor(grad, self.shape)]
@@ -202,10 +200,37 @@ def matmul(tracker, func, input, other=None, **kwargs):
     if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
         weight = _transposed(tracker, other)
         return _linear(tracker, func, input, weight, None, lambda x: func(x, plain(other)))
+    input, other = _own_slices(tracker, input, other)
+    if node_of(input) is None and node_of(other) is None:
+        return func(input, other)
     input, other = _cast_data(input), _cast_data(other)
     node, x, factors = _product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
     return tap(tracker, [node], result, factors, x)
+
+
+def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
+    """Show each example its own slice of a tracked operand that has one for every example.
+
+    What was made of parameters after they were repeated for the batch is such an operand: latent
+    queries, relative positions. It meets data as data do. A parameter itself holds nothing of any
+    example, even where a size agrees with the batch's.
+    """
+    shown = list(operands)
+    for position, operand in enumerate(operands):
+        data = operands[1 - position]
+        node = node_of(operand)
+        if not isinstance(node, Derived) or node_of(data) is not None or not tracker.is_data(data):
+            continue
+        layout = tracker.layout_of(data)
+        if layout is None or not layout.plain:
+            continue
+        # Batch axes line up from the right.
+        shape, axis = _repeated_source(operand).shape, layout.axis - data.dim()
+        if -len(shape) <= axis < -2 and shape[axis] == tracker.batch_size:
+            own = ExampleLayout(operand.dim(), layout.along(operand.dim() + axis))
+            shown[position] = example_view(tracker, node, own)
+    return shown
 
 
 def _cast_data(item: Tensor) -> Tensor:
@@ -263,6 +288,15 @@ def einsum(tracker, func, equation, *operands):
         refuse(func, node, "with other than two operands, one of them tracked, has no rule")
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     param, data = tracked[0], 1 - tracked[0]
+    layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
+    repeats = isinstance(node, Derived) and layout is not None and layout.plain
+    if layout is not None and repeats and inputs[data][layout.axis] in {*out} & {*inputs[param]}:
+        # Each example has its own slice of the parameter.
+        axis = inputs[param].index(inputs[data][layout.axis])
+        own = ExampleLayout(len(inputs[param]), layout.along(axis))
+        views = list(operands)
+        views[param] = example_view(tracker, node, own)
+        return func(equation, *views)
     x = cast_for_autocast(operands[data])
     result = func(equation, *(plain(operand) for operand in operands))
     spec = ProductFactor.between(
@@ -341,6 +375,29 @@ class ProductFactor:
             return [Outer(right, left, self.shape)]
         unfolded = tuple(size for sizes in self.sizes for size in sizes)
         return [Outer(left, right, self.shape, self.permutation, unfolded)]
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
+        """One more product with the parameter, brought to the form (K, p, q)."""
+        (node,) = nodes
+        groups, p, q = (product(sizes) for sizes in self.sizes)
+        order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
+        matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
+        left = grad.permute(self.left).reshape(self.batch, groups, -1, p)
+        again = ProductFactor(
+            self.batch,
+            (0, 1, 2, 3),
+            (0, 1, 2, 3),
+            ((groups,), (q,), (p,)),
+            (groups, p, q),
+            (0, 2, 1),
+        )
+        result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
+        result = tap(node.tracker, [matrix], result, again, left)
+        # Axes that the product summed away see the same gradient everywhere.
+        sizes = [x.shape[axis] for axis in self.right]
+        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
+        result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)
+        return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
 
 
 def _transposed(tracker, matrix: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""Operations that PyTorch computes as a whole and that backward takes apart.
+
+A recurrent layer reaches PyTorch as one operation, in whose backward the gradients of its inner
+products do not show. They are found by computing the layer again in backward from operations that
+have rules: once, for the gradients of its operands and for its factors.
+
+    Recomputed  the operation's results; backward finds gradients and factors
+    JointTap    identity on the results of PyTorch's own operation; backward finds factors alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import Settings, Use
+from gradstats.contractions import Fused, sqnorm_and_sum
+from gradstats.errors import UnsupportedOperationError
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where one operand meets data: its gradient is Σ_r left_r right_rᵀ over rows r.
+
+    Attributes:
+        slot: position of the operand among the operation's tensors.
+        left: (rows, p), gradients of what the operand computes.
+        right: (rows, q), what it is multiplied by; None where it is added.
+    """
+
+    slot: int
+    left: Tensor
+    right: Tensor | None
+
+    def total(self) -> Tensor:
+        """Return the gradient summed over all rows."""
+        return self.left.sum(0) if self.right is None else self.left.t() @ self.right
+
+
+class Operation(Protocol):
+    """An operation on tensors that can be computed as a whole and taken apart."""
+
+    def native(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return PyTorch's own results."""
+
+    def differentiate(
+        self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[Site]]:
+        """Return the gradients of the tensors of data that are wanted, and every operand's site."""
+
+    def factor(self, site: Site) -> Factor:
+        """Return the factor of the operand at a site."""
+
+
+class Recomputed(torch.autograd.Function):
+    """The results of an operation, with a backward that computes it again."""
+
+    @staticmethod
+    def forward(ctx, use, settings, operation, tracked, count, *tensors):
+        ctx.use, ctx.settings, ctx.operation, ctx.tracked = use, settings, operation, tracked
+        ctx.count = count
+        ctx.save_for_backward(*tensors[:count])
+        ctx.set_materialize_grads(False)
+        return tuple(map(free_of_views, operation.native(*tensors[:count])))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors = ctx.saved_tensors
+        _refuse_derivatives(ctx.use)
+        with torch._C.DisableTorchFunction():
+            wanted = ctx.needs_input_grad[5 : 5 + ctx.count]
+            gradients, sites = ctx.operation.differentiate(grads, tensors, wanted)
+            factors: dict[int, Factor | Fused] = {}
+            for site in sites:
+                train = wanted[site.slot] and ctx.settings.weight_gradients
+                if site.slot in ctx.tracked:
+                    factor = ctx.operation.factor(site)
+                    node = ctx.use.nodes[ctx.tracked.index(site.slot)]
+                    factors[site.slot] = factor
+                    if train and site.right is not None and ctx.use.is_sole(node):
+                        norms, total = sqnorm_and_sum(factor, ctx.settings.workspace)
+                        factors[site.slot] = Fused(factor, norms, total)
+                        gradients[site.slot] = total.to(tensors[site.slot].dtype)
+                if train and gradients[site.slot] is None:
+                    gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
+            reports = ctx.use.reports([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, None, *gradients, *reports)
+
+
+class JointTap(torch.autograd.Function):
+    """Identity on an operation's results that turns their gradients into reports."""
+
+    @staticmethod
+    def forward(ctx, use, operation, tracked, results, carriers, *tensors):
+        ctx.use, ctx.operation, ctx.tracked = use, operation, tracked
+        ctx.save_for_backward(*tensors[results + carriers :])
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors[:results])
+        return tensors[:results]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors = ctx.saved_tensors
+        _refuse_derivatives(ctx.use)
+        with torch._C.DisableTorchFunction():
+            _, sites = ctx.operation.differentiate(grads, tensors, [False] * len(tensors))
+            factors = {
+                site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
+            }
+            reports = ctx.use.reports([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, None, *grads, *reports, *(None for _ in tensors))
+
+
+def recomputed(
+    tracker, nodes: Sequence[Node], tracked: tuple[int, ...], operation: Operation, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return an operation's results with the factors of ``nodes`` attached.
+
+    Args:
+        tracker: the context.
+        nodes: the tracked operands.
+        tracked: their positions among ``tensors``.
+        operation: what computes the results and takes them apart.
+        tensors: its operands, plain.
+
+    Cost: in backward one more forward of the operation, and no memory for it in between.
+    """
+    use = Use(nodes)
+    settings: Settings = tracker.settings
+    if settings.weight_gradients and not settings.fused:
+        results = tuple(map(free_of_views, operation.native(*tensors)))
+        # The tap changes nothing: an operation that needs its own result in backward may find it.
+        with torch.autograd._unsafe_preserve_version_counter(results):
+            return JointTap.apply(
+                use, operation, tracked, len(results), len(use.carriers), *results, *use.carriers,
+                *tensors,
+            )  # fmt: skip
+    return Recomputed.apply(
+        use, settings, operation, tracked, len(tensors), *tensors, *use.carriers
+    )
+
+
+def free_of_views(tensor: Tensor) -> Tensor:
+    """Return the same tensor as one that user code may change in place."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+def _refuse_derivatives(use: Use) -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
+            "how they depend on the parameter is not known for this operation. Write it with "
+            "linear layers, or leave the parameter out by name with "
+            f"exclude={[root.name for root in use.roots]!r}."
+        )

@@ -1,0 +1,100 @@
+"""Where the examples lie in the results of attention, recurrent layers and packed sequences.
+
+These operations prescribe the axes of their operands and results, whatever the caller's
+``batch_dim``; a shape alone would mislead where there are as many layers or steps as examples.
+
+``pack_padded_sequence`` sorts a batch by length and writes the examples' first steps one after the
+other, then their second steps, and so on: rows, of which later steps have fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._layout import Examples
+from gradstats.capture._tensors import node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+ATTENTION = torch.nn.functional.multi_head_attention_forward
+
+RECURRENT_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
+RECURRENT_CELLS = frozenset(
+    {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+)
+
+PACK, PAD = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
+
+PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | {ATTENTION, PACK, PAD}
+
+
+def prescribed_layouts(
+    tracker: Tracker, func, args: tuple[Any, ...], results: Sequence[Tensor]
+) -> list[Examples | None] | None:
+    """Return the layout of each result; None where the operation prescribes nothing."""
+    if func not in PRESCRIBES:
+        return None
+    if func is ATTENTION:
+        own = _first_along(tracker, args[:3], 1)
+        return [own, own and own.along(0)][: len(results)]
+    if func is PACK:
+        source, _, batch_first = args
+        places = _first_along(tracker, (source,), 0 if batch_first else 1)
+        return [places and packed_layout(places, results[1].tolist(), source.device), None]
+    if func is PAD:
+        return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
+    if func in RECURRENT_CELLS:
+        return [_first_along(tracker, (args[0], *_states(args[1])), 0)] * len(results)
+    if isinstance(args[3], (list, tuple)):
+        states = _along(packed_places(tracker, *args[:2]), 1)
+        return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
+    axis = 0 if args[8] else 1
+    own = _first_along(tracker, (args[0],), axis) or _first_along(tracker, _states(args[1]), 1)
+    return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
+
+
+def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:
+    """Return the layout of packed rows, given whose the places of a step are."""
+    owner = places.owner(device)
+    return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
+
+
+def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
+    """Return whose the places of a step of packed rows are, along axis 0; None if not known."""
+    layout, sizes = _layout(tracker, rows), batch_sizes.tolist()
+    if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
+        return None
+    owner = layout.owner(rows.device)
+    places = owner[: sizes[0]]
+    if not torch.equal(owner, torch.cat([places[:size] for size in sizes])):
+        return None
+    return layout.owned_by(places, 0)
+
+
+def _states(hx) -> tuple[Tensor, ...]:
+    return tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
+
+
+def _along(layout: Examples | None, axis: int) -> Examples | None:
+    return None if layout is None else layout.along(axis)
+
+
+def _layout(tracker: Tracker, tensor: Tensor) -> Examples | None:
+    return (
+        tracker.layout_of(tensor) if node_of(tensor) is None and tracker.is_data(tensor) else None
+    )
+
+
+def _first_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Examples | None:
+    """Return the layout of the first tensor of data, if its examples lie along ``axis``."""
+    for tensor in tensors:
+        if node_of(tensor) is None and tracker.is_data(tensor):
+            layout = tracker.layout_of(tensor)
+            return layout if layout is not None and layout.axis == axis else None
+    return None

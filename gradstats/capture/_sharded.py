@@ -1,0 +1,109 @@
+"""Parameters that ``fully_shard`` shards: whole only while a module that it manages runs.
+
+Outside, a module holds a shard of each parameter (a DTensor); its forward and backward see another
+object, the whole parameter, which FSDP keeps and fills anew. That one is what the model computes
+with, so that one is tracked: a forward pre-hook on each managed module, which runs after FSDP's
+own, gives it the tracked class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from gradstats.capture._nodes import Root
+from gradstats.errors import CoverageError, UnsupportedOperationError
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is distributed over processes."""
+    return hasattr(parameter, "device_mesh")
+
+
+class ShardedParameters:
+    """The sharded parameters of a model for the duration of one context.
+
+    Args:
+        model: the model.
+        roots: all that is tracked, sharded or not.
+        track, ignore: called with (root, whole parameter) when it first appears, or with a whole
+            parameter that is not tracked.
+    """
+
+    def __init__(self, model: nn.Module, roots: Iterable[Root], track, ignore):
+        self._track, self._ignore = track, ignore
+        self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
+        # For each managed module, the places that hold its parameters: (owner, name, shard's root).
+        self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
+        self._whole: dict[int, nn.Parameter] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        if not any(is_sharded(parameter) for parameter in model.parameters()):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        placed = set()
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            places = self._places[module] = []
+            for owner in _managed(module, FSDPModule):
+                for name, parameter in owner._parameters.items():
+                    if parameter is not None and is_sharded(parameter):
+                        places.append((owner, name, self._roots.get(id(parameter))))
+                        placed.add(id(parameter))
+        for root in self._roots.values():
+            if id(root.parameter) not in placed:
+                raise _tensor_parallel(root.describe())
+
+    def open(self) -> None:
+        """Wait for the whole parameters."""
+        for module in self._places:
+            self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+
+    def close(self) -> None:
+        """Leave no hook behind."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_forward(self, module: nn.Module, args) -> None:
+        for owner, name, root in self._places[module]:
+            whole = owner._parameters[name]
+            assert whole is not None
+            if id(whole) in self._whole:
+                continue
+            if is_sharded(whole):
+                raise _tensor_parallel(name if root is None else root.describe())
+            self._whole[id(whole)] = whole
+            if root is None:
+                self._ignore(whole)
+            else:
+                self._track(root, whole)
+
+    def check_known(self, leaf: torch.Tensor) -> None:
+        """Raise for a whole parameter in the graph that no hook saw."""
+        if self._places and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole:
+            raise CoverageError(
+                f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
+                "module that fully_shard manages, where it cannot be tracked. Run the model "
+                "through its forward, or apply fully_shard to the module whose parameters are used."
+            )
+
+
+def _managed(module: nn.Module, managed_type: type) -> Iterator[nn.Module]:
+    """Yield a managed module and those below it that no other managed module holds."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, managed_type):
+            yield from _managed(child, managed_type)
+
+
+def _tensor_parallel(described: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"{described} is a DTensor while the model computes (tensor parallelism), expected a "
+        "plain parameter: each process sees a part of every example's gradient, which is not "
+        "supported. Shard the data with DistributedDataParallel or fully_shard instead, or exclude "
+        "the parameter by name."
+    )

@@ -1,0 +1,104 @@
+"""One forward that finds out what happens to every parameter, and raises for none of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture._nodes import flatten, function_name, operands_of, rebuild
+from gradstats.capture._tensors import node_of
+from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker, check_trackable
+from gradstats.capture._uses import Settings
+from gradstats.errors import GradStatsError
+
+
+class Survey(Tracker):
+    """A context that lets refused operations pass and notes them; its numbers are of no use.
+
+    Attributes:
+        operations: parameter's name → names of the operations that used it, in order.
+        refused: parameter's name → why its per-example gradient is not known.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any):
+        settings = Settings(weight_gradients=True, fused=False, workspace=DEFAULT_WORKSPACE)
+        super().__init__(model, settings=settings, **options)
+        self.operations: dict[str, list[str]] = {root.name: [] for root in self.roots}
+        self.refused: dict[str, str] = {}
+
+    def open(self) -> None:
+        for root in list(self.roots):
+            try:
+                check_trackable(root)
+            except GradStatsError as error:
+                self._note(error)
+                self.roots.remove(root)
+        super().open()
+
+    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        try:
+            result = super().dispatch(func, args, kwargs)
+        except GradStatsError as error:
+            self._note(error)
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*rebuild(args, _value), **rebuild(kwargs, _value))
+        leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
+        if any(isinstance(item, Tensor) and item.requires_grad for item in leaves):
+            for node in map(node_of, operands_of(args, kwargs)):
+                for root in node.roots if node is not None else ():
+                    names = self.operations[root.name]
+                    if function_name(func) not in names:
+                        names.append(function_name(func))
+        return result
+
+    def find_hidden_uses(self, losses: Tensor) -> None:
+        """Note the parameters that operations take which no context can see."""
+        while losses.grad_fn is not None:
+            try:
+                return self.check_coverage([losses.grad_fn])
+            except GradStatsError as error:
+                self._note(error)
+                self.roots = [root for root in self.roots if root.name not in error.parameters]
+
+    def _note(self, error: GradStatsError) -> None:
+        """Keep the reason for the parameters that an error names; raise any other error."""
+        if not error.parameters:
+            raise error
+        for name in error.parameters:
+            self.refused.setdefault(name, str(error))
+
+
+def survey(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    **options: Any,
+) -> Survey:
+    """Return what a forward of ``loss_fn`` does to each parameter, compiled parts run eagerly.
+
+    Args:
+        options: of Tracker.
+    """
+    found = Survey(model, **options)
+    # Nothing is compiled before this module was imported, and importing it takes seconds.
+    compiled = "torch._dynamo" in sys.modules
+    stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with torch.enable_grad(), stance:
+        found.open()
+        try:
+            losses = loss_fn(model, batch)
+            if isinstance(losses, Tensor):
+                found.find_hidden_uses(losses)
+        finally:
+            found.close()
+    return found
+
+
+def _value(item):
+    node = node_of(item)
+    return item if node is None else node.value

@@ -1,0 +1,238 @@
+"""Multi-head attention (Vaswani et al., arXiv 1706.03762), taken apart into its projections.
+
+Symbols: N examples, L queries, S keys, H heads, E features. Sequence first: (L, N, E).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._dispatch import refuse
+from gradstats.capture._nodes import Node
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import ExampleLayout, example_view, tap
+from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
+from gradstats.capture.rules._products import BroadcastFactors
+
+
+def multi_head_attention(
+    tracker,
+    func,
+    query,
+    key,
+    value,
+    embed_dim_to_check,
+    num_heads,
+    in_proj_weight,
+    in_proj_bias,
+    bias_k,
+    bias_v,
+    add_zero_attn,
+    dropout_p,
+    out_proj_weight,
+    out_proj_bias,
+    training=True,
+    key_padding_mask=None,
+    need_weights=True,
+    attn_mask=None,
+    use_separate_proj_weight=False,
+    q_proj_weight=None,
+    k_proj_weight=None,
+    v_proj_weight=None,
+    static_k=None,
+    static_v=None,
+    average_attn_weights=True,
+    is_causal=False,
+):
+    """Projections of query, key and value, attention between them, and the output projection."""
+    operands = (
+        query, key, value, in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight,
+        out_proj_bias, attn_mask, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
+    )  # fmt: skip
+    node = next(node for node in map(node_of, operands) if node is not None)
+    for item, name in ((static_k, "static_k"), (static_v, "static_v")):
+        if item is not None and node_of(item) is not None:
+            refuse(func, node, f"with a tracked {name} has no rule")
+    if query.dim() != 3:
+        refuse(func, node, f"of an unbatched query of shape {tuple(query.shape)} has no rule")
+    if is_causal and attn_mask is None:
+        refuse(func, node, "with is_causal=True and without attn_mask, which PyTorch refuses too,")
+
+    examples = rows_along(tracker, func, node, (query, key, value), 1)
+    # One conversion for each distinct operand: which of them are the same decides the projection.
+    views = {id(item): as_data(tracker, func, node, item, examples) for item in (query, key, value)}
+    query, key, value = (views[id(item)] for item in (query, key, value))
+    length, rows, width = query.shape
+    if width != embed_dim_to_check or width % num_heads:
+        refuse(
+            func,
+            node,
+            f"of {width} features, expected {embed_dim_to_check} divisible by {num_heads} heads,",
+        )
+
+    if use_separate_proj_weight:
+        separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+        biases = _split(tracker, in_proj_bias, [width] * 3)
+        q, k, v = [
+            run(tracker, functional.linear, x, weight, bias)
+            for x, weight, bias in zip((query, key, value), separate, biases, strict=True)
+        ]
+    else:
+        q, k, v = _project(tracker, (query, key, value), in_proj_weight, in_proj_bias)
+
+    extra = 0
+    if bias_k is not None:
+        extra += 1
+        k = torch.cat([k, _repeated(tracker, func, bias_k, examples)])
+        v = torch.cat([v, _repeated(tracker, func, bias_v, examples)])
+    q = q.view(length, rows * num_heads, -1).transpose(0, 1)
+    k = k.view(len(k), rows * num_heads, -1).transpose(0, 1) if static_k is None else static_k
+    v = v.view(len(v), rows * num_heads, -1).transpose(0, 1) if static_v is None else static_v
+    if add_zero_attn:
+        extra += 1
+        k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
+
+    if is_causal and key_padding_mask is None and not need_weights:
+        attn_mask = None
+    else:
+        is_causal = is_causal and key_padding_mask is None
+    mask = _merged_mask(
+        tracker,
+        func,
+        node,
+        attn_mask,
+        key_padding_mask,
+        extra,
+        examples.along(0),
+        num_heads,
+        q.dtype,
+    )
+    dropout_p = dropout_p if training else 0.0
+    if need_weights:
+        logits = _logits(tracker, examples.along(0), q * math.sqrt(1.0 / q.shape[2]), k, mask)
+        attended = logits.softmax(-1)
+        if dropout_p > 0.0:
+            attended = functional.dropout(attended, dropout_p)
+        mixed = torch.bmm(attended, v).transpose(0, 1).reshape(length, rows, width)
+        attended = attended.view(rows, num_heads, length, -1)
+        weights = attended.mean(1) if average_attn_weights else attended
+    else:
+        heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
+        for item in heads:
+            tracker.place(item, examples.along(0))
+        mixed = run(
+            tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
+        )
+        mixed = mixed.permute(2, 0, 1, 3).reshape(length, rows, width)
+        weights = None
+    tracker.place(mixed, examples)
+    return run(tracker, functional.linear, mixed, out_proj_weight, out_proj_bias), weights
+
+
+def _project(tracker, inputs, weight, bias):
+    """Return q, k and v from a packed weight, in one product for each distinct input."""
+    query, key, value = inputs
+    width = query.shape[-1]
+    if key is not value:
+        groups = [(query, 1), (key, 1), (value, 1)]
+    elif query is not key:
+        groups = [(query, 1), (key, 2)]
+    else:
+        groups = [(query, 3)]
+    sizes = [count * width for _, count in groups]
+    projected: list[Tensor] = []
+    for (x, count), w, b in zip(
+        groups, _split(tracker, weight, sizes), _split(tracker, bias, sizes), strict=True
+    ):
+        result = run(tracker, functional.linear, x, w, b)
+        projected += [result] if count == 1 else torch.stack(result.chunk(count, dim=-1))
+    return projected
+
+
+def _split(tracker, packed, sizes: list[int]):
+    """Return consecutive parts of a packed parameter, itself where there is only one."""
+    if packed is None or len(sizes) == 1:
+        return [packed] * len(sizes)
+    return run(tracker, Tensor.split, packed, sizes)
+
+
+def _repeated(tracker, func, bias: Tensor, examples: Examples) -> Tensor:
+    """Return a (1, 1, E) key or value that every row has beside its own."""
+    node = node_of(bias)
+    if node is None:
+        return bias.expand(1, examples.rows, -1)
+    return example_view(tracker, node, ExampleLayout(3, examples))
+
+
+def _merged_mask(tracker, func, node: Node, mask, padding, extra, examples: Examples, heads, dtype):
+    """Return what is added to the logits, (1 or N, 1 or H, L, S); None for nothing.
+
+    Args:
+        mask: attn_mask (L, S) or (N·H, L, S), boolean or added.
+        padding: key_padding_mask (N, S).
+        extra: number of keys at the end that no mask covers.
+    """
+    if mask is not None:
+        shape = (1, 1) if mask.dim() == 2 else (examples.rows, heads)
+        mask = run(
+            tracker, Tensor.reshape, _added(tracker, mask, dtype), (*shape, *mask.shape[-2:])
+        )
+        if extra:
+            mask = run(tracker, functional.pad, mask, (0, extra))
+    if padding is None:
+        return mask
+    if node_of(padding) is not None:
+        refuse(func, node, "with a tracked key_padding_mask has no rule")
+    if tracker.is_data(padding):
+        rows_along(tracker, func, node, (padding,), 0)
+    padding = functional.pad(_added(tracker, padding, dtype), (0, extra))
+    # For each head, as PyTorch adds them, so that a trained mask's gradient is summed in its order.
+    padding = padding.view(examples.rows, 1, 1, -1).expand(-1, heads, -1, -1)
+    tracker.place(padding, examples)
+    return padding if mask is None else run(tracker, torch.add, mask, padding)
+
+
+def _added(tracker, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask, true where nothing may attend, as numbers to add to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    if not tracker.is_data(mask):
+        tracker.mark_constant(added)
+    return added
+
+
+def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
+    """Return q kᵀ + mask, (N·H, L, S)."""
+    if mask is None:
+        return torch.bmm(q, k.mT)
+    node = node_of(mask)
+    value = plain(mask)
+    heads = len(q) // examples.rows
+    if len(value) == 1:
+        flat = value.view(1, *value.shape[2:])
+    else:
+        flat = value.expand(-1, heads, -1, -1).reshape(len(q), *value.shape[2:])
+    logits = torch.baddbmm(flat, q, k.mT)
+    if node is None:
+        return logits
+    layout = ExampleLayout(4, examples)
+    factors = HeadsFactors(BroadcastFactors(layout, tuple(mask.shape)), heads)
+    return tap(tracker, [node], logits, factors, None)
+
+
+class HeadsFactors:
+    """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
+
+    def __init__(self, factors: BroadcastFactors, heads: int):
+        self.factors, self.heads = factors, heads
+
+    def __call__(self, grad: Tensor, nothing: None) -> list:
+        return self.factors(grad.unflatten(0, (-1, self.heads)), None)
+
+
+RULES = {functional.multi_head_attention_forward: multi_head_attention}

@@ -1,0 +1,66 @@
+"""Bilinear layers: y_o = x₁ᵀ W_o x₂ + b_o."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._factors import Vector
+from gradstats.capture._dispatch import refuse
+from gradstats.capture._layout import same_rows
+from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._uses import bias_gradient, linear_factor, tap
+from gradstats.capture.rules._common import Examples, locate, plain
+
+
+def bilinear(tracker, func, input1, input2, weight, bias=None):
+    """Outer(g, x₁⊗x₂) for the weight, with the smaller pair written out; Vector(Σ_t g) for b."""
+    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    if node_of(input1) is not None or node_of(input2) is not None:
+        refuse(func, first_node(input1, input2), "with a tracked input has no rule")
+    layouts = [
+        locate(tracker, func, nodes[0], x, folds=True, trailing=1)
+        for x in (input1, input2)
+        if tracker.is_data(x)
+    ]
+    if any(x.axis != layouts[0].axis or not same_rows(x, layouts[0]) for x in layouts[1:]):
+        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
+    if layouts[0].segments is not None:
+        refuse(func, nodes[0], "of rows of which examples differ in number has no rule")
+    result = func(input1, input2, plain(weight), plain(bias))
+    tracked = (node_of(weight) is not None, node_of(bias) is not None)
+    factors = BilinearFactors(*tracked, layouts[0], tuple(weight.shape))
+    return tap(tracker, nodes, result, factors, input1, input2)
+
+
+@dataclass(frozen=True)
+class BilinearFactors:
+    """The factors of a bilinear layer's weight (d_out, d_1, d_2) and bias."""
+
+    weight: bool
+    bias: bool
+    examples: Examples
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, first: Tensor, second: Tensor) -> list:
+        factors: list = []
+        if self.weight:
+            outputs, _, width = self.shape
+            if outputs < width:
+                left, right = _pairs(grad, first), second
+            else:
+                left, right = grad, _pairs(first, second)
+            factors.append(linear_factor(self.examples, left, right, self.shape))
+        if self.bias:
+            factors.append(Vector(bias_gradient(self.examples, grad), (grad.shape[-1],)))
+        return factors
+
+
+def _pairs(left: Tensor, right: Tensor) -> Tensor:
+    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
+
+
+RULES = {functional.bilinear: bilinear, torch.bilinear: bilinear}

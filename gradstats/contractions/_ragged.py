@@ -1,0 +1,83 @@
+"""Ragged factors: products on packed examples, contracted in groups of examples of like length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats import _cost
+from gradstats._factors import Ragged
+from gradstats.contractions import _outer, _triton
+from gradstats.contractions._result import Contraction, recompute_suspects
+
+
+def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖G_i‖² by the form that costs least for each group of examples.
+
+    Cost: as for examples of one length, and padding that at most doubles a group's rows.
+    """
+    if _triton.serves(factor):
+        return _on_chip(factor, guarded=guarded)
+    value = factor.left.new_zeros(factor.batch, dtype=torch.float64)
+    bound = torch.zeros_like(value)
+    for examples in groups(factor, workspace):
+        rows = torch.tensor(examples, device=value.device)
+        result = _outer.sqnorm(factor.select(rows).padded(), workspace, guarded=guarded)
+        value[rows], bound[rows] = result.value, result.bound
+    return Contraction(value, bound)
+
+
+def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return ‖G_i‖² and Σ_i G_i; the sum is one product over all rows."""
+    if _triton.serves(factor):
+        return _triton.ragged_and_sum(factor, max([1, *factor.lengths]))
+    total = (factor.left.t() @ factor.right).reshape(factor.shape)
+    return sqnorm(factor, workspace, guarded=True), total
+
+
+def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
+    longest = max([1, *factor.lengths])
+    form = _cost.choose_outer_form(longest, *factor.shape, guarded=guarded, on_chip=True)
+    if form == "direct":
+        return _triton.ragged_direct(factor, longest)
+    return recompute_suspects(
+        _triton.ragged_gram(factor, longest),
+        lambda rows: _triton.ragged_direct(factor.select(rows), longest),
+    )
+
+
+def groups(factor: Ragged, workspace: int) -> list[list[int]]:
+    """Return the examples that have rows, in groups whose padded rows fit the workspace.
+
+    The longest of a group has at most twice as many rows as the shortest.
+    """
+    lengths = factor.lengths
+    widths = (factor.left.shape[1] + factor.right.shape[1]) * factor.left.element_size()
+    ascending = sorted((e for e, n in enumerate(lengths) if n), key=lambda e: lengths[e])
+    found: list[list[int]] = []
+    for example in ascending:
+        group = found[-1] if found else []
+        padded = lengths[example] * (len(group) + 1) * widths
+        if group and lengths[example] <= 2 * lengths[group[0]] and padded <= workspace // 2:
+            group.append(example)
+        else:
+            found.append([example])
+    # Callers select ascending rows.
+    return [sorted(group) for group in found]
+
+
+def merge(factors: list[Ragged]) -> Ragged:
+    """Return the sum of several uses as one: each example's rows stand one after the other."""
+    batch = factors[0].batch
+    lengths = [factor.lengths for factor in factors]
+    pieces = [
+        (factor.left[start:end], factor.right[start:end])
+        for example in range(batch)
+        for factor in factors
+        for start, end in [factor.offsets[example : example + 2]]
+    ]
+    offsets = [0]
+    for example in range(batch):
+        offsets.append(offsets[-1] + sum(length[example] for length in lengths))
+    left, right = (torch.cat(side) for side in zip(*pieces, strict=True))
+    return Ragged(left, right, tuple(offsets), factors[0].shape)

@@ -1,0 +1,113 @@
+"""A projection and the look-ups tied to it, without keeping the projection's output gradient.
+
+An output projection delivers first, with a gradient (B, T, vocabulary); the embedding it is tied to
+delivers last. Of the cross term Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t) the bracket can be formed
+at once, since the ids are known from the forward pass: it is no larger than the embedding's output
+(Ding et al., arXiv 2405.18194, form the same product).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype
+from gradstats.contractions import _rows
+from gradstats.contractions._merge import merge
+from gradstats.contractions._result import Contraction, unit_roundoff
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What remains of a projection's factor: its norms, and its products with each look-up's rows.
+
+    Attributes:
+        norms: squared norms of the projection's own factor.
+        gathered: for each look-up (N, width), Σ_t left_t[ids[n]] right_t.
+    """
+
+    norms: Contraction
+    gathered: dict[Lookup, Tensor]
+
+
+def project(
+    factor: Outer | Ragged, norms: Contraction, lookups: Sequence[Lookup], workspace: int
+) -> Projected:
+    """Return what the cross terms with some look-ups need of a projection's factor."""
+    return Projected(norms, {lookup: gather(factor, lookup, workspace) for lookup in lookups})
+
+
+def gather(factor: Outer | Ragged, lookup: Lookup, workspace: int) -> Tensor:
+    """Return Σ_t left_t[ids[n]] right_t for each row n of a look-up, (N, width)."""
+    dtype = compute_dtype(factor.left, factor.right)
+    gathered = factor.right.new_empty(lookup.ids.numel(), factor.right.shape[-1], dtype=dtype)
+    for here, columns in _gathered(factor, lookup.ids, lookup.example, workspace):
+        gathered[here] = columns
+    return gathered
+
+
+def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tensor:
+    """Return ⟨P_i, R_i⟩ of a projection and a look-up, (B,) float64.
+
+    Args:
+        factor: one group whose ``left`` spans the parameter's rows.
+        rows: factor over the same rows.
+        workspace: bytes of scratch.
+    """
+    products = rows.grad.new_empty(rows.ids.numel(), dtype=torch.float64)
+    for here, columns in _gathered(factor, rows.ids, rows.example, workspace):
+        products[here] = (columns * rows.grad[here]).sum(1, dtype=torch.float64)
+    return _by_example(products, rows.example, factor.batch)
+
+
+def _gathered(factor, ids: Tensor, example: Tensor, workspace: int) -> Iterator:
+    """Yield slices of rows with Σ_t left_t[ids[n]] right_t for the rows n of the slice.
+
+    Only the columns of ``left`` at the example's own ids are touched.
+    """
+    dtype = compute_dtype(factor.left, factor.right)
+    counts = torch.bincount(example, minlength=factor.batch).tolist()
+    start = 0
+    for number, count in enumerate(counts):
+        left, right = _of_example(factor, number)
+        scratch = 2 * (left.shape[0] + right.shape[1]) * torch.finfo(dtype).bits // 8
+        chunk = max(1, workspace // max(1, scratch))
+        for first in range(start, start + count, chunk):
+            here = slice(first, min(first + chunk, start + count))
+            columns = left.index_select(1, ids[here]).to(dtype)  # (T, n)
+            yield here, columns.mT @ right.to(dtype)
+        start += count
+
+
+def _by_example(products: Tensor, example: Tensor, batch: int) -> Tensor:
+    counts = torch.bincount(example, minlength=batch)
+    return torch.segment_reduce(products, "sum", lengths=counts, unsafe=True, initial=0)
+
+
+def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> Contraction:
+    """Return ‖P_i + Σ_u R_u[i]‖² for a projection P and the look-ups R tied to it."""
+    if not rows:
+        return projected.norms
+    (table,) = merge(list(rows))
+    own = _rows.sqnorm(table, workspace, guarded=True)  # type: ignore[arg-type]
+    cross = torch.zeros_like(own.value)
+    for factor in rows:
+        assert factor.lookup is not None
+        products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
+        cross += _by_example(products, factor.example, factor.batch)
+    parts = projected.norms.value + own.value
+    bound = projected.norms.bound + own.bound
+    # Each part is rounded relative to its own size: where the parts cancel, that is what is lost.
+    bound = bound + 4 * unit_roundoff(torch.float32) * (parts + 2 * cross.abs())
+    return Contraction(parts + 2 * cross, bound)
+
+
+def _of_example(factor: Outer | Ragged, example: int) -> tuple[Tensor, Tensor]:
+    """Return (T, vocabulary) and (T, width) of one example."""
+    if isinstance(factor, Ragged):
+        own = slice(*factor.offsets[example : example + 2])
+        return factor.left[own], factor.right[own]
+    return factor.left[example, 0], factor.right[example, 0]

@@ -1,0 +1,173 @@
+"""Gradient statistics in a Lightning run, of ``lightning`` or of ``pytorch_lightning``.
+
+from gradstats.integrations.lightning import GradStatsCallback
+Trainer(callbacks=[GradStatsCallback(every=50)])
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats.errors import GradStatsError, TrackingError
+from gradstats.monitor._context import MonitorStep
+from gradstats.monitor._monitor import Monitor
+from gradstats.monitor._ranks import group_of
+from gradstats.statistics._loss import infer_batch_size
+
+
+def _callback_class() -> type:
+    # Whichever the user imported; the two differ only in their name.
+    packages = sorted(("lightning", "pytorch_lightning"), key=lambda name: name not in sys.modules)
+    for package in packages:
+        try:
+            module = "lightning.pytorch" if package == "lightning" else package
+            return importlib.import_module(module).Callback
+        except ImportError as error:
+            failure = error
+    raise GradStatsError(
+        f"gradstats.integrations.lightning needs Lightning, which cannot be imported ({failure}). "
+        "Install the extra: pip install 'gradstats[lightning]'"
+    ) from failure
+
+
+class GradStatsCallback(_callback_class()):  # type: ignore[misc]
+    """Logs what ``gs.Monitor`` measures to the trainer's loggers, and keeps it in checkpoints.
+
+    Measured are the optimizer steps whose ``trainer.global_step`` is a multiple of ``every``; on
+    all others nothing is done. Values go to every logger at that step whatever
+    ``log_every_n_steps``, and into ``trainer.callback_metrics``. Accumulation, gradient clipping
+    (norms are those before it), GradScaler and the ranks of DDP or ``fully_shard`` are taken from
+    the trainer. ``training_step`` must return the mean loss of the batch, unless
+    ``loss_reduction="sum"``.
+
+    Args:
+        every: measure one optimizer step in so many.
+        ids: which examples a batch holds, for ``monitor.self_influence`` and ``monitor.examples``:
+            a key or index into the batch, or a function of the batch; (B,) integers.
+        batch_size: a function of the batch; by default the first axis of its first tensor.
+        histograms: log the distributions over examples too (TensorBoard and W&B loggers).
+        options: all other arguments of ``gs.Monitor``.
+
+    Attributes:
+        monitor: the Monitor, once training has started.
+
+    Raises:
+        TrackingError: the module uses manual optimization.
+    """
+
+    def __init__(
+        self,
+        every: int = 50,
+        *,
+        ids: str | int | Callable[[Any], Any] | None = None,
+        batch_size: Callable[[Any], int] | None = None,
+        histograms: bool = False,
+        **options: Any,
+    ):
+        super().__init__()
+        self.every = every
+        self.monitor: Monitor | None = None
+        self._ids, self._batch_size, self._histograms = ids, batch_size, histograms
+        self._options = options
+        self._saved: dict[str, Any] | None = None
+        self._step: MonitorStep | None = None
+        self._last = False
+        self._number = 0
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        if not pl_module.automatic_optimization:
+            raise TrackingError(
+                "the module optimizes manually, so that the callback cannot know which backwards "
+                "make one optimizer step. Use gs.Monitor inside training_step instead."
+            )
+        options = {"process_group": group_of(trainer.strategy.model), **self._options}
+        self.monitor = Monitor(
+            pl_module,
+            self.every,
+            optimizer=trainer.optimizers[0] if trainer.optimizers else None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            **options,
+        )
+        if self._saved is not None:
+            self.monitor.load_state_dict(self._saved)
+            self._saved = None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        assert self.monitor is not None
+        count = trainer.accumulate_grad_batches
+        first = batch_idx % count == 0
+        if first:
+            self._number = self.monitor.steps = trainer.global_step
+        self._last = (batch_idx + 1) % count == 0 or trainer.is_last_batch
+        if self._number % self.every:
+            return
+        size = infer_batch_size(batch, 0) if self._batch_size is None else self._batch_size(batch)
+        self._step = MonitorStep(
+            self.monitor, size, self._ids_of(batch), None, first, self._last, count, count == 1
+        )
+        self._step.open()
+
+    def on_after_backward(self, trainer, pl_module) -> None:
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.close(self._last)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self._abandon()
+        if not self._last or self._number % self.every:
+            return
+        assert self.monitor is not None
+        metrics = self.monitor.metrics()
+        if not metrics:
+            return
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in metrics.items()}
+        )
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._number)
+            if self._histograms and trainer.is_global_zero:
+                _log_histograms(logger, self.monitor.histograms(), self._number)
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        self._abandon()
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        self._abandon()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.monitor is None else {"monitor": self.monitor.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("monitor")
+        if self.monitor is not None and self._saved is not None:
+            self.monitor.load_state_dict(self._saved)
+
+    def _abandon(self) -> None:
+        """Close a context whose backward never came."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.abandon()
+
+    def _ids_of(self, batch) -> Tensor | None:
+        if self._ids is None or callable(self._ids):
+            return None if self._ids is None else self._ids(batch)
+        if isinstance(batch, Mapping) or isinstance(self._ids, int):
+            return batch[self._ids]
+        return getattr(batch, self._ids)
+
+
+def _log_histograms(logger, columns: dict, step: int) -> None:
+    experiment = logger.experiment
+    if hasattr(experiment, "add_histogram"):
+        for name, values in columns.items():
+            if len(values):
+                experiment.add_histogram(name, values, global_step=step)
+    elif type(logger).__name__ == "WandbLogger":
+        wandb = importlib.import_module("wandb")
+        experiment.log({name: wandb.Histogram(values) for name, values in columns.items()})

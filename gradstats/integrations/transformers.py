@@ -1,0 +1,251 @@
+"""Gradient statistics in a run of Hugging Face's Trainer.
+
+from gradstats.integrations.transformers import GradStatsCallback
+Trainer(..., callbacks=[GradStatsCallback(every=50)])
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats.errors import GradStatsError, TrackingError
+from gradstats.monitor._context import MonitorStep
+from gradstats.monitor._monitor import Monitor
+from gradstats.monitor._ranks import group_of
+from gradstats.statistics._loss import infer_batch_size
+
+try:
+    from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+except ImportError as error:
+    raise GradStatsError(
+        "gradstats.integrations.transformers needs transformers with its Trainer, which cannot be "
+        f"imported ({error}). Install the extra: pip install 'gradstats[transformers]'"
+    ) from error
+
+
+class GradStatsCallback(TrainerCallback, ExportableState):
+    """Logs what ``gs.Monitor`` measures as the Trainer logs, and keeps it in its checkpoints.
+
+    Measured are the optimizer steps at whose start ``state.global_step`` is a multiple of
+    ``every``; on all others nothing is done. Metrics go, at the end of the step, to
+    ``state.log_history`` and to every reporting integration, with the step that the Trainer gives
+    it. Norms are those before clipping. Saved with each checkpoint; restored on resuming where
+    ``restore_callback_states_from_checkpoint=True``, as for every callback of the Trainer.
+
+    The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
+    (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
+    (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
+    each micro-batch it is the example's own loss.
+
+    Args:
+        every: measure one optimizer step in so many.
+        ids: the name of the model input, (B,) integers, that says which examples a batch holds, for
+            ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
+            ``remove_unused_columns=False`` if its forward does not name it.
+        options: all other arguments of ``gs.Monitor`` that can be written as JSON.
+
+    Attributes:
+        monitor: the Monitor, once training has started.
+
+    Raises:
+        TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel,
+            DeepSpeed or torch.compile.
+    """
+
+    def __init__(self, every: int = 50, *, ids: str | None = None, **options: Any):
+        self.every = every
+        self.monitor: Monitor | None = None
+        self.saved: dict[str, Any] | None = None
+        self._ids, self._options = ids, options
+        self._step: MonitorStep | None = None
+        self._hooks: list[Any] = []
+        self._handler: CallbackHandler | None = None
+        self._first = self._measures = False
+        self._accumulation = 1
+        try:
+            json.dumps([ids, options])
+        except TypeError as error:
+            raise TrackingError(
+                f"the options {sorted(options)} are saved with the Trainer's state, expected what "
+                f"JSON can hold ({error})."
+            ) from error
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        self.close()
+        _refuse_what_cannot_be_measured(args)
+        self._handler = _calling_handler()
+        self._accumulation = args.gradient_accumulation_steps
+        group = group_of(model)
+        if group is None and args.world_size > 1:
+            group = torch.distributed.group.WORLD
+        self.monitor = Monitor(
+            model,
+            self.every,
+            optimizer=optimizer,
+            scaler=getattr(optimizer, "scaler", None),
+            **{"loss_reduction": "step_mean", "process_group": group, **self._options},
+        )
+        if self.saved is not None:
+            self.monitor.load_state_dict(_from_json(self.saved))
+            self.saved = None
+        elif state.global_step > 0 and not args.restore_callback_states_from_checkpoint:
+            warnings.warn(
+                "the run resumes from a checkpoint but gradstats' averages and self-influence "
+                "start anew: set restore_callback_states_from_checkpoint=True to restore them.",
+                stacklevel=2,
+            )
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
+        assert self.monitor is not None
+        self.monitor.steps = state.global_step
+        self._first, self._measures = True, state.global_step % self.every == 0
+        self._start(model)
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs) -> None:
+        self._close(last=False)
+        self._start(model)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self._close(last=True)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if not self._measures:
+            return
+        assert self.monitor is not None and self._handler is not None
+        self._measures = False
+        logs = self.monitor.metrics()
+        if not logs:
+            return
+        # As Trainer.log does it; the handler clears flags of the control it is given.
+        logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        self._handler.on_log(args, state, dataclasses.replace(control), logs)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.close()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
+        saved = None if self.monitor is None else _to_json(self.monitor.state_dict())
+        return {
+            "args": {"every": self.every, "ids": self._ids, **self._options},
+            "attributes": {"saved": saved},
+        }
+
+    def _start(self, model) -> None:
+        """Wait for the forward of the next micro-batch: it says how many examples there are."""
+        if self._measures:
+            self._hooks = [
+                model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                model.register_forward_hook(self._after_forward, always_call=True),
+            ]
+
+    def _before_forward(self, model, args, kwargs) -> None:
+        if self._step is not None or not (model.training and torch.is_grad_enabled()):
+            return
+        inputs = kwargs.get(getattr(model, "main_input_name", None))
+        if not isinstance(inputs, Tensor):
+            inputs = [*args, *kwargs.values()]
+        single = self._accumulation == 1
+        self._step = MonitorStep(
+            self.monitor,  # type: ignore[arg-type]
+            infer_batch_size(inputs, 0),
+            None if self._ids is None else self._ids_in(kwargs),
+            None,
+            self._first,
+            True if single else None,
+            1,
+            single,
+        )
+        self._first = False
+        self._step.open()
+
+    def _after_forward(self, model, args, output) -> None:
+        if output is None:  # the forward raised
+            self.close()
+
+    def _ids_in(self, kwargs) -> Tensor:
+        if self._ids not in kwargs:
+            raise TrackingError(
+                f"the model was not given the input {self._ids!r} that ids= names; it was given "
+                f"{sorted(kwargs)}. Set remove_unused_columns=False and let the data collator "
+                "return it."
+            )
+        return kwargs[self._ids]
+
+    def _close(self, last: bool) -> None:
+        self._remove_hooks()
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.close(last)
+
+    def close(self) -> None:
+        """Leave the model as it was, whatever was going on."""
+        self._remove_hooks()
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.abandon()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _calling_handler() -> CallbackHandler:
+    """Return the handler that is calling this callback: it knows who else is to be told."""
+    frame = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    raise TrackingError(
+        "GradStatsCallback was not called by a transformers.Trainer: pass it to one with "
+        "callbacks=[...]; in a loop of your own use gs.Monitor."
+    )
+
+
+def _refuse_what_cannot_be_measured(args) -> None:
+    for name, uses in (
+        ("DataParallel (several GPUs in one process; start one process for each)", args.n_gpu > 1),
+        ("DeepSpeed", bool(args.deepspeed)),
+        ("torch.compile", bool(args.torch_compile)),
+    ):
+        if uses:
+            raise TrackingError(
+                f"GradStatsCallback cannot measure a Trainer that uses {name}. Train without it, "
+                "or without this callback."
+            )
+
+
+def _to_json(item: Any) -> Any:
+    """Return nested dicts and lists with each tensor as its bytes in base64."""
+    if isinstance(item, Tensor):
+        content = base64.b64encode(item.numpy().tobytes()).decode("ascii")
+        return {"tensor": content, "dtype": str(item.dtype).removeprefix("torch.")}
+    if isinstance(item, dict):
+        return {key: _to_json(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_to_json(value) for value in item]
+    return item
+
+
+def _from_json(item: Any) -> Any:
+    if isinstance(item, dict):
+        if item.keys() == {"tensor", "dtype"}:
+            content = bytearray(base64.b64decode(item["tensor"]))
+            dtype = getattr(torch, item["dtype"])
+            return torch.frombuffer(content, dtype=dtype) if content else torch.zeros(0).to(dtype)
+        return {key: _from_json(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [_from_json(value) for value in item]
+    return item

@@ -1,0 +1,97 @@
+"""The context that a monitor opens around one forward and backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradstats.errors import TrackingError
+from gradstats.statistics._loss import check_batch_size, loss_weights
+from gradstats.statistics._norms import track
+
+if TYPE_CHECKING:
+    from gradstats.monitor._monitor import Monitor
+
+
+class MonitorStep:
+    """The context of one micro-batch: forward and backward run inside it.
+
+    Attributes:
+        measured: whether this step is measured; known once the context is open.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        batch_size: int,
+        ids,
+        weights: Tensor | None,
+        first: bool,
+        last: bool | None,
+        divisor: float,
+        single: bool,
+    ):
+        self._monitor = monitor
+        self._batch_size, self._ids, self._weights = batch_size, ids, weights
+        self._first, self._last, self._divisor, self._single = first, last, divisor, single
+        self._context: track | None = None
+        self.measured = False
+
+    def __enter__(self) -> MonitorStep:
+        self.open()
+        return self
+
+    def __exit__(self, kind, value, traceback) -> None:
+        if kind is None:
+            self.close(self._last)
+        else:
+            self.abandon()
+
+    def open(self) -> None:
+        """Start measuring, if this step is one of those measured."""
+        monitor = self._monitor
+        if self._first:
+            monitor.begin(self._single)
+        collector = monitor._collector
+        if collector is None:
+            return
+        check_batch_size(self._batch_size)
+        if self._weights is not None:
+            loss_weights("mean", self._weights, self._batch_size)
+            if not bool((torch.as_tensor(self._weights) > 0).all()):
+                raise TrackingError(
+                    f"weights are {self._weights.tolist()}, expected positive numbers: statistics "
+                    "of a batch have no meaning where examples count negatively."
+                )
+        self._context = collector.open(self._batch_size, self._weights, self._last is not False)
+        self.measured = True
+
+    def close(self, last: bool | None) -> None:
+        """Stop measuring, after the backward.
+
+        Args:
+            last: whether this was the last micro-batch of the optimizer step.
+        """
+        monitor, context = self._monitor, self._context
+        if context is not None:
+            self._context = None
+            try:
+                context.__exit__(None, None, None)
+                monitor._collector.add(  # type: ignore[union-attr]
+                    context, self._batch_size, self._ids, self._weights, self._divisor
+                )
+            except BaseException:
+                monitor._collector = None
+                raise
+        monitor._next = 0 if last else monitor._next + 1
+        if last:
+            monitor.end()
+
+    def abandon(self) -> None:
+        """Leave the model as it was and forget the step; nothing is counted."""
+        context, self._context = self._context, None
+        self._monitor._collector, self._monitor._next = None, 0
+        if context is not None:
+            context.__exit__(TrackingError, TrackingError("abandoned"), None)

@@ -1,0 +1,45 @@
+"""Groups of parameters by a pattern over module paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from gradstats.errors import CoverageError
+
+
+class Layers:
+    """Which layer each parameter belongs to.
+
+    A pattern is matched path component by path component with the beginning of a parameter's name:
+    ``"blocks.*"`` makes one layer of all that lies in ``blocks.0``, another of ``blocks.1``;
+    ``"*"`` makes one of each top-level module. The first pattern that matches decides; parameters
+    that none matches belong to no layer.
+
+    Attributes:
+        names: the layers, in the model's order.
+        index: for each parameter, the number of its layer, or None.
+    """
+
+    def __init__(self, parameters: Sequence[str], patterns: Sequence[str] | str | None):
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        paths = [_layer(name, wanted) for name in parameters]
+        for pattern in wanted:
+            if not any(_layer(name, [pattern]) for name in parameters):
+                raise CoverageError(
+                    f"the layer pattern {pattern!r} matches the beginning of no measured "
+                    f"parameter's name. Expected a pattern for module paths such as those of "
+                    f"{list(parameters)[:6]}."
+                )
+        self.names = list(dict.fromkeys(path for path in paths if path is not None))
+        self.index = [None if path is None else self.names.index(path) for path in paths]
+
+
+def _layer(name: str, patterns: Sequence[str]) -> str | None:
+    components = name.split(".")
+    for pattern in patterns:
+        wanted = pattern.split(".")
+        path = components[: len(wanted)]
+        if len(path) == len(wanted) and all(map(fnmatchcase, path, wanted)):
+            return ".".join(path)
+    return None

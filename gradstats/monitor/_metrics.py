@@ -1,0 +1,90 @@
+"""The metrics of one measured step that need no other step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gradstats.monitor._step import Measured
+from gradstats.statistics._training import (
+    cosines_to_mean,
+    effective_batch,
+    fraction_against,
+    gradient_diversity,
+    inner_product_test,
+    m_coherence,
+    noise_scale,
+    norm_test,
+    orthogonality_test,
+)
+
+
+def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -> dict[str, float]:
+    """Return name → number; the formulas stand at ``Monitor`` and in ``_training``.
+
+    Args:
+        measured: the step.
+        clip: threshold of ``clip/frac``, or None to leave it out.
+        learning_rate: for ``cabs``; NaN without one.
+    """
+    step = measured.step
+    diversity = gradient_diversity(step)
+    with np.errstate(invalid="ignore"):
+        norm = np.sqrt(step.sqnorm)
+    finite = norm[np.isfinite(norm)]
+    metrics = {
+        "grad_norm": measured.total_weight * _sqrt(step.mean_sqnorm),
+        **_norms("example_grad_norm", finite),
+        "gradient_diversity": diversity,
+        "gradient_diversity/batch_bound": diversity * effective_batch(step),
+        "m_coherence": m_coherence(step),
+        "norm_test/theta": norm_test(step),
+        "nonfinite/examples": float(len(norm) - len(finite)),
+        "batch_loss": measured.loss,
+        "cabs": learning_rate * noise_scale(step)[0] / measured.loss
+        if measured.loss > 0
+        else math.nan,
+    }
+    if step.alignment is not None:
+        with np.errstate(invalid="ignore"):
+            cosines = cosines_to_mean(step)
+            metrics["inner_test/theta"] = inner_product_test(step)
+            metrics["ortho_test/nu"] = orthogonality_test(step)
+        known = cosines[np.isfinite(cosines)]
+        metrics["align/mean_cos_to_mean"] = float(known.mean()) if len(known) else math.nan
+        metrics["align/mean_cos_to_mean_se"] = (
+            float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+        )
+        metrics["align/fraction_negative"] = fraction_against(step)
+    if measured.gram is not None:
+        names = ("stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative")
+        metrics |= dict(zip(names, measured.gram.tolist(), strict=True))
+    if clip is not None:
+        metrics["clip/frac"] = float((finite > clip).mean()) if len(finite) else math.nan
+    for layer, gradients in measured.layers.items():
+        with np.errstate(invalid="ignore"):
+            norm = np.sqrt(gradients.sqnorm)
+        metrics[f"grad_norm/{layer}"] = measured.total_weight * _sqrt(gradients.mean_sqnorm)
+        finite = norm[np.isfinite(norm)]
+        metrics[f"example_grad_norm/{layer}/mean"] = (
+            float(finite.mean()) if len(finite) else math.nan
+        )
+    return metrics
+
+
+def _norms(name: str, norm: np.ndarray) -> dict[str, float]:
+    if not len(norm):
+        return {f"{name}/{what}": math.nan for what in ("mean", "p05", "p50", "p95", "max")}
+    low, middle, high = np.percentile(norm, [5, 50, 95])
+    return {
+        f"{name}/mean": float(norm.mean()),
+        f"{name}/p05": float(low),
+        f"{name}/p50": float(middle),
+        f"{name}/p95": float(high),
+        f"{name}/max": float(norm.max()),
+    }
+
+
+def _sqrt(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan

@@ -1,0 +1,398 @@
+"""The monitor: gradient statistics of every so many steps of a training run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture._tracker import select_parameters
+from gradstats.errors import TrackingError
+from gradstats.monitor._context import MonitorStep
+from gradstats.monitor._layers import Layers
+from gradstats.monitor._metrics import step_metrics
+from gradstats.monitor._ranks import group_of
+from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
+from gradstats.monitor._step import REDUCTIONS, Collector, Measured, Options, Pending
+from gradstats.statistics._training import RunningRatio, cosines_to_mean, noise_scale
+
+# Quantities that spikes are looked for in, and how many measured steps their median is taken over.
+WATCHED = ("grad_norm", "example_grad_norm/max")
+WINDOW, FEWEST = 100, 5
+STATE_VERSION = 1
+
+
+class Monitor:
+    """Per-example gradient norms, noise scale, diversity, coherence and alignment while training.
+
+        monitor = gs.Monitor(model, every=50)
+        for x, y in loader:
+            optimizer.zero_grad()
+            with monitor.step(batch_size=len(x)):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            optimizer.step()
+            logger.log(monitor.metrics())
+
+    Measured are the optimizer steps 0, ``every``, 2 · ``every``, …; in all others the context does
+    nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
+    clipping, whatever runs inside the context after the backward. Gradients are what they are
+    without the monitor: to the bit with ``fused=False``, else up to the rounding of a reordered
+    sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i, Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and
+    N̄ = (1/N) Σ n_i, ``metrics()`` has
+
+        grad_norm                         norm of the gradient that the optimizer is given
+        example_grad_norm/{mean,p05,p50,p95,max}   of √n_i, over the examples where it is finite
+        gns/tr_sigma, gns/g2              Ŝ = N/(N−1) (N̄ − Ḡ²), Ĝ² = (N Ḡ² − N̄)/(N−1): unbiased
+        gns/b_simple, gns/b_simple_se     average of Ŝ / average of Ĝ² over measured steps, and its
+                                          standard error; NaN while the average of Ĝ² is ≤ 0
+        gns/undefined                     how many measured steps ended with that NaN
+        coherence/alpha, coherence/alpha_se    average of Ĝ² / average of N̄, in the same way
+        m_coherence, gradient_diversity, gradient_diversity/batch_bound   N Ḡ²/N̄, its inverse Δ, N Δ
+        norm_test/theta                   √(Ŝ / (N Ḡ²))
+        nonfinite/examples, nonfinite/steps    examples whose norm is not finite, and measured steps
+                                          that had any, so far
+        align/mean_cos_to_mean, align/mean_cos_to_mean_se, align/fraction_negative
+        inner_test/theta, ortho_test/nu   with ``alignment=True``
+        stiffness/{cos,sign}, confusion/{min,fraction_negative}   with ``gram=True``
+        batch_loss, cabs                  the step's loss; lr · Ŝ / loss, with ``optimizer=``
+        clip/frac                         share of examples with √n_i > ``clip``
+        spike                             1 if a norm stood out, else 0
+
+    and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
+    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
+    accumulated, p_i and what follows from it are taken within each micro-batch.
+
+    Args:
+        model: any module; wrapped in DistributedDataParallel or sharded by ``fully_shard`` too.
+        every: measure one step in so many.
+        loss_reduction: how the scalar is formed, which defines ℓ_i and cannot be detected. "mean":
+            (1/B) Σ ℓ_i over the micro-batch, divided by K where K are accumulated. "sum": Σ ℓ_i,
+            divided likewise. "step_mean": the scalars of all micro-batches and processes of the
+            optimizer step add up to the (1/N) Σ ℓ_i of all its N examples (a mean over the tokens
+            of the whole step: ℓ_i is N / #tokens times the sum of its token losses).
+        optimizer: the optimizer; its learning rates weigh ``self_influence``.
+        scaler: the torch.amp.GradScaler; its scale is divided out.
+        alignment: measure p_i too.
+        gram: measure all inner products within each micro-batch.
+        layers: patterns over module paths, ``"blocks.*"``: one layer for each path that matches.
+        decay: of the averages over measured steps.
+        spike: a norm stands out when it exceeds so many times its median over the last 100 measured
+            steps (of at least 5).
+        top: how many examples of largest norm, and of largest alignment, a spike records.
+        clip: threshold of ``clip/frac``.
+        fused: let weight gradients come from the same pass over the data as the norms.
+        parameters, exclude: fnmatch patterns over parameter names.
+        workspace: bytes of scratch memory; 256 MiB by default.
+        process_group: the processes that share the optimizer step. By default those of a
+            DistributedDataParallel or sharded model.
+
+    Attributes:
+        steps: how many optimizer steps have ended.
+
+    Cost:
+        A measured step costs what ``gs.track`` costs, and one copy from the device to the host
+        (two over several processes). Other steps cost nothing.
+
+    Source:
+        McCandlish et al., arXiv 1812.06162 (noise scale); Yin et al., arXiv 1706.05699 (diversity);
+        Chatterjee and Zielinski, arXiv 2008.01217 (coherence); Byrd et al. 2012 (norm test);
+        Bollapragada et al., arXiv 1710.11258 (inner product and orthogonality test); Balles et al.,
+        arXiv 1612.05086 (CABS); Fort et al., arXiv 1901.09491 (stiffness); Sankararaman et al.,
+        arXiv 1904.06963 (confusion); Pruthi et al., arXiv 2002.08484 (self-influence).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        *,
+        loss_reduction: str = "mean",
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        alignment: bool = True,
+        gram: bool = False,
+        layers: Sequence[str] | str | None = None,
+        decay: float = 0.95,
+        spike: float = 5.0,
+        top: int = 8,
+        clip: float | None = None,
+        fused: bool = True,
+        parameters: Sequence[str] | str | None = None,
+        exclude: Sequence[str] | str = (),
+        workspace: int | None = None,
+        process_group: Any = None,
+    ):
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise TrackingError(f"every is {every!r}, expected a positive integer: steps.")
+        if loss_reduction not in REDUCTIONS:
+            raise TrackingError(
+                f"loss_reduction is {loss_reduction!r}, expected one of {REDUCTIONS}; for anything "
+                "else pass weights= to monitor.step."
+            )
+        if not 0 <= decay < 1:
+            raise TrackingError(f"decay is {decay!r}, expected a number in [0, 1).")
+        if not spike > 1:
+            raise TrackingError(f"spike is {spike!r}, expected a factor above 1.")
+        self.model, self.every = model, every
+        self.optimizer, self.scaler = optimizer, scaler
+        self._options = Options(
+            loss_reduction, alignment, gram, layers, fused, parameters, exclude, workspace
+        )
+        Layers(list(select_parameters(model, parameters, exclude)), layers)
+        self._spike_factor, self._top, self._clip = spike, top, clip
+        self._group = process_group
+        self.steps = 0
+        self._spikes: list[Spike] = []
+        self._self_influence = RunningSelfInfluence()
+        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._history: dict[str, list[float]] = {}
+        self._decay = decay
+        self._ratios: dict[str, RunningRatio] = {}
+        self._undefined = self._nonfinite_steps = 0
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in WATCHED}
+        self._collector: Collector | None = None
+        self._next = 0
+        self._pending: tuple[int, float, Pending] | None = None
+        self._measured: Measured | None = None
+        self._metrics: dict[str, float] = {}
+
+    def step(
+        self,
+        batch_size: int,
+        ids: Sequence[int] | Tensor | None = None,
+        *,
+        weights: Tensor | None = None,
+        accumulation: tuple[int, int] = (0, 1),
+    ) -> MonitorStep:
+        """Return the context for one forward and backward.
+
+        Args:
+            batch_size: number of examples B of this micro-batch, on this process.
+            ids: (B,) integers that say which examples these are, in any order.
+            weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
+            accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
+                optimizer step, and its scalar is divided by K.
+        """
+        index, count = accumulation
+        if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
+            raise TrackingError(
+                f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k "
+                "of K."
+            )
+        if index not in (0, self._next):
+            raise TrackingError(
+                f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
+                "the micro-batches of one optimizer step come in order."
+            )
+        return MonitorStep(
+            self, batch_size, ids, weights, index == 0, index == count - 1, count, count == 1
+        )
+
+    @property
+    def self_influence(self) -> RunningSelfInfluence:
+        """Running self-influence by id, of the measured steps that were given ids."""
+        self._settle()
+        return self._self_influence
+
+    @property
+    def spikes(self) -> list[Spike]:
+        """The steps at which a norm stood out."""
+        self._settle()
+        return self._spikes
+
+    @property
+    def nonfinite(self) -> deque[tuple[int, int]]:
+        """(step, id or position) of examples whose gradient was not finite, the last 1000."""
+        self._settle()
+        return self._nonfinite
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Metric → its values at all measured steps, whose numbers are under "step"."""
+        self._settle()
+        return self._history
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step's metrics, name → number; empty if it was not measured."""
+        self._settle()
+        return dict(self._metrics)
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        """Return the last step's distributions over examples, for TensorBoard or W&B.
+
+        Returns:
+            ``example_grad_norm`` (N,), and with alignments ``align/cos_to_mean`` (N,): finite
+            values; empty if the step was not measured.
+        """
+        self._settle()
+        if self._measured is None:
+            return {}
+        step = self._measured.step
+        columns = {"example_grad_norm": np.sqrt(step.sqnorm)}
+        if step.alignment is not None:
+            columns["align/cos_to_mean"] = cosines_to_mean(step)
+        return {name: column[np.isfinite(column)] for name, column in columns.items()}
+
+    def examples(self, k: int = 8, by: str = "norm") -> list[ExampleRecord]:
+        """Return the k examples of the last measured step with the largest norm or alignment.
+
+        Args:
+            k: how many.
+            by: "norm" or "alignment".
+        """
+        self._settle()
+        if by not in ("norm", "alignment"):
+            raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
+        if self._measured is None:
+            return []
+        key = self._measured.step.sqnorm
+        if by == "alignment":
+            if self._measured.step.alignment is None:
+                raise TrackingError("alignments were not measured: pass alignment=True.")
+            key = self._measured.step.alignment
+        # Not finite counts as largest: such an example is what one is looking for.
+        order = np.argsort(-np.where(np.isfinite(key), key, np.inf), kind="stable")
+        return [self._record(position) for position in order[:k]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs: numbers, strings and tensors only."""
+        self._settle()
+        return {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "undefined": self._undefined,
+            "nonfinite_steps": self._nonfinite_steps,
+            "nonfinite": [list(item) for item in self._nonfinite],
+            "ratios": {name: ratio.state_dict() for name, ratio in self._ratios.items()},
+            "recent": {name: list(values) for name, values in self._recent.items()},
+            "spikes": [spike.state_dict() for spike in self._spikes],
+            "history": {
+                name: torch.tensor(values, dtype=torch.float64)
+                for name, values in self._history.items()
+            },
+            "self_influence": self._self_influence.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        if state.get("version") != STATE_VERSION:
+            raise TrackingError(
+                f"the monitor's state has version {state.get('version')!r}, expected "
+                f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
+            )
+        self.steps = state["steps"]
+        self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
+        self._nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        for name, saved in state["ratios"].items():
+            self._ratio(name).load_state_dict(saved)
+        self._recent = {n: deque(v, maxlen=WINDOW) for n, v in state["recent"].items()}
+        self._spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        self._history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
+        self._self_influence.load_state_dict(state["self_influence"])
+        self._collector = self._pending = self._measured = None
+        self._metrics, self._next = {}, 0
+
+    def begin(self, single: bool) -> bool:
+        """Start an optimizer step; return whether it is measured."""
+        self._settle()
+        self._metrics, self._measured, self._collector = {}, None, None
+        if self.steps % self.every:
+            return False
+        group = self._group if self._group is not None else group_of(self.model)
+        self._collector = Collector(
+            self.model, self._options, self.optimizer, self.scaler, group, single
+        )
+        return True
+
+    def end(self) -> None:
+        """End an optimizer step."""
+        if self._collector is not None:
+            self._pending = (self.steps, self._learning_rate(), self._collector.finish())
+            self._collector = None
+        self.steps += 1
+
+    def _settle(self) -> None:
+        """Take in the last measured step, if its numbers are still on the device."""
+        if self._pending is None:
+            return
+        (number, rate, pending), self._pending = self._pending, None
+        measured = self._measured = pending.read()
+        step = measured.step
+        if measured.ids is not None and measured.influence is not None:
+            self._self_influence.add(measured.ids, measured.influence)
+        wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
+        self._nonfinite_steps += bool(len(wrong))
+        names = wrong if measured.ids is None else measured.ids[wrong]
+        self._nonfinite.extend((number, int(name)) for name in names)
+        metrics = step_metrics(measured, self._clip, rate)
+        for prefix, gradients in {"": step, **measured.layers}.items():
+            path = f"gns/{prefix}/" if prefix else "gns/"
+            spread, gradient = noise_scale(gradients)
+            ratio = self._ratio(f"{path}b_simple")
+            ratio.add(spread, gradient)
+            metrics[f"{path}tr_sigma"], metrics[f"{path}g2"] = spread, gradient
+            metrics[f"{path}b_simple"] = ratio.value
+            metrics[f"{path}b_simple_se"] = ratio.standard_error
+        self._undefined += math.isnan(metrics["gns/b_simple"])
+        coherence = self._ratio("coherence/alpha")
+        coherence.add(metrics["gns/g2"], step.mean_of_sqnorms)
+        metrics["coherence/alpha"] = coherence.value
+        metrics["coherence/alpha_se"] = coherence.standard_error
+        metrics["gns/undefined"] = float(self._undefined)
+        metrics["nonfinite/steps"] = float(self._nonfinite_steps)
+        metrics["spike"] = float(self._look_for_spikes(number, metrics))
+        self._metrics = metrics
+        for name, value in {"step": number, **metrics}.items():
+            self._history.setdefault(name, []).append(float(value))
+
+    def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
+        found = False
+        for name in WATCHED:
+            recent, value = self._recent[name], metrics[name]
+            typical = float(np.median(recent)) if len(recent) >= FEWEST else math.nan
+            if not math.isfinite(value) or value > self._spike_factor * typical:
+                found = True
+                examples = self.examples(self._top)
+                if self._options.alignment:
+                    examples += self.examples(self._top, by="alignment")
+                distinct = {record.position: record for record in examples}
+                ordered = sorted(distinct.values(), key=lambda record: -record.norm)
+                self._spikes.append(Spike(number, name, value, typical, tuple(ordered)))
+            if math.isfinite(value):
+                recent.append(value)
+        return found
+
+    def _record(self, position: int) -> ExampleRecord:
+        measured = self._measured
+        assert measured is not None
+        step = measured.step
+        alignment = math.nan
+        if step.alignment is not None:
+            along = step.batch == step.batch[position]
+            square = np.average(step.alignment[along], weights=step.weight[along])
+            if square > 0:
+                alignment = float(step.alignment[position] / math.sqrt(square))
+        return ExampleRecord(
+            id=None if measured.ids is None else int(measured.ids[position]),
+            position=int(position),
+            norm=float(np.sqrt(step.sqnorm[position])),
+            alignment=alignment,
+            layer=measured.layer[position],
+            share=float(measured.share[position]),
+        )
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate, NaN if the optimizer's groups differ in it."""
+        if self.optimizer is None:
+            return math.nan
+        rates = {float(group["lr"]) for group in self.optimizer.param_groups}
+        return rates.pop() if len(rates) == 1 else math.nan
+
+    def _ratio(self, name: str) -> RunningRatio:
+        return self._ratios.setdefault(name, RunningRatio(self._decay))

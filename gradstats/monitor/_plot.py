@@ -1,0 +1,91 @@
+"""Pictures of a monitored run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradstats.errors import GradStatsError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gradstats.monitor._monitor import Monitor
+
+# Okabe and Ito's colours: told apart with any colour vision.
+BLUE, ORANGE, BLACK = "#0072B2", "#D55E00", "#000000"
+LABELLED = 3
+
+
+def plot(monitor: Monitor) -> Figure:
+    """Return a figure of a run: norms with quantile bands, noise scale with its band, spikes.
+
+    Above: the median of the per-example norms with the band from their 5th to their 95th
+    percentile, their maximum, the norm of the training gradient, and the steps that spiked with the
+    ids of their largest examples. Below: the noise scale B_simple ± two standard errors; gaps where
+    it has no meaning.
+
+    Args:
+        monitor: after some measured steps.
+
+    Returns:
+        a matplotlib figure: ``figure.savefig("run.png")``.
+
+    Raises:
+        GradStatsError: matplotlib is missing, or nothing was measured yet.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise GradStatsError(
+            f"gradstats.monitor.plot needs matplotlib, which cannot be imported ({error}). "
+            "Install the extra: pip install 'gradstats[plot]'"
+        ) from error
+    monitor.metrics()
+    history = {name: np.array(values) for name, values in monitor.history.items()}
+    if not history:
+        raise GradStatsError("the monitor has measured no step yet: there is nothing to plot.")
+    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
+    norms, noise = figure.subplots(2, 1, sharex=True)
+    steps = history["step"]
+
+    low, high = history["example_grad_norm/p05"], history["example_grad_norm/p95"]
+    norms.fill_between(steps, low, high, color=BLUE, alpha=0.25, label="5 % to 95 % of examples")
+    norms.plot(steps, history["example_grad_norm/p50"], color=BLUE, label="median example")
+    norms.plot(steps, history["example_grad_norm/max"], color=BLUE, lw=0.8, ls=":", label="largest")
+    norms.plot(steps, history["grad_norm"], color=BLACK, label="training gradient")
+    labelled: set[int] = set()
+    for spike in monitor.spikes:
+        if spike.step in labelled or not np.isfinite(spike.value):
+            continue
+        labelled.add(spike.step)
+        top = spike.examples[0].norm if spike.examples else spike.value
+        norms.plot([spike.step], [top], marker="v", color=ORANGE, ls="none")
+        ids = [str(e.id if e.id is not None else e.position) for e in spike.examples[:LABELLED]]
+        norms.annotate(
+            ", ".join(ids), (spike.step, top), xytext=(4, 4), textcoords="offset points",
+            fontsize=8, color=ORANGE,
+        )  # fmt: skip
+    if labelled:
+        norms.plot([], [], marker="v", color=ORANGE, ls="none", label="spike, largest examples")
+    norms.set_yscale("log")
+    norms.set_ylabel("gradient norm")
+    norms.legend(fontsize=8, ncols=2)
+
+    value, spread = history["gns/b_simple"], 2 * history["gns/b_simple_se"]
+    noise.fill_between(
+        steps, value - spread, value + spread, color=BLUE, alpha=0.25, label="± 2 standard errors"
+    )
+    noise.plot(steps, value, color=BLUE, label="noise scale $B_{simple}$")
+    # The first few steps know next to nothing: they must not set the scale.
+    known = (value + spread)[np.isfinite(value + spread)]
+    if len(known):
+        noise.set_ylim(0, 1.2 * np.percentile(known, 90))
+    noise.set_ylabel("examples")
+    noise.set_xlabel("optimizer step")
+    noise.legend(fontsize=8)
+    for axes in (norms, noise):
+        axes.grid(color="#E4E4E4", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure

@@ -1,0 +1,129 @@
+"""What a monitor says about single examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class ExampleRecord:
+    """One example of a measured step.
+
+    Attributes:
+        id: the caller's id; None if the step was given no ids.
+        position: its place in the step: processes in order of rank, their micro-batches in order.
+        norm: ‖g_i‖.
+        alignment: p_i / Ḡ, the length of g_i along the mean gradient; NaN if not measured.
+        layer: the layer (the parameter, if the monitor was given no layers) with the largest share
+            of ‖g_i‖².
+        share: that share.
+    """
+
+    id: int | None
+    position: int
+    norm: float
+    alignment: float
+    layer: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step at which a norm stood out from the steps before.
+
+    Attributes:
+        step: the optimizer step's number.
+        quantity: the metric that stood out.
+        value: what it was.
+        typical: the median of the measured steps before.
+        examples: those of largest norm, and those of largest alignment, in falling order of norm.
+    """
+
+    step: int
+    quantity: str
+    value: float
+    typical: float
+    examples: tuple[ExampleRecord, ...]
+
+    def state_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: dict) -> Spike:
+        examples = tuple(ExampleRecord(**example) for example in state["examples"])
+        return Spike(**{**state, "examples": examples})
+
+
+class RunningSelfInfluence:
+    """S_i = Σ_t η_t ‖∇ℓ_i(w_t)‖² over the measured steps t at which example i was in the batch.
+
+    With every step measured and all examples visited equally often this is TracIn's self-influence
+    with a checkpoint at every step. With ``every`` > 1 examples are visited by chance: divide by
+    ``visits``.
+
+    Source:
+        Pruthi et al., arXiv 2002.08484.
+    """
+
+    def __init__(self):
+        self._place: dict[int, int] = {}
+        self._values = np.zeros(0)
+        self._visits = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def add(self, ids: np.ndarray, contributions: np.ndarray) -> None:
+        """Add η ‖g‖² for each id; contributions that are not finite are left out."""
+        finite = np.isfinite(contributions)
+        ids, contributions = ids[finite], contributions[finite]
+        places = np.array([self._place.setdefault(int(i), len(self._place)) for i in ids], int)
+        missing = len(self._place) - len(self._values)
+        if missing > 0:
+            room = max(missing, len(self._values))
+            self._values = np.concatenate([self._values, np.zeros(room)])
+            self._visits = np.concatenate([self._visits, np.zeros(room, dtype=np.int64)])
+        np.add.at(self._values, places, contributions)
+        np.add.at(self._visits, places, 1)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """(N,) int64, in rising order."""
+        return np.sort(np.fromiter(self._place, dtype=np.int64, count=len(self)))
+
+    @property
+    def values(self) -> np.ndarray:
+        """(N,) S_i in the order of ``ids``."""
+        return self._values[self._order()]
+
+    @property
+    def visits(self) -> np.ndarray:
+        """(N,) how many measured steps each example was in, in the order of ``ids``."""
+        return self._visits[self._order()]
+
+    def items(self) -> Iterator[tuple[int, float]]:
+        """Yield (id, S_i)."""
+        return zip(self.ids.tolist(), self.values.tolist(), strict=True)
+
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """Return the k examples of largest S_i as (id, S_i), in falling order."""
+        return sorted(self.items(), key=lambda item: -item[1])[:k]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return three tensors (N,): ids int64, values float64, visits int64."""
+        columns = {"ids": self.ids, "values": self.values, "visits": self.visits}
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a saved state."""
+        ids = torch.as_tensor(state["ids"]).tolist()
+        self._place = {int(i): place for place, i in enumerate(ids)}
+        self._values = np.array(torch.as_tensor(state["values"]).tolist(), dtype=np.float64)
+        self._visits = np.array(torch.as_tensor(state["visits"]).tolist(), dtype=np.int64)
+
+    def _order(self) -> list[int]:
+        return [self._place[i] for i in self.ids.tolist()]

@@ -1,0 +1,166 @@
+"""Batches taken apart: one example at a time, in another precision, and with the state kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch of the same structure with ``change`` applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in batch.items()}
+        if type(batch) is dict:
+            return changed
+        # A mapping may offer more than its items (attributes, methods): change a copy.
+        again: Any = copy.copy(batch)
+        try:
+            for key, item in changed.items():
+                again[key] = item
+        except TypeError:
+            return changed
+        return again
+    if isinstance(batch, (tuple, list)):
+        items = [map_tensors(item, change) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [field.name for field in dataclasses.fields(batch) if field.init]
+        values = {name: map_tensors(getattr(batch, name), change) for name in fields}
+        return dataclasses.replace(batch, **values)
+    return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a batch divides into examples.
+
+    Attributes:
+        batch_size: number of examples B.
+        batch_dim: the example axis; a tensor of fewer axes counts examples along its last, as
+            labels do.
+        bounds: where packed examples begin, and the number of rows; None where each example is
+            one slice.
+    """
+
+    batch_size: int
+    batch_dim: int
+    bounds: tuple[int, ...] | None = None
+
+    def axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of one slice for each example, None if all share the tensor."""
+        axis = min(self.batch_dim, tensor.dim() - 1)
+        return axis if tensor.dim() > 0 and tensor.shape[axis] == self.batch_size else None
+
+    def packed_axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of packed rows, perhaps the one after an axis of size 1."""
+        if self.bounds is None or tensor.dim() <= self.batch_dim:
+            return None
+        sizes = tensor.shape[self.batch_dim : self.batch_dim + 2]
+        if sizes[0] == self.bounds[-1]:
+            return self.batch_dim
+        return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
+
+    def take(self, batch: Any, examples: list[int]) -> Any:
+        """Return the batch of some of the examples, in the order given."""
+        rows, bounds = list(examples), [0]
+        if self.bounds is not None:
+            spans = [range(self.bounds[i], self.bounds[i + 1]) for i in examples]
+            rows = [row for span in spans for row in span]
+            for span in spans:
+                bounds.append(bounds[-1] + len(span))
+
+        def pick(tensor: Tensor) -> Tensor:
+            if self.bounds is not None and _holds(tensor, self.bounds):
+                return tensor.new_tensor(bounds)
+            axis, indices = self.packed_axis(tensor), rows
+            if axis is None:
+                axis, indices = self.axis(tensor), examples
+            if axis is None:
+                return tensor
+            index = torch.tensor(indices, dtype=torch.long, device=tensor.device)
+            return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
+
+        return map_tensors(batch, pick)
+
+
+def _holds(tensor: Tensor, numbers: tuple[int, ...]) -> bool:
+    integers = tensor.dim() == 1 and not tensor.is_floating_point()
+    return integers and tuple(tensor.tolist()) == numbers
+
+
+def to_float64(batch: Any) -> Any:
+    """Return the batch with its floating-point tensors in float64."""
+
+    def widen(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, widen)
+
+
+class State:
+    """What a forward may change without being asked: random generators and buffers.
+
+    ``restore`` makes the next forward the same as the one after construction.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        self._devices = [
+            (device, torch.get_device_module(device).get_rng_state(device))
+            for device in devices
+            if device.type not in ("cpu", "meta")
+        ]
+
+    def restore(self, *, generators: bool = True) -> None:
+        """Put everything back, buffers in place; on request all but the random generators."""
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = buffer
+                if not same_bits(buffer, value):
+                    buffer.copy_(value)
+        if not generators:
+            return
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[State]:
+    """Give the state back as it was found, whatever runs inside."""
+    state = State(model)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN being equal to NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.is_floating_point():
+        return bool(((first == second) | (first.isnan() & second.isnan())).all())
+    return torch.equal(first, second)

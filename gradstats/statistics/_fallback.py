@@ -1,0 +1,227 @@
+"""Parameters that no rule serves: their gradients one example at a time, a few at once.
+
+The gradients of the named parameters alone are formed, for as many examples as the workspace
+holds, squared and let go; every other parameter goes the lean way.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats._factors import compute_dtype
+from gradstats.capture._survey import survey
+from gradstats.capture._tracker import select_parameters
+from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
+from gradstats.statistics._batches import Division, State, map_tensors
+from gradstats.statistics._loss import check_losses, tensors_in
+from gradstats.statistics._result import GradientNorms, summarise
+
+# By how much a loss may differ between an example alone and in its batch, by the loss's dtype; a
+# float32 loss may come from half precision inside.
+LOSS_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-2,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+class LossOfModel(nn.Module):
+    """The user's loss function as a module, so that its parameters can be given as arguments."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]):
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+def norms_with_fallback(
+    lean: Callable[..., GradientNorms],
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    options: dict[str, Any],
+    workspace: int,
+    nonfinite: str,
+) -> GradientNorms:
+    """Return the norms of a batch, parameters without a rule included.
+
+    Args:
+        lean: computes the norms under the given options, or raises naming parameters.
+        options: of Tracker.
+        others: as for per_example_norms.
+    """
+    batch_size, segments = options["batch_size"], options["segments"]
+    bounds = None if segments is None else segments.offsets
+    division = Division(batch_size, options["batch_dim"], bounds)
+    selected = select_parameters(model, options["parameters"], options["exclude"])
+    given = options["exclude"]
+    patterns = [given] if isinstance(given, str) else list(given)
+    served: set[str] = set()
+    stats, before = None, State(model)
+    while stats is None and served != set(selected):
+        exclude = [*patterns, *(glob.escape(name) for name in sorted(served))]
+        try:
+            stats = lean(**{**options, "exclude": exclude})
+        except (UnsupportedOperationError, ExampleAxisError) as error:
+            new = set(error.parameters) - served
+            if not new:
+                raise
+            before.restore()
+            served |= new | set(survey(model, batch, loss_fn, **options).refused)
+            before.restore()
+    if stats is None:
+        with torch.enable_grad():
+            together = check_losses(loss_fn(model, batch), batch_size).detach()
+    else:
+        assert stats.loss is not None
+        together = stats.loss
+    if stats is not None and not served:
+        return stats
+    after = State(model)
+    names = [name for name in selected if name in served]
+    alone, values = sqnorms_one_by_one(
+        model, batch, loss_fn, names, division, workspace=workspace, state=before
+    )
+    after.restore()
+    check_same_losses(alone, together)
+    bound = torch.zeros(batch_size, dtype=torch.float64, device=together.device)
+    if stats is not None:
+        values.update({name: row.double() for name, row in stats.by_parameter.items()})
+        bound = stats.error_bound.double() * stats.sqnorm.double()
+    by_parameter = {name: values[name] for name in selected}
+    wide = any(parameter.dtype == torch.float64 for parameter in selected.values())
+    return summarise(by_parameter, bound, together, nonfinite, wide)
+
+
+def sqnorms_one_by_one(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    names: Sequence[str],
+    division: Division,
+    *,
+    workspace: int,
+    state: State,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the losses (B,) and the squared norms (B,) of the named parameters' gradients.
+
+    Args:
+        names: names of parameters that require grad.
+        division: how the batch divides into examples.
+        state: restored before each forward, so that all see the same buffers.
+        others: as for per_example_norms.
+    """
+    arguments = (model, batch, loss_fn, names, division)
+    try:
+        return _in_chunks(*arguments, workspace=workspace, state=state)
+    except Exception:
+        # Control flow on values, checkpoints, autograd Functions without vmap, in-place changes
+        # of buffers, randomness: torch.func refuses them in many ways. If the fault is the
+        # user's own, it shows again below.
+        return _singly(*arguments, state=state)
+
+
+def check_same_losses(alone: Tensor, together: Tensor) -> None:
+    """Raise if examples have another loss alone than in their batch."""
+    tolerance = LOSS_TOLERANCE[together.dtype]
+    alone, together = alone.double(), together.detach().double()
+    finite = together.isfinite()
+    typical = together[finite].abs().mean()
+    allowed = tolerance * (together.abs() + typical)
+    different = ~((alone - together).abs() <= allowed) & finite
+    if bool(different.any()):
+        worst = int(different.nonzero()[0])
+        raise CoupledExamplesError(
+            f"the loss of example {worst} is {alone[worst].item():.6g} when it is computed alone "
+            f"and {together[worst].item():.6g} in its batch, so its gradient cannot be computed "
+            'one example at a time (fallback="vmap"). Is the forward random (dropout: call '
+            "model.eval()), do examples depend on each other, is the loss divided by something of "
+            "the whole batch, or does the batch hold a tensor whose length equals the number of "
+            "examples by accident?"
+        )
+
+
+def _in_chunks(
+    model, batch, loss_fn, names, division, *, workspace, state
+) -> tuple[Tensor, dict[str, Tensor]]:
+    module = LossOfModel(model, loss_fn)
+    parameters = _inner(model, names)
+    if any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
+        raise TypeError("torch.func would take a parameter of a subclass for a plain tensor")
+    if division.bounds is not None:
+        raise TypeError("packed examples differ in length")
+    # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
+    numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
+    chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))
+    tensors = list(tensors_in(batch))
+    dims = tuple(map(division.axis, tensors))
+    keys = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+
+    def loss_of_one(values, *items):
+        # Each example comes without its axis: give it one of size one, as in a batch of one.
+        example = iter(
+            item if dim is None else item.unsqueeze(dim)
+            for item, dim in zip(items, dims, strict=True)
+        )
+        losses = torch.func.functional_call(
+            module, values, (map_tensors(batch, lambda _: next(example)),)
+        )
+        if not isinstance(losses, Tensor) or tuple(losses.shape) != (1,):
+            raise TypeError("a batch of one did not give one loss")
+        return losses.sum(), losses.sum().detach()
+
+    def sqnorms_of_one(*items):
+        gradients, loss = torch.func.grad(loss_of_one, has_aux=True)(keys, *items)
+        return loss, [sqnorm_of(gradient) for gradient in gradients.values()]
+
+    state.restore()
+    with torch.no_grad():
+        losses, values = torch.func.vmap(sqnorms_of_one, in_dims=dims, chunk_size=chunk)(*tensors)
+    return losses, dict(zip(names, values, strict=True))
+
+
+def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, dict[str, Tensor]]:
+    parameters = list(_inner(model, names).values())
+    losses: list[Tensor] = []
+    rows: list[list[Tensor]] = []
+    for number in range(division.batch_size):
+        state.restore()
+        with torch.enable_grad():
+            example = division.take(batch, [number])
+            loss = check_losses(loss_fn(model, example), 1)
+            gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
+        losses.append(loss.detach().reshape(()))
+        zero = torch.zeros((), dtype=torch.float64, device=loss.device)
+        rows.append(
+            [
+                zero if gradient is None else sqnorm_of(gradient).to(zero.device)
+                for gradient in gradients
+            ]
+        )
+    return torch.stack(losses), {
+        name: torch.stack([row[column] for row in rows]) for column, name in enumerate(names)
+    }
+
+
+def sqnorm_of(gradient: Tensor) -> Tensor:
+    """Return ‖gradient‖² in float64, of a sparse or complex gradient too."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    magnitude = gradient.abs()
+    return magnitude.to(compute_dtype(magnitude)).square().sum(dtype=torch.float64)
+
+
+def _inner(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return the named parameters under the names that the given model, wrapped or not, uses."""
+    known = select_parameters(model, None, ())
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {own[id(known[name])]: known[name] for name in names}

@@ -1,0 +1,134 @@
+"""The reference that gs.verify compares with: plain autograd, one example's loss at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture._tracker import select_parameters
+from gradstats.statistics._batches import State
+from gradstats.statistics._fallback import sqnorm_of
+
+# Relative errors that rounding explains, by the precision of the reference.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Subject:
+    """What is compared with plain autograd.
+
+    Attributes:
+        model, batch: a float64 copy, or the user's own.
+        dtype: the lowest precision among the parameters.
+        description: of the two, for the report.
+    """
+
+    model: nn.Module
+    batch: Any
+    dtype: torch.dtype
+    description: str
+
+    def __post_init__(self):
+        self.state = State(self.model)
+
+    def losses(self, loss_fn: LossFunction) -> Any:
+        self.state.restore()
+        return loss_fn(self.model, self.batch)
+
+    def parameters(self, names: list[str]) -> list[nn.Parameter]:
+        every = select_parameters(self.model, None, ())
+        return [every[name] for name in names]
+
+
+class Example:
+    """One example's loss and gradient by plain autograd.
+
+    Attributes:
+        number: of the example.
+        loss: 0-dim.
+        sqnorms: squared norm of each parameter's gradient.
+    """
+
+    def __init__(self, number: int, loss: Tensor, gradients: list[Tensor]):
+        self.number, self.loss = number, loss
+        self.sqnorms = [sqnorm_of(gradient).item() for gradient in gradients]
+        self._gradients: list[Tensor] = gradients
+
+    def release(self) -> None:
+        """Let go of the gradient and keep its norms."""
+        self._gradients = []
+
+    def difference(self, other: Example, tolerance: float, where: str) -> str | None:
+        """Return how the example differs elsewhere, None if it does not."""
+        here, there = self.loss.item(), other.loss.item()
+        size, size_there = sum(self.sqnorms) ** 0.5, sum(other.sqnorms) ** 0.5
+        pairs = list(zip(self._gradients, other._gradients, strict=True))
+        gap = sum(sqnorm_of(a.double() - b.double()).item() for a, b in pairs) ** 0.5
+        product = sum((a.double() * b.double()).sum().item() for a, b in pairs)
+        largest = max(size, size_there)
+        same_loss = abs(here - there) <= tolerance * (abs(here) + abs(there) + tolerance)
+        same_gradient = gap <= tolerance * largest or not (isfinite(size) or isfinite(size_there))
+        if (same_loss or not (isfinite(here) or isfinite(there))) and same_gradient:
+            return None
+        found = (
+            f"example {self.number} has loss {here:.6g} and gradient norm {size:.6g} in its batch, "
+            f"but {there:.6g} and {size_there:.6g} {where}"
+        )
+        if isfinite(size_there) and not isfinite(size):
+            return (
+                f"{found}: another example's values that are not finite reach it. Look at the "
+                'gradients with nonfinite="keep", and leave that example out'
+            )
+        if product >= (1 - tolerance) * size * size_there > 0:
+            return (
+                f"{found}: the same direction, {size / size_there:.6g} times as long. Is the loss "
+                "divided by something of the whole batch? The norms are those of the losses as "
+                "they stand; divide by what belongs to each example alone to compare examples"
+            )
+        return (
+            f"{found}: the examples depend on each other (batch normalisation in training mode? a "
+            "loss over pairs? a batch tensor with as many entries as examples by accident?), so "
+            "per-example gradients do not exist. Call model.eval(), or use losses of one example "
+            "each"
+        )
+
+
+def gradients_of(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of one loss by plain autograd, zeros where it uses no parameter."""
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    ]
+
+
+def too_large(model: nn.Module) -> str | None:
+    """Return why a float64 copy and two gradients do not fit in memory, None if they do."""
+    tensors = [*model.parameters(), *model.buffers()]
+    needed = 3 * 8 * sum(tensor.numel() for tensor in tensors)
+    device = tensors[0].device
+    if device.type == "cpu":
+        try:
+            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError, AttributeError):
+            return None
+    elif device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+    else:
+        return None
+    if needed > 0.8 * available:
+        return f"a float64 copy needs {needed / 2**30:.3g} GiB of {available / 2**30:.3g} free"
+    return None

@@ -1,0 +1,224 @@
+"""Statistics of a training step, from per-example norms and inner products alone.
+
+Of one optimizer step: gradients g_i of N examples with weights w_i, Σ w_i = 1 (1/N for a mean),
+n_i = ‖g_i‖², ḡ = Σ w_i g_i, Ḡ² = ‖ḡ‖², and p_i = ⟨g_i, ḡ_k⟩ with ḡ_k the mean of the micro-batch k
+that i belongs to, which is ḡ where nothing is accumulated.
+
+Everything is float64. An estimate that has no meaning is NaN, never a clamped number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """What is known of the gradients of one optimizer step.
+
+    Attributes:
+        sqnorm: (N,) n_i.
+        weight: (N,) w_i, positive, with sum one.
+        mean_sqnorm: Ḡ².
+        batch: (N,) the number of the micro-batch that each example belongs to.
+        alignment: (N,) p_i, or None if inner products were not measured.
+    """
+
+    sqnorm: np.ndarray
+    weight: np.ndarray
+    mean_sqnorm: float
+    batch: np.ndarray
+    alignment: np.ndarray | None = None
+
+    @property
+    def mean_of_sqnorms(self) -> float:
+        """N̄ = Σ w_i n_i."""
+        return float(self.weight @ self.sqnorm)
+
+
+def noise_scale(step: StepGradients) -> tuple[float, float]:
+    """Return unbiased estimates (Ŝ, Ĝ²) of tr Σ and of the squared norm of the true gradient.
+
+    Ĝ² = (Ḡ² − Σ w_i² n_i) / (1 − Σ w_i²), the mean of ⟨g_i, g_j⟩ over i ≠ j; for a plain mean
+    (N Ḡ² − N̄) / (N − 1). Ŝ = N̄ − Ĝ²; for a plain mean N / (N − 1) · (N̄ − Ḡ²). Ĝ² may be negative.
+
+    Source:
+        McCandlish et al., arXiv 1812.06162, appendix A.1, with batches of one and of N.
+    """
+    repeated = float(step.weight @ step.weight)
+    if len(step.sqnorm) < 2:
+        return NAN, NAN
+    diagonal = float(step.weight**2 @ step.sqnorm)
+    gradient = (step.mean_sqnorm - diagonal) / (1 - repeated)
+    return step.mean_of_sqnorms - gradient, gradient
+
+
+def gradient_diversity(step: StepGradients) -> float:
+    """Return Δ = Σ n_i / ‖Σ g_i‖² = N̄ / (N Ḡ²): 1 / N for equal gradients, 1 for orthogonal ones.
+
+    Source:
+        Yin et al., arXiv 1706.05699; N Δ bounds the batch size that still speeds training up.
+    """
+    return _ratio(step.mean_of_sqnorms, effective_batch(step) * step.mean_sqnorm)
+
+
+def m_coherence(step: StepGradients) -> float:
+    """Return N Ḡ² / N̄ = 1 / Δ: 1 for orthogonal gradients, N for equal ones.
+
+    Source:
+        Chatterjee and Zielinski, arXiv 2008.01217.
+    """
+    return _ratio(effective_batch(step) * step.mean_sqnorm, step.mean_of_sqnorms)
+
+
+def norm_test(step: StepGradients) -> float:
+    """Return θ = √(Ŝ / (N Ḡ²)): the batch is large enough for the norm test if θ is below 1.
+
+    Source:
+        Byrd et al., Sample size selection in optimization methods for machine learning, 2012.
+    """
+    return _root(_ratio(noise_scale(step)[0], effective_batch(step) * step.mean_sqnorm))
+
+
+def inner_product_test(step: StepGradients) -> float:
+    """Return θ = √(Var_i(p_i) / (B Ḡ⁴)), within micro-batches.
+
+    Σ (p_i − Ḡ²)² / ((B − 1) B Ḡ⁴), its numerators and denominators averaged over micro-batches.
+
+    Source:
+        Bollapragada et al., arXiv 1710.11258.
+    """
+    above = below = 0.0
+    for _, alignment, _ in _batches(step):
+        size = len(alignment)
+        if size > 1:
+            above += float(alignment.var(ddof=1))
+            below += size * float(alignment.mean()) ** 2
+    return _root(_ratio(above, below))
+
+
+def orthogonality_test(step: StepGradients) -> float:
+    """Return ν = √((Σ n_i − Σ p_i² / Ḡ²) / ((B − 1) B Ḡ²)), within micro-batches.
+
+    Source:
+        Bollapragada et al., arXiv 1710.11258.
+    """
+    above = below = 0.0
+    for sqnorm, alignment, _ in _batches(step):
+        size, square = len(alignment), float(alignment.mean())
+        if size > 1:
+            # Not negative by Cauchy and Schwarz, but for rounding.
+            across = float(sqnorm.sum()) - _ratio(float(alignment @ alignment), square)
+            above += (max(across, 0.0) if across == across else NAN) / (size - 1)
+            below += size * square
+    return _root(_ratio(above, below))
+
+
+def cosines_to_mean(step: StepGradients) -> np.ndarray:
+    """Return (N,) cos(g_i, ḡ_k) = p_i / (√n_i · Ḡ_k); NaN for gradients of zero."""
+    cosines = []
+    for sqnorm, alignment, weight in _batches(step):
+        square = float(weight @ alignment)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cosines.append(alignment / np.sqrt(sqnorm * (square if square > 0 else NAN)))
+    return np.concatenate(cosines)
+
+
+def fraction_against(step: StepGradients) -> float:
+    """Return the share of examples with ⟨g_i, mean of the others⟩ < 0, within micro-batches.
+
+    (p_i − w_i n_i) / (1 − w_i), for a plain mean (B p_i − n_i) / (B − 1): without the example's
+    product with itself, which is positive whatever the others do.
+    """
+    against = [alignment < weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
+    kept = [rows for rows in against if len(rows) > 1]
+    return float(np.concatenate(kept).mean()) if kept else NAN
+
+
+def effective_batch(step: StepGradients) -> float:
+    """Return 1 / Σ w_i²: the number of examples, where all weigh the same."""
+    return 1 / float(step.weight @ step.weight)
+
+
+class RunningRatio:
+    """The ratio of two exponential averages over steps, with its standard error.
+
+    R = Σ_t ω_t y_t / Σ_t ω_t x_t with ω_t falling by ``decay`` a step. The ratio of averages is
+    consistent where the average of ratios is not: x_t may be near zero or negative on single steps.
+    Its standard error is the delta method's, √(Σ ω² · s²) / |x̄| with Σ ω = 1 and s² the variance of
+    the residuals y_t − R x_t; steps count as independent, and drift counts as noise.
+
+    Args:
+        decay: in [0, 1); 1 / (1 − decay) is the number of steps that count.
+
+    Attributes:
+        count: steps that entered.
+        left_out: steps that did not, because a value was not finite.
+    """
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.count = 0
+        self.left_out = 0
+        # Σω, Σω², Σωy, Σωx, Σωy², Σωxy, Σωx²
+        self._sums = np.zeros(7)
+
+    def add(self, numerator: float, denominator: float) -> None:
+        """Let one step enter."""
+        if not (math.isfinite(numerator) and math.isfinite(denominator)):
+            self.left_out += 1
+            return
+        y, x = numerator, denominator
+        decay = np.full(7, self.decay)
+        decay[1] = self.decay**2
+        self._sums = decay * self._sums + np.array([1, 1, y, x, y * y, x * y, x * x])
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        """The ratio; NaN before the first step and while the average denominator is ≤ 0."""
+        _, _, y, x, *_ = self._sums
+        return float(y / x) if x > 0 else NAN
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of ``value``; NaN before the second step."""
+        total, squares, _, x, yy, xy, xx = self._sums
+        ratio = self.value
+        if self.count < 2 or math.isnan(ratio):
+            return NAN
+        share = squares / total**2
+        spread = max((yy - 2 * ratio * xy + ratio**2 * xx) / total, 0.0) / (1 - share)
+        return float(math.sqrt(spread * share) / (x / total))
+
+    def state_dict(self) -> dict:
+        """Return what ``load_state_dict`` takes: plain numbers."""
+        return {"count": self.count, "left_out": self.left_out, "sums": self._sums.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a saved state."""
+        self.count, self.left_out = state["count"], state["left_out"]
+        self._sums = np.array(state["sums"], dtype=np.float64)
+
+
+def _batches(step: StepGradients) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (n, p, weights of sum one) of each micro-batch."""
+    assert step.alignment is not None
+    for number in np.unique(step.batch):
+        rows = step.batch == number
+        weight = step.weight[rows]
+        yield step.sqnorm[rows], step.alignment[rows], weight / weight.sum()
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below > 0 else NAN
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else NAN

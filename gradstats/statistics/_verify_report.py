@@ -1,0 +1,113 @@
+"""What gs.verify returns, and how it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MARKS = {True: "ok", False: "FAILED", None: "-"}
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """What is known of one parameter.
+
+    Attributes:
+        name: as in model.named_parameters().
+        shape: of the parameter.
+        status: "counted"; "unused" by the loss; "excluded" by the caller; "fallback", computed one
+            example at a time; "refused", the reason among the checks; "unknown" where the loss
+            could not be computed.
+        operations: names of the operations that used it, in order.
+        error: largest relative error of its squared norms over the checked examples, with a
+            millionth of the example's whole squared norm added to the denominator; None where
+            nothing was compared.
+        ok: whether the parameter is accounted for and its error within the tolerance.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    status: str
+    operations: tuple[str, ...]
+    error: float | None
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of the whole.
+
+    Attributes:
+        name: "loss", "coverage", "exactness", "coupling", "padding", "determinism", "precision".
+        ok: None where it could not be checked or there is nothing to check.
+        detail: what was found, and where it failed what to do.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The result of gs.verify: print it.
+
+    Attributes:
+        rows: one for each parameter that requires grad, in the model's order.
+        checks: the properties of the whole.
+        examples: which examples were compared with plain autograd.
+        reference: in which precision, on what.
+    """
+
+    rows: tuple[ParameterRow, ...]
+    checks: tuple[Check, ...]
+    examples: tuple[int, ...]
+    reference: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check and no parameter failed."""
+        return all(row.ok for row in self.rows) and all(c.ok is not False for c in self.checks)
+
+    def check(self, name: str) -> Check:
+        """Return the check of that name."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(f"no check {name!r}, only {[check.name for check in self.checks]}")
+
+    def __str__(self) -> str:
+        listed = ", ".join(map(str, self.examples)) or "none"
+        lines = [
+            f"gradstats.verify: {MARKS[self.ok]}",
+            f"compared with plain autograd: examples {listed}; {self.reference}",
+            "",
+            *_table(
+                ("check", "", "found"),
+                [(check.name, MARKS[check.ok], check.detail) for check in self.checks],
+            ),
+            "",
+            *_table(
+                ("parameter", "shape", "", "status", "error", "operations"),
+                [
+                    (
+                        row.name,
+                        "×".join(map(str, row.shape)) or "scalar",
+                        MARKS[row.ok],
+                        row.status,
+                        "-" if row.error is None else f"{row.error:.1e}",
+                        ", ".join(row.operations),
+                    )
+                    for row in self.rows
+                ],
+            ),
+        ]
+        return "\n".join(lines)
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths[-1] = 0  # nothing stands behind the last column
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]

@@ -1,0 +1,264 @@
+"""What two processes do in ``test_distributed``: importable, so that they can be started anew."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstats as gs
+from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of
+from tests.oracle import assert_unchanged, snapshot
+
+RANKS, B, POSITIONS, VOCABULARY = 2, 4, 5, 7
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def process(rank: int, port: int, body) -> None:
+    """Run ``body(rank)`` as one of the processes."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    try:
+        body(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """A linear layer, a norm and a scale that is derived before it meets data."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x).tanh() * (1 + self.scale).exp())
+
+
+class Network(nn.Module):
+    """Embedding and head are tied across the blocks between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def losses_of(model, batch):
+    logits = model(batch[0]).transpose(1, 2)
+    return functional.cross_entropy(logits, batch[1], reduction="none").mean(1)
+
+
+def whole_batch(generator, size: int = RANKS * B):
+    shape = (size, POSITIONS)
+    return tuple(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+
+
+def same_network(count: int):
+    torch.manual_seed(0)
+    model = Network().double()
+    return [copy.deepcopy(model) for _ in range(count)]
+
+
+def check_training(rank: int, wrap, micro_batches: int, fused: bool) -> None:
+    """Train a wrapped model with and without the monitor, and alone on all the data."""
+    alone, monitored, plain = same_network(3)
+    monitored, plain = wrap(monitored), wrap(plain)
+    models = (alone, monitored, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    options = {"every": 2, "fused": fused, "layers": "blocks.*"}
+    one = gs.Monitor(alone, optimizer=optimizers[0], **options)
+    many = gs.Monitor(monitored, optimizer=optimizers[1], **options)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        batch = whole_batch(generator)
+        ids = torch.randperm(100, generator=generator)[: RANKS * B]
+        rows = gradient_rows(alone, batch, losses_of)
+        size = B // micro_batches
+        parts = [
+            [slice(r * B + k * size, r * B + (k + 1) * size) for k in range(micro_batches)]
+            for r in range(RANKS)
+        ]
+        with one.step(batch_size=RANKS * B, ids=ids):
+            losses_of(alone, batch).mean().backward()
+        for model, monitor in ((monitored, many), (plain, None)):
+            untouched = snapshot(model) if isinstance(model, DistributedDataParallel) else None
+            for k, part in enumerate(parts[rank]):
+                mine = tuple(item[part] for item in batch)
+                synchronise(model, k == micro_batches - 1)
+                if monitor is None:
+                    (losses_of(model, mine).mean() / micro_batches).backward()
+                    continue
+                with monitor.step(size, ids[part], accumulation=(k, micro_batches)) as context:
+                    assert context.measured == (step % 2 == 0)
+                    if untouched is not None and step % 2 and k == 0:
+                        assert_unchanged(model, untouched)
+                    (losses_of(model, mine).mean() / micro_batches).backward()
+        expected, got = one.metrics(), many.metrics()
+        assert bool(expected) == bool(got) == (step % 2 == 0)
+        if got:
+            check_metrics(got, expected, rows, parts)
+            norms = {record.id: record.norm for record in many.examples(RANKS * B)}
+            np.testing.assert_allclose(
+                [norms[i] for i in ids.tolist()], np.linalg.norm(rows, axis=1), rtol=1e-9
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(monitored, plain, 1e-6 if fused else 0)
+    compare_tables(one.self_influence, many.self_influence)
+
+
+def synchronise(model, last: bool) -> None:
+    """Reduce gradients over processes with the last micro-batch only."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = last
+    else:
+        model.set_requires_gradient_sync(last)
+
+
+def check_metrics(got, expected, rows, parts) -> None:
+    assert got.keys() == expected.keys()
+    within = ("align", "inner", "ortho")
+    assert_metrics(
+        got, {k: v for k, v in metrics_of(rows).items() if k.startswith(("gns", "grad"))}
+    )
+    for name, value in expected.items():
+        if not name.startswith(within):
+            np.testing.assert_allclose(
+                got[name], value, rtol=1e-6 if name.endswith("_se") else 1e-9, atol=1e-7
+            )
+    batches = [metrics_of(rows[part]) for own in parts for part in own]
+    for name in ("align/mean_cos_to_mean", "align/fraction_negative"):
+        assert got[name] == pytest.approx(np.mean([batch[name] for batch in batches]))
+
+
+def compare(first, second, rtol: float) -> None:
+    """Compare what a checkpoint of each model would hold."""
+    states = [model.state_dict() for model in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        other = states[1][name]
+        if isinstance(value, DTensor):
+            value, other = value.to_local(), other.to_local()
+        if rtol:
+            torch.testing.assert_close(value, other, rtol=rtol, atol=1e-12)
+        else:
+            assert torch.equal(value, other), name
+
+
+def compare_tables(first, second) -> None:
+    assert first.ids.tolist() == second.ids.tolist() and len(first) > 8
+    np.testing.assert_allclose(first.values, second.values, rtol=1e-9)
+    np.testing.assert_array_equal(first.visits, second.visits)
+
+
+def data_parallel(rank: int) -> None:
+    for micro_batches, fused in ((1, True), (2, False)):
+        check_training(rank, DistributedDataParallel, micro_batches, fused)
+    check_uneven_batches(rank)
+
+
+def check_uneven_batches(rank: int) -> None:
+    """Processes with batches of different sizes: examples weigh as in the averaged gradient."""
+    alone, wrapped = same_network(2)
+    wrapped = DistributedDataParallel(wrapped)
+    batch = whole_batch(torch.Generator().manual_seed(2), 6)
+    rows = gradient_rows(alone, batch, losses_of)
+    part = (slice(0, 2), slice(2, 6))[rank]
+    monitor = gs.Monitor(wrapped, every=1)
+    with monitor.step(batch_size=part.stop - part.start):
+        losses_of(wrapped, tuple(item[part] for item in batch)).mean().backward()
+    share = np.array([1 / 4] * 2 + [1 / 8] * 4)
+    gram, products = rows @ rows.T, np.outer(share, share)
+    apart = ~np.eye(6, dtype=bool)
+    metrics = monitor.metrics()
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(share @ rows))
+    expected = (products * gram)[apart].sum() / products[apart].sum()
+    assert metrics["gns/g2"] == pytest.approx(expected)
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fully_sharded(rank: int) -> None:
+    for micro_batches, fused in ((1, False), (2, True)):
+        check_training(rank, shard, micro_batches, fused)
+    check_norms_of_a_sharded_model(rank)
+    check_sharded_refusals(rank)
+
+
+def hooks_and_classes(model):
+    return [
+        (name, len(module._forward_pre_hooks), [type(p) for p in module._parameters.values()])
+        for name, module in model.named_modules()
+    ]
+
+
+def check_norms_of_a_sharded_model(rank: int) -> None:
+    alone, model = same_network(2)
+    model = shard(model)
+    batch = whole_batch(torch.Generator().manual_seed(3))
+    expected = np.linalg.norm(gradient_rows(alone, batch, losses_of), axis=1)
+    mine = slice(rank * B, (rank + 1) * B)
+    before = hooks_and_classes(model)
+    for _ in range(2):
+        stats = gs.per_example_norms(model, tuple(item[mine] for item in batch), losses_of)
+        np.testing.assert_allclose(stats.norm.numpy(), expected[mine], rtol=1e-9)
+        assert hooks_and_classes(model) == before
+    some = gs.per_example_norms(
+        model, tuple(item[mine] for item in batch), losses_of, exclude="blocks.0.*"
+    )
+    for name, square in some.by_parameter.items():
+        np.testing.assert_allclose(square.numpy(), stats.by_parameter[name].numpy(), rtol=1e-9)
+
+
+def check_sharded_refusals(rank: int) -> None:
+    (model,) = same_network(1)
+    model = shard(model)
+    batch = whole_batch(torch.Generator().manual_seed(3), B)
+
+    def around_the_forward(model, batch):
+        model.unshard()
+        for block in model.blocks:
+            block.unshard()
+        hidden = functional.embedding(batch[0], model.embedding.weight)
+        return functional.linear(hidden, model.head.weight).sum((1, 2))
+
+    with pytest.raises(gs.CoverageError, match="outside the forward"):
+        gs.per_example_norms(model, batch, around_the_forward)
+    (model,) = same_network(1)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    parallelize_module(model.blocks[0], mesh, {"linear": ColwiseParallel()})
+    with pytest.raises(gs.UnsupportedOperationError, match=r"blocks.0.linear.*tensor parallelism"):
+        gs.per_example_norms(model, batch, losses_of)

@@ -1,0 +1,19 @@
+"""Two processes over gloo, against one process on all their data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.monitor.processes import RANKS, data_parallel, free_port, fully_sharded, process
+
+
+@pytest.mark.parametrize("body", [data_parallel, fully_sharded])
+def test_two_processes(body):
+    torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
+
+
+def test_two_processes_of_a_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    body = pytest.importorskip("tests.monitor.trainer_process")
+    torch.multiprocessing.spawn(body.train, (free_port(), str(tmp_path), RANKS), nprocs=RANKS)

@@ -1,0 +1,501 @@
+"""The monitor in a plain loop, against the oracle's per-example gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradstats as gs
+from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of, noise
+from tests.oracle import assert_unchanged, oracle_gradients, snapshot
+
+B = 6
+ALIGNMENT = [False, True]
+
+
+def losses_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def batch_of(size: int = B):
+    return torch.randn(size, 5, dtype=torch.float64), torch.randint(3, (size,))
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "step_mean"])
+def test_metrics_against_the_oracle(model, reduction, alignment):
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(
+        model, every=1, loss_reduction=reduction, alignment=alignment, gram=alignment, clip=1.0
+    )
+    with monitor.step(batch_size=B):
+        losses = losses_of(model, batch)
+        (losses.sum() if reduction == "sum" else losses.mean()).backward()
+    expected = metrics_of(rows)
+    norm = np.linalg.norm(rows, axis=1)
+    expected |= {
+        "gradient_diversity/batch_bound": B * expected["gradient_diversity"],
+        "gns/b_simple": expected["gns/tr_sigma"] / expected["gns/g2"],
+        "coherence/alpha": expected["gns/g2"] / (norm**2).mean(),
+        "clip/frac": (norm > 1).mean(),
+        "batch_loss": losses.mean().item(),
+        "nonfinite/examples": 0,
+        "nonfinite/steps": 0,
+        "spike": 0,
+    }
+    if reduction == "sum":
+        expected["grad_norm"] *= B
+    if expected["gns/g2"] <= 0:
+        expected["gns/b_simple"] = expected["coherence/alpha"] = math.nan
+    assert_metrics(monitor.metrics(), expected)
+    histograms = monitor.histograms()
+    np.testing.assert_allclose(histograms["example_grad_norm"], norm)
+    assert ("align/mean_cos_to_mean" in monitor.metrics()) == alignment
+    if alignment:
+        cosine = rows @ rows.mean(0) / norm / np.linalg.norm(rows.mean(0))
+        np.testing.assert_allclose(histograms["align/cos_to_mean"], cosine)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+def test_explicit_weights(model, alignment):
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    with monitor.step(batch_size=B, weights=weights):
+        (losses_of(model, batch) * weights).sum().backward()
+    metrics, share = monitor.metrics(), (weights / weights.sum()).double().numpy()
+    gram = rows @ rows.T
+    products = np.outer(share, share)
+    apart = ~np.eye(B, dtype=bool)
+    gradient = (products * gram)[apart].sum() / products[apart].sum()
+    assert metrics["gns/g2"] == pytest.approx(gradient)
+    assert metrics["gns/tr_sigma"] == pytest.approx(share @ gram.diagonal() - gradient)
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(weights.double().numpy() @ rows))
+    np.testing.assert_allclose(
+        np.sort([record.norm for record in monitor.examples(B)]),
+        np.sort(np.sqrt(gram.diagonal())),
+    )
+    with (
+        pytest.raises(gs.TrackingError, match="positive numbers"),
+        monitor.step(batch_size=B, weights=-weights),
+    ):
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("reduction", ["mean", "step_mean"])
+def test_accumulated_micro_batches_are_one_step(model, reduction, alignment):
+    """Statistics are those of one batch of all examples; alignments those of each micro-batch."""
+    batch, count = batch_of(), 2
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1, loss_reduction=reduction, alignment=alignment)
+    for k in range(count):
+        half = tuple(part[3 * k : 3 * k + 3] for part in batch)
+        with monitor.step(batch_size=3, ids=torch.arange(3) + 3 * k, accumulation=(k, count)):
+            (losses_of(model, half).mean() / count).backward()
+    expected = metrics_of(rows)
+    halves = [metrics_of(half) for half in np.split(rows, 2)]
+    for name in list(expected):
+        if name.startswith(("stiffness", "confusion", "inner", "ortho")) or name.endswith("_se"):
+            del expected[name]
+    for name in ("align/mean_cos_to_mean", "align/fraction_negative"):
+        expected[name] = np.mean([half[name] for half in halves])
+    expected["batch_loss"] = losses_of(model, batch).mean().item()
+    assert_metrics(monitor.metrics(), expected)
+    assert monitor.steps == 1
+    norms = {record.id: record.norm for record in monitor.examples(B)}
+    np.testing.assert_allclose([norms[i] for i in range(B)], np.linalg.norm(rows, axis=1))
+
+
+def test_unequal_micro_batches_of_a_token_mean(model):
+    """ "step_mean": each scalar is a sum over the micro-batch, divided by what the step holds."""
+    batch = batch_of()
+    tokens = torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=torch.float64)
+
+    def normalised(model, batch):
+        return losses_of(model, batch[:2]) * batch[2] * (B / tokens.sum())
+
+    rows = gradient_rows(model, (*batch, tokens), normalised)
+    monitor = gs.Monitor(model, every=1, loss_reduction="step_mean", alignment=False)
+    for k, part in enumerate((slice(0, 2), slice(2, 6))):
+        some = tuple(item[part] for item in batch)
+        with monitor.step(batch_size=len(some[1]), accumulation=(k, 2)):
+            ((losses_of(model, some) * tokens[part]).sum() / tokens.sum()).backward()
+    assert_metrics(monitor.metrics(), {
+        name: value for name, value in metrics_of(rows).items() if "gns" in name or "norm" in name
+    })  # fmt: skip
+
+
+def test_unequal_micro_batches_of_means(model):
+    """ "mean": the examples of the smaller micro-batch weigh more; norms are those of ℓ_i."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    share = np.array([1 / 4] * 2 + [1 / 8] * 4)
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    for k, part in enumerate((slice(0, 2), slice(2, 6))):
+        some = tuple(item[part] for item in batch)
+        with monitor.step(batch_size=len(some[1]), accumulation=(k, 2)):
+            (losses_of(model, some).mean() / 2).backward()
+    metrics, gram = monitor.metrics(), rows @ rows.T
+    apart, products = ~np.eye(B, dtype=bool), np.outer(share, share)
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(share @ rows))
+    assert metrics["example_grad_norm/max"] == pytest.approx(np.sqrt(gram.diagonal().max()))
+    assert metrics["gns/g2"] == pytest.approx(
+        (products * gram)[apart].sum() / products[apart].sum()
+    )
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+def test_a_grad_scaler_is_divided_out(model, alignment):
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gs.Monitor(model, every=1, alignment=alignment, scaler=scaler, optimizer=optimizer)
+    with monitor.step(batch_size=B, ids=range(B)):
+        losses = losses_of(model, batch)
+        scaler.scale(losses.mean()).backward()
+    scaler.step(optimizer)
+    expected = metrics_of(rows)
+    expected["batch_loss"] = losses.mean().item()
+    expected["cabs"] = 0.1 * expected["gns/tr_sigma"] / losses.mean().item()
+    assert_metrics(monitor.metrics(), {k: v for k, v in expected.items() if "sti" not in k})
+    np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (rows**2).sum(1))
+
+
+def test_norms_are_those_before_clipping(model):
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_is_the_same_with_and_without(model, fused):
+    plain = copy.deepcopy(model)
+    models = {"monitored": model, "plain": plain}
+    optimizers = {n: torch.optim.Adam(m.parameters(), lr=0.01) for n, m in models.items()}
+    monitor = gs.Monitor(
+        model, every=2, fused=fused, optimizer=optimizers["monitored"], alignment=False
+    )
+    for _ in range(5):
+        batch = batch_of()
+        for name, each in models.items():
+            optimizers[name].zero_grad()
+            if name == "monitored":
+                with monitor.step(batch_size=B):
+                    losses_of(each, batch).mean().backward()
+            else:
+                losses_of(each, batch).mean().backward()
+            optimizers[name].step()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        if fused:
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-12)
+        else:
+            assert torch.equal(got, want)
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations that run, and counts what makes the host wait for the device."""
+
+    WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        self.waits += func in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+def test_off_steps_touch_nothing(model):
+    """The same operations run as without a monitor, on an untouched model."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gs.Monitor(model, every=3, optimizer=optimizer, alignment=False)
+    batch = batch_of()
+    with Operations() as plain:
+        losses_of(model, batch).mean().backward()
+    seen = []
+    for step in range(7):
+        model.zero_grad()
+        before = snapshot(model)
+        with monitor.step(batch_size=B, ids=range(B)) as context:
+            seen.append(type(model[0].weight) is not nn.Parameter)
+            if not context.measured:
+                assert_unchanged(model, before)
+            with Operations() as operations:
+                losses_of(model, batch).mean().backward()
+        metrics = monitor.metrics()
+        if step % 3:
+            assert operations.names == plain.names
+            assert metrics == {} and monitor.histograms() == {} and monitor.examples() == []
+        else:
+            assert operations.names != plain.names
+            assert metrics["grad_norm"] > 0
+        model.zero_grad()
+        assert_unchanged(model, before)
+    assert seen == [True, False, False, True, False, False, True]
+
+
+def test_one_copy_to_the_host_for_each_measured_step(model, monkeypatch):
+    copies = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(len(t)) or original(t))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    monitor = gs.Monitor(
+        model, every=1, alignment=False, layers="*", optimizer=optimizer, scaler=scaler
+    )
+    batch = batch_of()
+    scaler.scale(torch.ones(()))
+    with Operations() as operations:
+        with monitor.step(batch_size=B, ids=torch.arange(B)):
+            scaler.scale(losses_of(model, batch).mean()).backward()
+        assert copies == []  # nothing waits before the optimizer's step
+        monitor.metrics()
+        monitor.histograms()
+        monitor.examples()
+        monitor.state_dict()
+    assert len(copies) == 1
+    assert operations.waits == 0
+
+
+def test_layers(model):
+    batch = batch_of()
+    gradients = oracle_gradients(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1, layers="*", alignment=False)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    for layer in ("0", "2"):
+        names = [name for name in gradients if name.startswith(f"{layer}.")]
+        rows = torch.cat([gradients[name].flatten(1) for name in names], 1).numpy()
+        spread, gradient = noise(rows)
+        norm = np.linalg.norm(rows, axis=1)
+        assert metrics[f"grad_norm/{layer}"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+        assert metrics[f"example_grad_norm/{layer}/mean"] == pytest.approx(norm.mean())
+        assert metrics[f"gns/{layer}/tr_sigma"] == pytest.approx(spread)
+        assert metrics[f"gns/{layer}/g2"] == pytest.approx(gradient)
+    with pytest.raises(gs.CoverageError, match="matches the beginning of no"):
+        gs.Monitor(model, layers=["0", "blocks.*"])
+
+
+@pytest.mark.parametrize("patterns, layer", [(None, "2.weight"), ("*", "2")])
+def test_examples_say_which_and_where(model, patterns, layer):
+    batch = batch_of()
+    with torch.no_grad():
+        model[2].weight.mul_(0.01)  # so that the last layer's gradient dominates
+    gradients = oracle_gradients(model, batch, losses_of)
+    squares = {name: g.flatten(1).square().sum(1) for name, g in gradients.items()}
+    whole = sum(squares.values())
+    monitor = gs.Monitor(model, every=1, layers=patterns, alignment=False)
+    ids = torch.tensor([30, 10, 50, 20, 60, 40])
+    with monitor.step(batch_size=B, ids=ids):
+        losses_of(model, batch).mean().backward()
+    records = monitor.examples(3)
+    order = whole.argsort(descending=True)[:3]
+    assert [record.id for record in records] == ids[order].tolist()
+    assert [record.position for record in records] == order.tolist()
+    part = squares["2.weight"] + (squares["2.bias"] if patterns else 0)
+    for record, place in zip(records, order, strict=True):
+        assert record.norm == pytest.approx(whole[place].sqrt().item())
+        assert record.layer == layer
+        assert record.share == pytest.approx((part[place] / whole[place]).item())
+
+
+def test_a_spike_names_its_examples():
+    model = nn.Linear(5, 3).double()
+    monitor = gs.Monitor(model, every=1, top=2)
+    for step in range(8):
+        inputs, labels = batch_of()
+        if step == 6:
+            inputs[4] *= 200
+            labels[4] = model(inputs)[4].argmin()
+        with monitor.step(batch_size=B, ids=torch.arange(B) + 100):
+            losses_of(model, (inputs, labels)).mean().backward()
+        model.zero_grad()
+        if step == 6:
+            rows = gradient_rows(model, (inputs, labels), losses_of)
+        assert monitor.metrics()["spike"] == (step == 6)
+    norm, mean = np.linalg.norm(rows, axis=1), rows.mean(0)
+    along = rows @ mean / np.linalg.norm(mean)
+    expected = set(np.argsort(-norm)[:2]) | set(np.argsort(-along)[:2])
+    assert [spike.quantity for spike in monitor.spikes] == ["grad_norm", "example_grad_norm/max"]
+    for spike in monitor.spikes:
+        assert spike.step == 6 and spike.value > 5 * spike.typical > 0
+        assert [e.id - 100 for e in spike.examples] == sorted(expected, key=lambda i: -norm[i])
+        for example in spike.examples:
+            assert example.norm == pytest.approx(norm[example.position])
+            assert example.alignment == pytest.approx(along[example.position])
+    median = np.median(monitor.history["grad_norm"][:6])
+    assert monitor.spikes[0].typical == pytest.approx(median)
+
+
+def test_gradients_that_are_not_finite_are_counted_and_named(model):
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    inputs, labels = batch_of()
+    with monitor.step(batch_size=B):
+        losses_of(model, (inputs, labels)).mean().backward()
+    before = monitor.metrics()
+    model.zero_grad()
+    inputs[3] = math.nan
+    with monitor.step(batch_size=B, ids=torch.arange(B) + 7):
+        losses_of(model, (inputs, labels)).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["nonfinite/examples"] == metrics["nonfinite/steps"] == metrics["spike"] == 1
+    assert list(monitor.nonfinite) == [(1, 10)]
+    assert math.isnan(metrics["grad_norm"]) and math.isnan(metrics["gns/tr_sigma"])
+    assert metrics["example_grad_norm/mean"] > 0
+    assert metrics["gns/b_simple"] == pytest.approx(before["gns/b_simple"], nan_ok=True)
+    assert monitor.examples(1)[0].id == 10
+
+
+def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_path):
+    """S_i = Σ_t η_t ‖g_i(w_t)‖², summed over parameter groups with their own learning rates."""
+    inputs, labels = batch_of(10)
+
+    def groups(model):
+        return [
+            {"params": model[0].parameters(), "lr": 0.1},
+            {"params": model[2].parameters(), "lr": 0.01},
+        ]
+
+    optimizer = torch.optim.SGD(groups(model))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer, alignment=False)
+    expected, visits = np.zeros(10), np.zeros(10)
+    for step in range(6):
+        picked = torch.randperm(10)[:4]
+        batch = (inputs[picked], labels[picked])
+        gradients = oracle_gradients(model, batch, losses_of)
+        for name, gradient in gradients.items():
+            rate = optimizer.param_groups[0 if name.startswith("0") else 1]["lr"]
+            expected[picked] += rate * gradient.flatten(1).square().sum(1).numpy()
+        visits[picked] += 1
+        optimizer.zero_grad()
+        with monitor.step(batch_size=4, ids=picked):
+            losses_of(model, batch).mean().backward()
+        optimizer.step()
+        schedule.step()
+        if step == 3:
+            torch.save(monitor.state_dict(), tmp_path / "monitor.pt")
+            metrics = monitor.metrics()
+            monitor = gs.Monitor(model, every=1, optimizer=optimizer, alignment=False)
+            monitor.load_state_dict(torch.load(tmp_path / "monitor.pt", weights_only=True))
+            assert monitor.history["gns/tr_sigma"][-1] == metrics["gns/tr_sigma"]
+    table = monitor.self_influence
+    seen = np.flatnonzero(visits)
+    assert table.ids.tolist() == seen.tolist()
+    np.testing.assert_allclose(table.values, expected[seen])
+    np.testing.assert_array_equal(table.visits, visits[seen])
+    assert [i for i, _ in table.top(2)] == np.argsort(-expected)[:2].tolist()
+    assert monitor.history["step"] == list(range(6)) and monitor.steps == 6
+
+
+def test_a_resumed_monitor_continues_its_averages(model):
+    batches = [batch_of() for _ in range(8)]
+    whole, first, second = (gs.Monitor(model, every=1, alignment=False) for _ in range(3))
+
+    def run(monitor, some):
+        for batch in some:
+            model.zero_grad()
+            with monitor.step(batch_size=B):
+                losses_of(model, batch).mean().backward()
+        return monitor.metrics()
+
+    expected = run(whole, batches)
+    run(first, batches[:5])
+    second.load_state_dict(first.state_dict())
+    got = run(second, batches[5:])
+    assert got == expected or all(
+        got[name] == value or (math.isnan(value) and math.isnan(got[name]))
+        for name, value in expected.items()
+    )
+    with pytest.raises(gs.TrackingError, match="saved by another version"):
+        second.load_state_dict({"version": 99})
+
+
+def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    state = snapshot(model)
+    with pytest.raises(RuntimeError, match="the user's own"), monitor.step(batch_size=B):
+        losses_of(model, batch_of())
+        raise RuntimeError("the user's own")
+    assert_unchanged(model, state)
+    assert monitor.steps == 0 and monitor.metrics() == {}
+    with monitor.step(batch_size=B):
+        losses_of(model, batch_of()).mean().backward()
+    assert monitor.metrics()["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: gs.Monitor(m, every=0), "every is 0"),
+        (lambda m: gs.Monitor(m, loss_reduction="max"), "loss_reduction is 'max'"),
+        (lambda m: gs.Monitor(m, decay=1.0), "decay is 1.0"),
+        (lambda m: gs.Monitor(m, spike=1.0), "spike is 1.0"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=(2, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=(1, 2)), "micro-batch 0 was expected"),
+        (lambda m: gs.Monitor(m).examples(by="loss"), "by is 'loss'"),
+    ],
+)
+def test_bad_arguments(model, call, message):
+    with pytest.raises(gs.TrackingError, match=message):
+        call(model)
+
+
+@pytest.mark.parametrize("ids", [torch.arange(3), torch.rand(B), torch.full((B,), 2**60)])
+def test_bad_ids(model, ids):
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    state = snapshot(model)
+    with pytest.raises(gs.TrackingError, match="ids"), monitor.step(batch_size=B, ids=ids):
+        losses_of(model, batch_of()).mean().backward()
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
+def test_a_gradient_from_before_is_refused(model):
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    losses_of(model, batch_of()).mean().backward()
+    with monitor.step(batch_size=B):
+        losses_of(model, batch_of()).mean().backward()
+    with pytest.raises(gs.TrackingError, match="zero_grad"):
+        monitor.metrics()
+
+
+def test_bfloat16_autocast():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    inputs, labels = batch_of(16)
+    batch = (inputs.float(), labels)
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1, alignment=False)
+    with monitor.step(batch_size=16):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = losses_of(model, batch).mean()
+        loss.backward()
+    metrics, expected = monitor.metrics(), metrics_of(rows)
+    for name in ("grad_norm", "example_grad_norm/mean", "gns/tr_sigma"):
+        assert metrics[name] == pytest.approx(expected[name], rel=0.03)

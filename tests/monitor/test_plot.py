@@ -1,0 +1,63 @@
+"""The plot of a run: what is drawn are the values that were measured."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from gradstats.monitor import plot
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def monitor():
+    model = nn.Linear(5, 3).double()
+    monitor = gs.Monitor(model, every=2, alignment=False, top=3)
+    for step in range(20):
+        inputs, labels = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+        if step == 14:
+            inputs[4] *= 300
+            labels[4] = model(inputs)[4].argmin()
+        with monitor.step(batch_size=6, ids=torch.arange(6) + 40):
+            functional.cross_entropy(model(inputs), labels).backward()
+        model.zero_grad()
+    return monitor
+
+
+def test_the_figure_shows_what_was_measured(monitor, tmp_path):
+    figure = plot(monitor)
+    norms, noise = figure.axes
+    history = monitor.history
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    for label, name in (
+        ("median example", "example_grad_norm/p50"),
+        ("largest", "example_grad_norm/max"),
+        ("training gradient", "grad_norm"),
+        ("noise scale $B_{simple}$", "gns/b_simple"),
+    ):
+        np.testing.assert_array_equal(lines[label].get_xdata(), history["step"])
+        np.testing.assert_array_equal(lines[label].get_ydata(), history[name])
+    band = norms.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == min(history["example_grad_norm/p05"])
+    assert band[:, 1].max() == max(history["example_grad_norm/p95"])
+    (marked,) = norms.texts
+    assert marked.get_text().startswith("44") and marked.xy[0] == 14
+    assert marked.xy[1] == monitor.spikes[0].examples[0].norm
+    assert noise.get_xlabel() == "optimizer step"
+    figure.savefig(tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_what_is_missing_is_said(monitor, monkeypatch):
+    with pytest.raises(gs.GradStatsError, match="nothing to plot"):
+        plot(gs.Monitor(monitor.model))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(gs.GradStatsError, match=r"gradstats\[plot\]"):
+        plot(monitor)

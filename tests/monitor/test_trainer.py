@@ -1,0 +1,276 @@
+"""The callback of Hugging Face's Trainer in real runs: what it logs against the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+import gradstats as gs
+from tests.monitor.digits import Digits, classifier, losses_of
+from tests.monitor.expected import gradient_rows, metrics_of
+from tests.oracle import assert_unchanged, snapshot
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
+from tests.monitor.text import (  # noqa: E402
+    Recorder,
+    assert_close,
+    language_model,
+    logged,
+    normalised_losses,
+    trainer_for,
+)
+
+pytestmark = [
+    # The Trainer asks the data loader to pin memory even on a machine without an accelerator.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
+]
+
+NAMES = ("grad_norm", "example_grad_norm/p50", "gns/tr_sigma", "gns/g2", "m_coherence")
+# The loss of causal language models is computed in float32.
+RTOL = 1e-5
+
+
+def rows_of(recorder, number: int):
+    weights, batch = recorder.whole(number)
+    model = language_model()
+    model.load_state_dict(weights)
+    return gradient_rows(model, batch[:3], normalised_losses), batch
+
+
+def test_token_counts_and_accumulation_against_the_oracle(tmp_path):
+    """Lines of different lengths: the mean is over the tokens of all micro-batches together."""
+    recorder, callback = Recorder(), GradStatsCallback(every=2, ids="line")
+    trainer = trainer_for(
+        language_model(), [recorder, callback], tmp_path, max_grad_norm=0.01, max_steps=6
+    )
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    assert list(ours) == [1, 3, 5] and list(own) == [1, 2, 3, 4, 5, 6]
+    expected = np.zeros(16)
+    for number in (0, 2, 4):
+        rows, batch = rows_of(recorder, number)
+        metrics = ours[number + 1]
+        assert_close(metrics, metrics_of(rows), NAMES, RTOL)
+        # Step 2 ends the epoch: four lines are left for two micro-batches.
+        assert len(rows) == (4 if number == 2 else 6)
+        assert metrics["grad_norm"] == pytest.approx(own[number + 1]["grad_norm"], rel=RTOL)
+        assert metrics["batch_loss"] == pytest.approx(own[number + 1]["loss"], rel=RTOL)
+        assert metrics["epoch"] == own[number + 1]["epoch"]
+        rate = own[number + 1]["learning_rate"]
+        np.add.at(expected, batch[3].numpy() - 500, rate * (rows**2).sum(1))
+    table = callback.monitor.self_influence
+    assert table.ids.tolist() == (np.flatnonzero(expected) + 500).tolist()
+    np.testing.assert_allclose(table.values, expected[expected > 0], rtol=RTOL)
+
+
+class Classifier(nn.Module):
+    """A model that knows nothing of token counts: it returns the mean of its batch."""
+
+    main_input_name = "images"
+
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, images, labels, fail=None):
+        loss = functional.cross_entropy(self.net(images), labels)
+        if fail is not None:
+            raise fail
+        return {"loss": loss}
+
+
+class Images(Digits):
+    def __getitem__(self, index: int) -> dict:
+        return {"images": self.images[index], "labels": self.labels[index]}
+
+
+def test_means_over_micro_batches_against_the_oracle(tmp_path):
+    seen: list = []
+    model = Classifier()
+
+    class Keep(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            weights = {name: value.clone() for name, value in model.net.state_dict().items()}
+            seen.append((weights, []))
+
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen[-1][1].append((kwargs["images"], kwargs["labels"])),
+        with_kwargs=True,
+    )
+    callback = GradStatsCallback(every=2, layers="net.*")
+    trainer = trainer_for(model, [Keep(), callback], tmp_path, Images(14), max_steps=5)
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    for number in (0, 2, 4):
+        weights, batches = seen[number]
+        network = classifier()
+        network.load_state_dict(weights)
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        # The last step of an epoch has a micro-batch of two, whose examples weigh as much.
+        weight = torch.cat([torch.ones(len(y), dtype=torch.float64) / len(y) for _, y in batches])
+        weight *= len(whole[1]) / len(batches)
+        rows = gradient_rows(
+            network, (*whole, weight), lambda m, batch: losses_of(m, batch) * batch[2]
+        )
+        metrics = ours[number + 1]
+        assert_close(metrics, metrics_of(rows), NAMES, 1e-9)
+        assert metrics["batch_loss"] == pytest.approx(own[number + 1]["loss"])
+        assert "gns/net.2/b_simple" in metrics
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_and_checkpoints_are_the_same(tmp_path, fused):
+    models = [language_model(), language_model()]
+    for model, callbacks in zip(models, ([GradStatsCallback(2, fused=fused)], []), strict=True):
+        trainer_for(model, callbacks, tmp_path / str(len(callbacks)), save_strategy="steps",
+                    save_steps=5)  # fmt: skip
+    files = [tmp_path / name / "checkpoint-5" / "model.safetensors" for name in ("1", "0")]
+    if not fused:
+        assert files[0].read_bytes() == files[1].read_bytes()
+    for got, want in zip(*(model.parameters() for model in models), strict=True):
+        if fused:
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+        else:
+            assert torch.equal(got, want)
+
+
+def test_a_resumed_run_continues(tmp_path):
+    whole = GradStatsCallback(every=2, ids="line")
+    trainer_for(language_model(), [whole], tmp_path, save_strategy="steps", save_steps=3)
+    options = {"resume": tmp_path / "checkpoint-3"}
+    trainer = trainer_for(
+        language_model(), [GradStatsCallback(every=2, ids="line")], tmp_path,
+        restore_callback_states_from_checkpoint=True, **options,
+    )  # fmt: skip
+    (second,) = (c for c in trainer.callback_handler.callbacks if type(c) is GradStatsCallback)
+    assert second.monitor.history["step"] == whole.monitor.history["step"] == [0, 2, 4]
+    for name, values in whole.monitor.history.items():
+        np.testing.assert_allclose(second.monitor.history[name], values, rtol=1e-9, err_msg=name)
+    table, other = whole.monitor.self_influence, second.monitor.self_influence
+    assert table.ids.tolist() == other.ids.tolist()
+    np.testing.assert_allclose(other.values, table.values)
+    with pytest.warns(UserWarning, match="restore_callback_states_from_checkpoint=True"):
+        trainer_for(language_model(), [GradStatsCallback(every=2, ids="line")], tmp_path, **options)
+
+
+def test_off_steps_touch_nothing(tmp_path):
+    model = language_model()
+    found: list[tuple] = []
+
+    class Look(transformers.TrainerCallback):
+        """Looks at the model before each forward and before each optimizer step."""
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.look()
+
+        on_substep_end = on_step_begin
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            self.look()
+            found.append(tuple(self.seen))
+            self.seen = []
+
+        seen: list = []  # noqa: RUF012
+
+        def look(self):
+            state = snapshot(model)
+            hooks = any(any(counts) for counts in state["hooks"].values())
+            self.seen.append(hooks or bool(_get_current_function_mode_stack()))
+
+    trainer = trainer_for(model, [GradStatsCallback(every=2), Look()], tmp_path, max_steps=4)
+    waits, idle = (True, True, False), (False, False, False)
+    assert found == [waits, idle, waits, idle]
+    assert list(logged(trainer, "gns/tr_sigma")) == [1, 3]
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_an_exception_leaves_nothing_behind(tmp_path):
+    model, callback = Classifier(), GradStatsCallback(every=1)
+    state = snapshot(model)
+
+    def collate(rows):
+        batch = transformers.default_data_collator(rows)
+        return {**batch, "fail": RuntimeError("the user's own")}
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Images(8), callbacks=[callback], data_collator=collate
+    )
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer.train()
+    assert_unchanged(model, state)
+    assert not _get_current_function_mode_stack()
+
+
+def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
+    model, callback = Classifier(), GradStatsCallback(every=1)
+    handle = model.net[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer_for(model, [callback], tmp_path, Images(14))
+    handle.remove()
+    model.zero_grad()
+    callback.close()
+    assert not _get_current_function_mode_stack()
+    trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=1)
+    assert list(logged(trainer, "gns/tr_sigma")) == [1]
+
+
+def test_tensorboard_shows_what_was_measured(tmp_path, monkeypatch):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    callback = GradStatsCallback(every=2)
+    trainer_for(language_model(), [callback], tmp_path, report_to="tensorboard")
+    events = reader.EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in ("gns/b_simple", "example_grad_norm/max", "align/mean_cos_to_mean"):
+        points = events.Scalars(f"train/{name}")
+        assert [point.step for point in points] == [1, 3, 5]
+        values = callback.monitor.history[name]
+        np.testing.assert_allclose([point.value for point in points], values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"torch_compile": True}, "torch.compile"),
+        ({"ids": "page"}, "was not given the input 'page'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path, options, message):
+    model = language_model()
+    state = snapshot(model)
+    callback = GradStatsCallback(every=1, ids=options.pop("ids", None))
+    with pytest.raises(gs.TrackingError, match=message):
+        trainer_for(model, [callback], tmp_path, **options)
+    assert_unchanged(model, state)
+
+
+def test_options_must_fit_into_the_saved_state():
+    with pytest.raises(gs.TrackingError, match="JSON"):
+        GradStatsCallback(parameters={"a set"})
+
+
+def test_it_must_be_called_by_a_trainer(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(gs.TrackingError, match=r"not called by a transformers\.Trainer"):
+        GradStatsCallback().on_train_begin(arguments, None, None, model=language_model())
+
+
+def test_the_extra_is_named_where_transformers_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
+    monkeypatch.delitem(sys.modules, "gradstats.integrations.transformers")
+    with pytest.raises(gs.GradStatsError, match=r"gradstats\[transformers\]"):
+        importlib.import_module("gradstats.integrations.transformers")

@@ -1,0 +1,60 @@
+"""What each of two processes does when Hugging Face's Trainer runs them with DDP."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradstats.integrations.transformers import GradStatsCallback
+from tests.monitor.expected import gradient_rows, metrics_of
+from tests.monitor.text import (
+    Recorder,
+    assert_close,
+    language_model,
+    logged,
+    normalised_losses,
+    trainer_for,
+)
+
+
+def train(rank: int, port: int, folder: str, ranks: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    recorder, callback = Recorder(), GradStatsCallback(every=2, ids="line", alignment=False)
+    try:
+        trainer = trainer_for(
+            language_model(), [recorder, callback], Path(folder), max_steps=3, ddp_backend="gloo",
+            per_device_train_batch_size=2,
+        )  # fmt: skip
+        assert trainer.args.world_size == ranks
+        # Both processes together: what each saw of the step, in one batch.
+        for number in (0, 2):
+            weights, (tokens, labels, count, lines) = recorder.whole(number)
+            mine = [tokens, labels, lines]
+            theirs = [[torch.empty_like(item) for _ in range(ranks)] for item in mine]
+            for received, item in zip(theirs, mine, strict=True):
+                dist.all_gather(received, item)
+            tokens, labels, lines = map(torch.cat, theirs)
+            model = language_model()
+            model.load_state_dict(weights)
+            rows = gradient_rows(model, (tokens, labels, count), normalised_losses)
+            names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
+            metrics = logged(trainer, "gns/tr_sigma")[number + 1]
+            assert_close(metrics, metrics_of(rows), names, 1e-5)
+            own = logged(trainer, "loss")[number + 1]
+            np.testing.assert_allclose(metrics["grad_norm"], own["grad_norm"], rtol=1e-5)
+            np.testing.assert_allclose(metrics["batch_loss"], own["loss"], rtol=1e-5)
+        last = callback.monitor.examples(len(lines))
+        assert {record.id for record in last} == set(lines.tolist()) and len(lines) == 8
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

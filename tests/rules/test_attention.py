@@ -1,0 +1,339 @@
+"""Multi-head attention in every form of nn.MultiheadAttention, and Transformer layers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+BATCH, WIDTH, HEADS = 3, 4, 2
+
+FORMS = {
+    "plain": {},
+    "sequence first": {"batch_first": False},
+    "no bias": {"bias": False},
+    "key and value of other widths": {"kdim": 3, "vdim": 5},
+    "key and value of other widths, no bias": {"kdim": 3, "vdim": 5, "bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero attention": {"add_zero_attn": True},
+    "bias_kv and zero attention": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 3},
+}
+
+
+def attend(m, query, key, value, **options):
+    return m.attention(query, key, value, **options)[0]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("lengths", [(2, 5), (BATCH, BATCH)], ids=["L != S", "L == S == B"])
+def test_forms(form, lengths, need_weights):
+    form = {"batch_first": True, **form}
+    attention = nn.MultiheadAttention(WIDTH, HEADS, **form)
+    queries, keys = lengths
+    data = (
+        normal(BATCH, queries, WIDTH),
+        normal(BATCH, keys, form.get("kdim", WIDTH)),
+        normal(BATCH, keys, form.get("vdim", WIDTH)),
+    )
+
+    def function(m, *data):
+        if not form["batch_first"]:
+            data = [x.transpose(0, 1) for x in data]
+        result = m.attention(*data, need_weights=need_weights)[0]
+        return result if form["batch_first"] else result.transpose(0, 1)
+
+    check_operation(function, {"attention": attention}, *data)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("length", [BATCH, 5])
+def test_self_attention_and_one_memory(length, need_weights):
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x, memory = normal(BATCH, length, WIDTH), normal(BATCH, 2, WIDTH)
+    check_operation(
+        lambda m, x: attend(m, x, x, x, need_weights=need_weights), {"attention": attention}, x
+    )
+    check_operation(
+        lambda m, x, y: attend(m, x, y, y, need_weights=need_weights),
+        {"attention": attention},
+        x,
+        memory,
+    )
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("length", [BATCH, 5])
+def test_attention_weights_in_the_loss(length, average):
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def function(m, x):
+        result, weights = m.attention(x, x, x, average_attn_weights=average)
+        # The weights' examples lie along the first axis, where the scale meets them.
+        return torch.cat([result.flatten(1), (weights * m.scale).flatten(1)], 1)
+
+    parameters = {"attention": attention, "scale": (length,)}
+    check_operation(function, parameters, normal(BATCH, length, WIDTH))
+
+
+MASKS = {
+    "causal": lambda length: torch.ones(length, length).triu(1).bool(),
+    "added": lambda length: torch.linspace(-1, 1, length * length).view(length, length).double(),
+    "for each head": lambda length: (
+        torch.linspace(-1, 1, BATCH * HEADS * length * length).view(-1, length, length).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", [*MASKS, None])
+def test_masks(mask, need_weights, padded, extra):
+    length = 4
+    attention = nn.MultiheadAttention(
+        WIDTH, HEADS, batch_first=True, add_bias_kv=extra, add_zero_attn=extra
+    )
+    mask = MASKS[mask](length) if mask else None
+    padding = torch.arange(length) >= torch.tensor([[4], [2], [3]]) if padded else None
+    if padded and mask is not None and mask.dtype != torch.bool:
+        padding = torch.zeros(padding.shape).double().masked_fill(padding, -torch.inf)
+
+    def function(m, x):
+        return attend(
+            m, x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=need_weights
+        )
+
+    check_operation(function, {"attention": attention}, normal(BATCH, length, WIDTH))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_the_hint_that_a_mask_is_causal(need_weights, padded):
+    length = 4
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    causal = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+    padding = torch.zeros(BATCH, length).double()
+    padding[0, 3:] = -torch.inf
+
+    def function(m, x):
+        return attend(
+            m,
+            x,
+            x,
+            x,
+            attn_mask=causal,
+            is_causal=True,
+            need_weights=need_weights,
+            key_padding_mask=padding if padded else None,
+        )
+
+    check_operation(function, {"attention": attention}, normal(BATCH, length, WIDTH))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("heads", [False, True], ids=["one", "for each head"])
+def test_a_trained_mask(heads, need_weights, padded):
+    """Relative position biases handed over as the mask."""
+    length = 4
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    padding = torch.zeros(BATCH, length).double()
+    padding[0, 3:] = -torch.inf
+
+    def function(m, x):
+        mask = m.bias.tanh().repeat(BATCH, 1, 1) if heads else m.bias[0]
+        return attend(
+            m,
+            x,
+            x,
+            x,
+            attn_mask=mask,
+            need_weights=need_weights,
+            key_padding_mask=padding if padded else None,
+        )
+
+    parameters = {"attention": attention, "bias": (HEADS, length, length)}
+    check_operation(function, parameters, normal(BATCH, length, WIDTH))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_trained_queries(need_weights):
+    """Queries that are parameters, the same for every example; constants as keys."""
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def function(m, x):
+        queries = m.queries.expand(BATCH, -1, -1)
+        out = attend(m, queries, x, x, need_weights=need_weights)
+        constant = torch.ones(BATCH, 2, WIDTH, dtype=torch.float64)
+        return out + attend(m, x, constant, constant, need_weights=need_weights)
+
+    parameters = {"attention": attention, "queries": (BATCH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, BATCH, WIDTH))
+
+
+def test_examples_along_the_second_axis():
+    attention = nn.MultiheadAttention(WIDTH, HEADS)
+
+    def losses(model, batch):
+        out = model(*batch).transpose(0, 1).flatten(1)
+        return (out * torch.linspace(0.5, 1.5, out.shape[1]).double() + out.square() / 3).sum(1)
+
+    for length in (BATCH, 5):
+        check_operation(
+            lambda m, x: attend(m, x, x, x),
+            {"attention": attention},
+            normal(length, BATCH, WIDTH),
+            loss_fn=losses,
+            batch_dim=1,
+        )
+
+
+def test_examples_along_an_axis_that_attention_mixes():
+    attention = nn.MultiheadAttention(WIDTH, HEADS)  # sequence first
+    for length in (BATCH, 5):
+        check_refused(
+            lambda m, x: attend(m, x, x, x),
+            {"attention": attention},
+            normal(BATCH, length, WIDTH),
+            error=gs.ExampleAxisError,
+            match="multi_head_attention_forward.*along axis 1",
+        )
+
+
+def test_static_key_and_value():
+    def function(m, x, k, v):
+        a = m.attention
+        x = x.transpose(0, 1)
+        return functional.multi_head_attention_forward(
+            x, x, x, WIDTH, HEADS, a.in_proj_weight, a.in_proj_bias, None, None, False, 0.0,
+            a.out_proj.weight, a.out_proj.bias, need_weights=False, static_k=k.flatten(0, 1),
+            static_v=v.flatten(0, 1),
+        )[0].transpose(0, 1)  # fmt: skip
+
+    keys = [normal(BATCH, HEADS, 5, WIDTH // HEADS) for _ in range(2)]
+    attention = nn.MultiheadAttention(WIDTH, HEADS)
+    check_operation(function, {"attention": attention}, normal(BATCH, 4, WIDTH), *keys)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout(need_weights):
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.4)
+
+    def losses(model, batch):
+        torch.manual_seed(3)
+        return uneven_loss(model, batch)
+
+    check_operation(
+        lambda m, x: attend(m, x, x, x, need_weights=need_weights),
+        {"attention": attention},
+        normal(BATCH, 4, WIDTH),
+        loss_fn=losses,
+    )
+
+
+def test_dropout_beside_a_trained_mask():
+    """The mask's gradient depends on which weights were dropped: known where it is computed."""
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.4)
+
+    def losses(model, batch):
+        torch.manual_seed(3)
+        return uneven_loss(model, batch)
+
+    model = Operation(
+        lambda m, x: attend(m, x, x, x, attn_mask=m.bias, need_weights=False),
+        {"attention": attention, "bias": (4, 4)},
+        upstream=False,
+    )
+    x = normal(BATCH, 4, WIDTH)
+    expected = oracle_sqnorms(model, (x,), losses)
+    assert_sqnorms(gs.per_example_norms(model, (x,), losses), expected, 1e-9)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(losses(model, (x,)))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=r"dropout.*'bias'.*fused=True"),
+        gs.track(model, batch_size=BATCH, fused=False),
+    ):
+        losses(model, (x,))
+
+
+def test_one_attention_used_twice_and_tied_weights():
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def function(m, x):
+        y = attend(m, x, x, x)
+        return attend(m, y, x, x) + functional.linear(y, m.attention.in_proj_weight)[..., :WIDTH]
+
+    check_operation(function, {"attention": attention}, normal(BATCH, 5, WIDTH))
+
+
+LAYERS = {
+    "encoder": lambda **o: nn.TransformerEncoderLayer(WIDTH, HEADS, 6, 0.0, **o),
+    "encoders": lambda **o: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 6, 0.0, **o), 2
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_encoder_layers(name, batch_first, norm_first, training):
+    layer = LAYERS[name](batch_first=batch_first, norm_first=norm_first).train(training)
+    padding = torch.arange(4) >= torch.tensor([[4], [2], [3]])
+
+    def function(m, x):
+        x = x if batch_first else x.transpose(0, 1)
+        with torch.no_grad():
+            # Without gradients PyTorch may take another way; nothing of it is counted.
+            ahead = m.layer(x, src_key_padding_mask=padding)
+        out = m.layer(x, src_key_padding_mask=padding) + 0 * ahead
+        return (out if batch_first else out.transpose(0, 1)) * ~padding.unsqueeze(-1)
+
+    check_operation(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_decoder_layer_and_whole_transformer(batch_first):
+    order = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
+    decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, 6, 0.0, batch_first=batch_first)
+    data = normal(BATCH, BATCH, WIDTH), normal(BATCH, 5, WIDTH)
+    causal = nn.Transformer.generate_square_subsequent_mask(BATCH, dtype=torch.float64)
+
+    def decode(m, x, memory):
+        return order(m.layer(order(x), order(memory), tgt_mask=causal, tgt_is_causal=True))
+
+    check_operation(decode, {"layer": decoder}, *data)
+    whole = nn.Transformer(WIDTH, HEADS, 1, 1, 6, 0.0, batch_first=batch_first)
+
+    def translate(m, x, source):
+        return order(m.layer(order(source), order(x), tgt_mask=causal))
+
+    check_operation(translate, {"layer": whole}, *data)
+
+
+def test_autocast():
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, 5, WIDTH)
+
+    def losses(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x, x, x, need_weights=False)[0]
+        return out.float().square().sum((1, 2))
+
+    expected = []
+    for row in range(BATCH):
+        attention.zero_grad()
+        losses(attention, x[row : row + 1]).sum().backward()
+        expected.append(sum(p.grad.double().square().sum() for p in attention.parameters()))
+    attention.zero_grad()
+    stats = gs.per_example_norms(attention, x, losses)
+    torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.02, atol=0)

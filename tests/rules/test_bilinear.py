@@ -1,0 +1,66 @@
+"""Bilinear layers."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradstats as gs
+from gradstats.capture._layout import Examples
+from gradstats.capture.rules._bilinear import BilinearFactors
+from tests.rules.operation import check_operation, check_refused, normal
+
+BATCH = 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("between", [(), (5,), (2, BATCH)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 3, 2), (2, 3, 4), (1, 1, 1)], ids=str)
+def test_bilinear(sizes, between, bias):
+    layer = nn.Bilinear(*sizes, bias=bias)
+    first, second = (normal(BATCH, *between, size) for size in sizes[:2])
+    check_operation(lambda m, x, y: m.layer(x, y), {"layer": layer}, first, second)
+
+
+def test_bilinear_of_one_input_and_used_twice():
+    layer = nn.Bilinear(4, 4, 4)
+
+    def function(m, x):
+        y = m.layer(x, x).tanh()
+        return m.layer(y, x)
+
+    check_operation(function, {"layer": layer}, normal(BATCH, 5, 4))
+
+
+def test_bilinear_with_positions_folded_or_moved():
+    def function(m, x, y):
+        rows = m.layer(x.flatten(0, 1), y.flatten(0, 1)).view(BATCH, 5, -1)
+        return rows + m.layer(x.transpose(0, 1), y.transpose(0, 1)).transpose(0, 1)
+
+    check_operation(
+        function, {"layer": nn.Bilinear(4, 2, 3)}, normal(BATCH, 5, 4), normal(BATCH, 5, 2)
+    )
+
+
+def test_bilinear_of_examples_along_different_axes_is_refused():
+    check_refused(
+        lambda m, x: m.layer(x, x.transpose(0, 1)),
+        {"layer": nn.Bilinear(4, 4, 3)},
+        normal(BATCH, BATCH, 4),
+        match="bilinear.*different axes",
+    )
+    check_refused(
+        lambda m, x: m.layer(x, m.queries.expand(BATCH, 4)),
+        {"layer": nn.Bilinear(4, 4, 3), "queries": (4,)},
+        normal(BATCH, 4),
+        error=gs.UnsupportedOperationError,
+        match="bilinear.*tracked input",
+    )
+
+
+def test_memory_is_not_that_of_a_gradient():
+    """What is written out is a pair of operands, the smaller: never (B, d)."""
+    layer = nn.Bilinear(6, 5, 300)
+    x, y = torch.randn(BATCH, 6), torch.randn(BATCH, 5)
+    factors = BilinearFactors(True, False, Examples(BATCH, 0), tuple(layer.weight.shape))
+    (outer,) = factors(torch.randn(BATCH, 300), x, y)
+    assert outer.left.numel() + outer.right.numel() == BATCH * (300 + 30)

@@ -1,0 +1,297 @@
+"""Recurrent layers and cells in every form of torch.nn, packed sequences included."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import gradstats as gs
+from tests.oracle import check_model
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+BATCH, WIDTH, HIDDEN = 3, 4, 5
+
+LAYERS = {
+    "lstm": lambda **o: nn.LSTM(WIDTH, HIDDEN, **o),
+    "gru": lambda **o: nn.GRU(WIDTH, HIDDEN, **o),
+    "tanh": lambda **o: nn.RNN(WIDTH, HIDDEN, **o),
+    "relu": lambda **o: nn.RNN(WIDTH, HIDDEN, nonlinearity="relu", **o),
+}
+
+FORMS = {
+    "plain": {},
+    "sequence first": {"batch_first": False},
+    "two layers": {"num_layers": 2},
+    "bidirectional": {"bidirectional": True},
+    "no bias": {"bias": False},
+    "as many layers as examples": {"num_layers": BATCH, "bias": False},
+    "two layers, bidirectional, no bias, sequence first": {
+        "num_layers": 2,
+        "bidirectional": True,
+        "bias": False,
+        "batch_first": False,
+    },
+}
+
+
+def check(function, parameters, *data, loss_fn=uneven_loss, **options):
+    """Compare with the oracle, all of the parameters trained."""
+    check_model(Operation(function, parameters, upstream=True), data, loss_fn, **options)
+
+
+def final_state(result):
+    """Return the last layer's final hidden state, (B, width)."""
+    state = result[1]
+    return state[0][-1] if isinstance(state, tuple) else state[-1]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers(kind, form):
+    form = {"batch_first": True, **form}
+    layer = LAYERS[kind](**form)
+
+    def function(m, x):
+        result = m.layer(x if form["batch_first"] else x.transpose(0, 1))
+        output = result[0] if form["batch_first"] else result[0].transpose(0, 1)
+        return torch.cat([output.flatten(1), final_state(result)], 1)
+
+    for positions in (1, BATCH):
+        check(function, {"layer": layer}, normal(BATCH, positions, WIDTH))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weights_frozen_in_turn(kind):
+    layer = LAYERS[kind](batch_first=True)
+    check_operation(lambda m, x: m.layer(x)[0], {"layer": layer}, normal(BATCH, 2, WIDTH))
+
+
+@pytest.mark.parametrize("form", [{}, {"num_layers": 2, "bidirectional": True}])
+def test_projections(form):
+    layer = nn.LSTM(WIDTH, HIDDEN, proj_size=2, batch_first=True, **form)
+
+    def function(m, x):
+        output, (hidden, memory) = m.layer(x)
+        return torch.cat([output.flatten(1), hidden[-1], memory[0]], 1)
+
+    check(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_initial_states(kind):
+    """Made from data, and trained, the same for every example."""
+    layer = LAYERS[kind](num_layers=2, batch_first=True)
+    states = 2 if kind == "lstm" else 1
+
+    def function(m, x):
+        made = [torch.stack([m.start(x[:, 0]), m.start(x[:, 1])]).tanh() for _ in range(states)]
+        learned = [m.hidden.unsqueeze(1).expand(-1, BATCH, -1) for _ in range(states)]
+        total = 0
+        for state in (made, learned):
+            output, _ = m.layer(x, tuple(state) if states > 1 else state[0])
+            total = total + output
+        return total
+
+    parameters = {"layer": layer, "start": nn.Linear(WIDTH, HIDDEN), "hidden": (2, HIDDEN)}
+    check(function, parameters, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_dropout_between_layers(kind):
+    layer = LAYERS[kind](num_layers=3, dropout=0.4, batch_first=True, bidirectional=True)
+
+    def losses(model, batch):
+        torch.manual_seed(3)
+        return uneven_loss(model, batch)
+
+    def function(m, x):
+        result = m.layer(x)
+        return torch.cat([result[0].flatten(1), final_state(result)], 1)
+
+    check(function, {"layer": layer}, normal(BATCH, 4, WIDTH), loss_fn=losses)
+
+
+PICKS = {
+    "one step's output": lambda result: result[0][:, 0],
+    "one hidden state": lambda result: result[1][0][0],
+    "one memory": lambda result: result[1][1][1],
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_results_that_the_loss_leaves_out(pick):
+    layer = nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True)
+    check(lambda m, x: pick(m.layer(x)), {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+def test_results_changed_in_place():
+    layer = nn.GRU(WIDTH, HIDDEN, batch_first=True)
+    check(lambda m, x: m.layer(x)[0].relu_(), {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+def test_used_twice_with_tied_weights():
+    layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+    layer.weight_hh_l0 = layer.weight_ih_l0
+    check(lambda m, x: m.layer(m.layer(x)[0])[0], {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+def test_examples_along_the_second_axis():
+    def losses(model, batch):
+        return uneven_loss(lambda *b: model(*b).transpose(0, 1), batch)
+
+    for positions in (BATCH, 4):
+        check(
+            lambda m, x: m.layer(x)[0],
+            {"layer": nn.LSTM(WIDTH, HIDDEN, 2)},
+            normal(positions, BATCH, WIDTH),
+            loss_fn=losses,
+            batch_dim=1,
+        )
+
+
+def test_examples_along_the_axis_of_steps():
+    for positions in (BATCH, 4):
+        check_refused(
+            lambda m, x: m.layer(x)[0],
+            {"layer": nn.GRU(WIDTH, HIDDEN)},  # sequence first
+            normal(BATCH, positions, WIDTH),
+            error=gs.ExampleAxisError,
+            match="gru.*along axis 1",
+        )
+
+
+CELLS = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "tanh": nn.RNNCell,
+    "relu": lambda *a, **o: nn.RNNCell(*a, nonlinearity="relu", **o),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells(kind, bias):
+    def function(m, x):
+        state = None
+        for step in x.unbind(1):
+            state = m.cell(step, state)
+        return torch.cat(state, 1) if kind == "lstm" else state
+
+    cell = CELLS[kind](WIDTH, HIDDEN, bias=bias)
+    for positions in (1, BATCH):
+        check(function, {"cell": cell}, normal(BATCH, positions, WIDTH))
+
+
+LENGTHS = {"sorted": [4, 3, 1], "unsorted": [1, 4, 3], "equal": [4, 4, 4]}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("form", [{}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_sequences(kind, form, lengths):
+    for batch_first in (True, False):
+        layer = LAYERS[kind](batch_first=batch_first, **form)
+
+        def function(m, x):
+            x = m.before(x)
+            packed = pack_padded_sequence(
+                x if batch_first else x.transpose(0, 1),  # noqa: B023
+                torch.tensor(lengths),
+                batch_first=batch_first,  # noqa: B023
+                enforce_sorted=False,
+            )
+            output, state = m.layer(packed)
+            output, _ = pad_packed_sequence(output, batch_first=True)
+            return m.after(torch.cat([output[:, 0], final_state((output, state))], 1))
+
+        width = HIDDEN * (3 if form else 2)
+        parameters = {
+            "layer": layer,
+            "before": nn.Linear(WIDTH, WIDTH),
+            "after": nn.Linear(width, 2),
+        }
+        check(function, parameters, normal(BATCH, 4, WIDTH))
+
+
+def test_packed_sequences_with_an_initial_state():
+    def function(m, x):
+        packed = pack_padded_sequence(x, torch.tensor([1, 4, 3]), True, enforce_sorted=False)
+        output, _ = m.layer(packed, m.start(x[:, 0]).unsqueeze(0))
+        return pad_packed_sequence(output, batch_first=True)[0]
+
+    layer = nn.GRU(WIDTH, HIDDEN, batch_first=True)
+    parameters = {"layer": layer, "start": nn.Linear(WIDTH, HIDDEN)}
+    check(function, parameters, normal(BATCH, 4, WIDTH))
+
+
+def test_other_parameters_on_packed_rows():
+    """The rows of a packed sequence are followed to their examples."""
+
+    def function(m, x):
+        packed = pack_padded_sequence(x, torch.tensor([1, 4, 3]), True, enforce_sorted=False)
+        packed = packed._replace(data=m.norm(m.linear(packed.data)).tanh())
+        return pad_packed_sequence(m.layer(packed)[0], batch_first=True)[0]
+
+    parameters = {
+        "linear": nn.Linear(WIDTH, WIDTH),
+        "norm": nn.LayerNorm(WIDTH),
+        "layer": nn.LSTM(WIDTH, HIDDEN, bidirectional=True),
+    }
+    check(function, parameters, normal(BATCH, 4, WIDTH))
+
+
+def test_several_sequences_of_each_example():
+    """Frames or windows folded into the batch axis: rows of one example each."""
+
+    def function(m, x):
+        rows = m.layer(x.flatten(0, 1))[0]
+        states = torch.cat([m.cell(rows[:, 0], m.start.expand(len(rows), -1)), rows[:, -1]], 1)
+        return states.view(BATCH, 2, -1)
+
+    parameters = {
+        "layer": nn.LSTM(WIDTH, HIDDEN, batch_first=True),
+        "cell": nn.GRUCell(HIDDEN, HIDDEN),
+        "start": nn.Linear(HIDDEN, 1, bias=False).weight.detach(),
+    }
+    frozen = dict(parameters, start=(HIDDEN,))
+    check_refused(
+        function, frozen, normal(BATCH, 2, 4, WIDTH), match="gru_cell.*6 rows of 3 examples"
+    )
+
+    def zero_start(m, x):
+        rows = m.layer(x.flatten(0, 1))[0]
+        return torch.cat([m.cell(rows[:, 0]), rows[:, -1]], 1).view(BATCH, 2, -1)
+
+    del parameters["start"]
+    check(zero_start, parameters, normal(BATCH, 2, 4, WIDTH))
+
+
+def test_packed_rows_from_outside_are_refused():
+    """Rows that nobody saw packed could be anyone's."""
+    packed = pack_padded_sequence(normal(BATCH, 4, WIDTH), torch.tensor([4, 3, 1]), True)
+    check_refused(
+        lambda m, x: m.layer(packed)[1][0],
+        {"layer": nn.GRU(WIDTH, HIDDEN)},
+        normal(BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="gru.*packed rows",
+    )
+
+
+def test_autocast():
+    layer = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
+    x = torch.randn(BATCH, 4, WIDTH)
+
+    def losses(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)[0]
+        return out.float().square().sum((1, 2))
+
+    expected = []
+    for row in range(BATCH):
+        layer.zero_grad()
+        losses(layer, x[row : row + 1]).sum().backward()
+        expected.append(sum(p.grad.double().square().sum() for p in layer.parameters()))
+    layer.zero_grad()
+    stats = gs.per_example_norms(layer, x, losses)
+    torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.05, atol=0)

@@ -1,0 +1,204 @@
+"""Losses that contain derivatives of the network: the parameters are used once more in them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import gradstats as gs
+
+from .oracle import assert_sqnorms, check_model, oracle_sqnorms
+
+
+def laplacian(model, points):
+    """The residual of Δu = u, as physics-informed networks form it."""
+    points = points.detach().requires_grad_()
+    u = model(points)
+    (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    total = -u[:, 0]
+    for axis in range(points.shape[1]):
+        (curvature,) = torch.autograd.grad(slope[:, axis].sum(), points, create_graph=True)
+        total = total + curvature[:, axis]
+    return total.square()
+
+
+def gradient_penalty(model, images):
+    """The critic's loss of WGAN-GP."""
+    images = images.detach().requires_grad_()
+    score = model(images)
+    (slope,) = torch.autograd.grad(score.sum(), images, create_graph=True)
+    return score.flatten(1).sum(1) + 10 * (slope.flatten(1).norm(dim=1) - 1).square()
+
+
+class Mixed(nn.Module):
+    """Normalisation, products with bare parameters and broadcasting between linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 12)
+        self.norm = nn.LayerNorm(12)
+        self.rms = nn.RMSNorm(12)
+        self.groups = nn.Parameter(torch.randn(3, 4, 4))
+        self.scale = nn.Parameter(torch.randn(12))
+        self.matrix = nn.Parameter(torch.randn(12, 12))
+        self.last = nn.Linear(12, 1)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x)))
+        x = torch.einsum("bkp,kpq->bkq", x.unflatten(1, (3, 4)), self.groups).flatten(1)
+        x = self.rms(torch.sigmoid(x) * self.scale)
+        return self.last(torch.sin(x @ self.matrix))
+
+
+def tied():
+    middle = nn.Linear(4, 4)
+    return nn.Sequential(
+        weight_norm(nn.Linear(2, 4)), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(),
+        nn.Linear(4, 1),
+    )  # fmt: skip
+
+
+NETWORKS = {
+    "mlp": lambda: nn.Sequential(
+        nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1)
+    ),
+    "frozen weight": lambda: nn.Sequential(
+        nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1).requires_grad_(False), nn.Linear(1, 1)
+    ),
+    "mixed": Mixed,
+    "tied": tied,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_laplacian_by_double_backward(name):
+    torch.manual_seed(0)
+    points = torch.randn(5, 2, dtype=torch.float64)
+    check_model(NETWORKS[name]().double(), points, laplacian, fusing=(True,))
+
+
+CRITICS = {
+    "strided, grouped, transposed": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.SiLU(),
+        nn.Conv2d(8, 8, 3, stride=2, dilation=2, groups=2, padding=2),
+        nn.Softplus(),
+        nn.ConvTranspose2d(8, 4, 2, stride=2, output_padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(4 * 7 * 7, 1),
+    ),
+    "normalised": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding="same", bias=False),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        nn.BatchNorm2d(8).eval(),
+        nn.Conv2d(8, 8, 3, groups=8, bias=False),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 10 * 9, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_gradient_penalty(name):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 11, dtype=torch.float64)
+    check_model(CRITICS[name]().double(), images, gradient_penalty, fusing=(True,))
+
+
+def test_derivatives_of_a_sequence_model():
+    """Points (B, T, 2): every example has several positions."""
+
+    def loss(model, points):
+        points = points.detach().requires_grad_()
+        u = model(points)
+        (slope,) = torch.autograd.grad(u.square().sum(), points, create_graph=True)
+        return slope.square().sum((1, 2))
+
+    torch.manual_seed(0)
+    points = torch.randn(4, 7, 2, dtype=torch.float64)
+    check_model(NETWORKS["mlp"]().double(), points, loss, fusing=(True,))
+
+
+def test_training_gradient_beside_the_norms():
+    torch.manual_seed(0)
+    model = NETWORKS["mlp"]().double()
+    points = torch.randn(5, 2, dtype=torch.float64)
+    laplacian(model, points).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with gs.track(model, batch_size=5) as tracker:
+        tracker.backward(laplacian(model, points))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-14)
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, points, laplacian), 1e-10)
+
+
+def test_an_inner_gradient_without_a_graph_is_a_constant():
+    """Saliency used as a weight: nothing of the inner backward is counted."""
+
+    def loss(model, points):
+        points = points.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(points).sum(), points)
+        return model(points)[:, 0].square() * slope.norm(dim=1)
+
+    torch.manual_seed(0)
+    check_model(NETWORKS["mlp"]().double(), torch.randn(5, 2, dtype=torch.float64), loss)
+
+
+def test_gradients_of_parameters_in_the_loss_are_refused():
+    """Their sum over the batch couples the examples."""
+
+    def loss(model, points):
+        losses = model(points)[:, 0].square()
+        (slope,) = torch.autograd.grad(losses.sum(), model[0].weight, create_graph=True)
+        return losses + slope.square().sum()
+
+    model = NETWORKS["mlp"]()
+    with pytest.raises(gs.CoupledExamplesError, match=r"parameter '0\.weight'.*exclude"):
+        gs.per_example_norms(model, torch.randn(5, 2), loss)
+
+
+def test_a_differentiable_training_gradient_is_refused():
+    model = NETWORKS["mlp"]()
+    with (
+        gs.track(model, batch_size=5),
+        pytest.raises(gs.UnsupportedOperationError, match="create_graph=False"),
+    ):
+        model(torch.randn(5, 2)).mean().backward(create_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_unfused_is_refused_with_the_remedy():
+    model = NETWORKS["mlp"]()
+    with (
+        gs.track(model, batch_size=5, fused=False),
+        pytest.raises(gs.UnsupportedOperationError, match=r"parameter '4\.weight'.*fused=True"),
+    ):
+        laplacian(model, torch.randn(5, 2))
+
+
+def test_operations_without_a_formula_are_refused():
+    class Picked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 4)
+            self.matrix = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return torch.addmm(x, self.first(x)[:, :2], self.matrix[:2, :2], beta=0.5)
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r"parameter 'matrix'.*exclude"):
+        gs.per_example_norms(Picked(), torch.randn(5, 2), gradient_penalty)
+
+
+def test_function_transforms_are_refused():
+    def loss(model, points):
+        _, slope = torch.func.jvp(model, (points,), (torch.ones_like(points),))
+        return slope[:, 0].square()
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight'\]"):
+        gs.per_example_norms(NETWORKS["mlp"](), torch.randn(5, 2), loss)

@@ -1,0 +1,268 @@
+"""Parameters without a rule, one example at a time: as exact as the rest, and only when asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.ledger import peak_memory
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
+
+B = 5
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Doubled(torch.autograd.Function):
+    """A user's Function: PyTorch reports no use of its parameter, and vmap cannot run it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return 2 * x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return 2 * grad * weight, 2 * (grad * x).sum(0)
+
+
+class Awkward(nn.Module):
+    """Two operations without a rule, one hidden, beside one that has a rule."""
+
+    def __init__(self, hidden: bool):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.centres = nn.Parameter(torch.randn(3, 4))
+        self.scale = nn.Parameter(torch.rand(3) + 0.5)
+        self.head = nn.Linear(3, 3)
+        self.hidden = hidden
+
+    def forward(self, x):
+        x = torch.cdist(self.body(x).tanh(), self.centres)
+        x = Doubled.apply(x, self.scale) if self.hidden else x * self.scale
+        return self.head(x)
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("workspace", [None, 1, 800])
+def test_what_has_no_rule_comes_out_exact(batch, hidden, workspace):
+    model = Awkward(hidden).double()
+    state = snapshot(model)
+    with pytest.raises(gs.UnsupportedOperationError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap", workspace=workspace)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+    assert list(stats.by_parameter) == [name for name, _ in model.named_parameters()]
+    torch.testing.assert_close(stats.loss, classify(model, batch).detach())
+    assert_unchanged(model, state)
+
+
+def test_a_model_of_nothing_else(batch):
+    class Only(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return torch.cdist(x, self.centres)
+
+    model = Only().double()
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+def test_patterns_and_frozen_parameters(batch):
+    model = Awkward(hidden=True).double()
+    model.scale.requires_grad_(False)
+    expected = oracle_sqnorms(model, batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap", exclude="head.*")
+    assert_sqnorms(stats, {n: v for n, v in expected.items() if not n.startswith("head")}, 1e-9)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap", parameters="centres")
+    assert_sqnorms(stats, {"centres": expected["centres"]}, 1e-9)
+
+
+def test_rows_in_an_order_of_their_own():
+    """Routing: which example a row belongs to is not known, but each example alone is."""
+
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, x):
+            flat = x.reshape(-1, 4)
+            order = flat.sum(1).argsort()
+            out = torch.zeros(len(flat), 3, dtype=x.dtype)
+            rows = torch.take_along_dim(flat, order[:, None], 0)
+            out = out.index_copy(0, order, self.layer(rows))
+            return self.head(out.view(*x.shape[:2], 3).mean(1))
+
+    batch = torch.randn(B, 4, 4, dtype=torch.float64), torch.randint(3, (B,))
+    model = Routes().double()
+    with pytest.raises(gs.ExampleAxisError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+def test_packed_examples():
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.centres = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, batch):
+            rows, bounds = torch.cdist(self.body(batch["x"]), self.centres), batch["bounds"]
+            spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            return torch.stack([rows[start:end].square().sum() for start, end in spans])
+
+    batch = {
+        "x": torch.randn(9, 4, dtype=torch.float64),
+        "bounds": torch.tensor([0, 2, 3, 9], dtype=torch.int32),
+    }
+    model, losses = Distances().double(), lambda m, b: m(b) * 0.5
+    with pytest.raises(gs.UnsupportedOperationError, match="cdist"):
+        gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"])
+    stats = gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"], fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-9)
+
+
+def test_tied_parameters_and_batches_that_are_mappings():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, 4)
+            self.again = self.table
+
+        def forward(self, ids, mask):
+            return torch.cdist(self.table(ids) * mask[..., None], self.again.weight).mean(1)
+
+    def losses(model, batch):
+        out = model(batch["ids"], batch["mask"])
+        return functional.cross_entropy(out, batch["inner"][0], reduction="none")
+
+    batch = {
+        "ids": torch.randint(6, (B, 3)),
+        "mask": torch.ones(B, 3, dtype=torch.float64),
+        "inner": [torch.randint(6, (B,)), "kept"],
+    }
+    model = Tied().double()
+    expected = {}
+    for row in range(B):
+        one = {
+            "ids": batch["ids"][row : row + 1],
+            "mask": batch["mask"][row : row + 1],
+            "inner": [batch["inner"][0][row : row + 1]],
+        }
+        gradient = torch.autograd.grad(losses(model, one).sum(), model.table.weight)[0]
+        expected.setdefault("table.weight", []).append(gradient.square().sum())
+    expected = {name: torch.stack(values) for name, values in expected.items()}
+    assert_sqnorms(gs.per_example_norms(model, batch, losses, fallback="vmap"), expected, 1e-9)
+
+
+def test_examples_along_another_axis():
+    class SequenceFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(3, 4))
+            self.shift = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return (torch.cdist(x, self.centres) + self.shift).mean(0)
+
+    model = SequenceFirst().double()
+    batch = torch.randn(7, B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    stats = gs.per_example_norms(model, batch, classify, batch_dim=1, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+@pytest.mark.parametrize("loss", ["normalised", "dropout", "accident"])
+def test_examples_that_depend_on_their_batch_are_refused(batch, loss):
+    model = nn.Sequential(Awkward(hidden=False), nn.Dropout(0.5)).double()
+    model.train(loss == "dropout")
+
+    def losses(model, batch):
+        values = classify(model, batch)
+        if loss == "normalised":
+            return values / values.numel()
+        return values * batch[2].sum() if loss == "accident" else values
+
+    if loss == "accident":  # a weight for each of B positions looks like one for each example
+        batch = (*batch, torch.rand(B, dtype=torch.float64))
+    with pytest.raises(gs.CoupledExamplesError, match=r"example \d.*alone.*eval"):
+        gs.per_example_norms(model, batch, losses, fallback="vmap")
+
+
+def test_state_is_that_of_one_forward(batch):
+    """Buffers that a forward changes, and the random generator, move on by one step."""
+
+    def build():
+        torch.manual_seed(3)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        return nn.Sequential(layer, Awkward(hidden=True)).double().train()
+
+    model, plain = build(), build()
+    expected = oracle_sqnorms(build(), batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, expected, 1e-9)
+    classify(plain, batch)
+    for (name, got), want in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(got, want, msg=name)
+
+
+def test_a_fault_of_the_users_own_is_not_hidden(batch):
+    def fails(model, batch):
+        raise ZeroDivisionError("the user's own")
+
+    with pytest.raises(ZeroDivisionError, match="own"):
+        gs.per_example_norms(Awkward(True).double(), batch, fails, fallback="vmap")
+    with pytest.raises(gs.LossShapeError, match="scalar"):
+        gs.per_example_norms(
+            Awkward(True).double(), batch, lambda m, b: classify(m, b).mean(), fallback="vmap"
+        )
+
+
+def test_a_gradient_that_is_not_finite(batch):
+    batch[0][1] = float("inf")
+    model = Awkward(hidden=False).double()
+    with pytest.raises(gs.NonFiniteGradientError, match=r"example \[1\]"):
+        gs.per_example_norms(model, batch, classify, fallback="vmap")
+    kept = gs.per_example_norms(model, batch, classify, fallback="vmap", nonfinite="keep")
+    assert (~kept.sqnorm.isfinite()).nonzero().flatten().tolist() == [1]
+
+
+def test_the_workspace_is_honoured():
+    """With room for two examples' gradients no more are made at once, however many examples."""
+
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(100, 50))
+
+        def forward(self, x):
+            return torch.cdist(x, self.centres)
+
+    model, x = Distances(), torch.randn(16, 50)
+    losses = lambda m, x: m(x).square().sum(1)  # noqa: E731
+
+    def largest(workspace):
+        run = lambda: gs.per_example_norms(m, x, losses, fallback="vmap", workspace=workspace)  # noqa: E731
+        return peak_memory(run).largest
+
+    m = model
+    room = 3 * 8 * 5000
+    assert largest(2 * room) == 2 * 5000
+    assert largest(room) == 5000
+    assert largest(None) == 16 * 5000

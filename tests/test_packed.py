@@ -1,0 +1,193 @@
+"""Examples of uneven length packed into one row, as padding-free training does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+LENGTHS = [(3, 1, 5), (2, 2, 2), (4, 0, 1, 3), (1,)]
+
+
+class Tagger(nn.Module):
+    """A small language model with tied weights that keeps packed examples apart."""
+
+    def __init__(self, vocabulary=11, width=8, positions=6):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(positions, width)
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, positions, owner):
+        """(*, N) ids, positions and owners → (*, N, vocabulary)."""
+        hidden = self.embedding(ids) + self.position(positions)
+        q, k, v = self.project(self.norm(hidden)).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        apart = owner.unsqueeze(-1) != owner.unsqueeze(-2)
+        mixed = scores.masked_fill(apart, -torch.inf).softmax(-1) @ v
+        return self.head(hidden * self.scale + self.out(mixed))
+
+
+def packed(lengths):
+    counts = torch.tensor(lengths)
+    rows = int(counts.sum())
+    owner = torch.arange(len(lengths)).repeat_interleave(counts)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    ids = torch.randint(11, (rows,))
+    bounds = functional.pad(counts.cumsum(0), (1, 0))
+    return (ids, positions, owner, ids.roll(1)), bounds
+
+
+def losses_of(lengths, leading):
+    def loss_fn(model, batch):
+        ids, positions, owner, targets = batch
+        if leading:
+            ids, positions, owner = ids[None], positions[None], owner[None]
+        logits = model(ids, positions, owner).view(-1, 11)
+        tokens = functional.cross_entropy(logits, targets.view(-1), reduction="none")
+        return torch.stack([part.sum() for part in tokens.split(list(lengths))])
+
+    return loss_fn
+
+
+def expected_sqnorms(model, batch, lengths, loss_fn_of):
+    """One example at a time: its own rows and nothing else."""
+    rows, start = [], 0
+    for length in lengths:
+        if length:
+            example = tuple(tensor[start : start + length] for tensor in batch)
+            alone = oracle_sqnorms(
+                model, tuple(t[None] for t in example), lambda m, b: loss_fn_of(m, b)
+            )
+            rows.append({name: value[0] for name, value in alone.items()})
+        else:
+            rows.append(None)
+        start += length
+    zero = torch.zeros((), dtype=torch.float64)
+    names = next(row for row in rows if row is not None)
+    return {n: torch.stack([zero if r is None else r[n] for r in rows]) for n in names}
+
+
+def alone(model, batch):
+    ids, positions, owner, targets = batch
+    logits = model(ids, positions, owner)
+    return functional.cross_entropy(logits.mT, targets, reduction="none").sum(1)
+
+
+@pytest.mark.parametrize("leading", [False, True], ids=["(N,)", "(1, N)"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_examples(lengths, leading):
+    torch.manual_seed(0)
+    model = Tagger().double()
+    batch, bounds = packed(lengths)
+    expected = expected_sqnorms(model, batch, lengths, alone)
+    loss_fn = losses_of(lengths, leading)
+    got = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
+    assert_sqnorms(got, expected, 1e-9)
+
+    loss_fn(model, batch).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(
+            model, batch_size=len(lengths), cu_seqlens=bounds, loss_reduction="sum", fused=fused
+        ) as tracker:
+            loss_fn(model, batch).sum().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_packed_rows_as_many_as_examples():
+    """With one row each, packing changes nothing."""
+    torch.manual_seed(0)
+    model = Tagger().double()
+    batch, bounds = packed((1, 1, 1, 1))
+    expected = expected_sqnorms(model, batch, (1, 1, 1, 1), alone)
+    got = gs.per_example_norms(model, batch, losses_of((1, 1, 1, 1), True), cu_seqlens=bounds)
+    assert_sqnorms(got, expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "bounds, message",
+    [
+        (torch.tensor([0.0, 9.0]), r"torch.float32.*B \+ 1 integers"),
+        (torch.tensor([[0, 9]]), r"\(1, 2\)"),
+        (torch.tensor([0]), r"shape \(1,\)"),
+        (torch.tensor([1, 9]), "begin with 0"),
+        (torch.tensor([0, 5, 4, 9]), "never decrease"),
+        (torch.tensor([0, 4]), r"ends with 4 rows.*shape \(9,\)"),
+    ],
+)
+def test_bounds_that_do_not_fit(bounds, message):
+    model = Tagger()
+    batch, _ = packed((3, 1, 5))
+    with pytest.raises(gs.ExampleAxisError, match=message):
+        gs.per_example_norms(model, batch, losses_of((3, 1, 5), True), cu_seqlens=bounds)
+
+
+def test_batch_size_that_does_not_fit():
+    with pytest.raises(gs.ExampleAxisError, match="2 examples, but batch_size is 3"):
+        gs.track(Tagger(), batch_size=3, cu_seqlens=torch.tensor([0, 4, 9]))
+
+
+def test_positions_as_parameters_of_packed_rows_are_refused():
+    """A slice of the parameter for each row: whose gradient it is cannot be told leanly."""
+
+    class Slices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(9, 8))
+            self.layer = nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.layer(x + self.rows)[:, 0]
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r"several rows.*parameter 'rows'"):
+        gs.per_example_norms(
+            Slices(),
+            torch.randn(9, 8),
+            lambda m, b: torch.stack([t.sum() for t in m(b).split([4, 5])]),
+            cu_seqlens=torch.tensor([0, 4, 9]),
+        )
+
+
+def oracle_products(model, batch, lengths):
+    """⟨∇ℓ_i, ∇ℓ_j⟩ of packed examples, each differentiated alone."""
+    rows, start = [], 0
+    for length in lengths:
+        example = tuple(tensor[start : start + length][None] for tensor in batch)
+        gradients = torch.autograd.grad(alone(model, example).sum(), list(model.parameters()))
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        start += length
+    return torch.stack(rows)
+
+
+def test_inner_products_of_packed_examples():
+    torch.manual_seed(0)
+    one, other = Tagger().double(), Tagger().double()
+    lengths, theirs = (3, 1, 5), (2, 6)
+    (batch, bounds), (batch_b, bounds_b) = packed(lengths), packed(theirs)
+    first, second = oracle_products(one, batch, lengths), oracle_products(other, batch_b, theirs)
+
+    def loss_fn(model, batch):
+        sizes = lengths if len(batch[0]) == sum(lengths) else theirs
+        return losses_of(sizes, True)(model, batch)
+
+    got = gs.inner_products(one, batch, other, batch_b, loss_fn, cu_seqlens=(bounds, bounds_b))
+    torch.testing.assert_close(got, first @ second.T, rtol=1e-9, atol=1e-12)
+    got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ first.T, rtol=1e-9, atol=1e-12)
+    direction = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+    flat = torch.cat([value.flatten() for value in direction.values()])
+    got = gs.alignment(one, batch, loss_fn, direction, cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ flat, rtol=1e-9, atol=1e-12)
+    got = gs.alignment(one, batch, loss_fn, "mean", cu_seqlens=bounds)
+    torch.testing.assert_close(got, first @ first.mean(0), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,345 @@
+"""Rules for users' own operations: exact, explicit, and taken back without a trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+import gradstats as gs
+from gradstats.capture.rules import RULES
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+
+B, T, WIDTH = 5, 3, 4
+
+
+class ScaledSiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * torch.sigmoid(x) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        dx = grad * weight * s * (1 + x * (1 - s))
+        return dx, (grad * x * s).flatten(0, -2).sum(0)
+
+
+def scaled_silu(x, weight):
+    return functional.silu(x) * weight
+
+
+class Model(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.head = nn.Linear(WIDTH, 3)
+        self.operation = operation
+
+    def forward(self, x):
+        return self.head(self.operation(self.body(x), self.weight).relu_()).mean(1)
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(B, T, WIDTH, dtype=torch.float64), torch.randint(3, (B,))
+
+
+@pytest.fixture(autouse=True)
+def no_rule_is_left():
+    before = dict(RULES)
+    yield
+    assert before == RULES
+    assert "apply" not in ScaledSiLU.__dict__
+
+
+def test_an_autograd_function(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    with pytest.raises(gs.UnsupportedOperationError, match=r"ScaledSiLU.*register_rule"):
+        gs.per_example_norms(model, batch, classify)
+    with gs.register_rule(ScaledSiLU, scaled_silu):
+        check_model(model, batch, classify)
+    with pytest.raises(gs.UnsupportedOperationError, match="ScaledSiLU"):
+        gs.per_example_norms(model, batch, classify)
+
+
+def test_apply_names_the_function_and_a_handle_is_enough(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    handle = gs.register_rule(ScaledSiLU.apply, scaled_silu)
+    check_model(model, batch, classify)
+    handle.remove()
+    handle.remove()
+
+
+def test_an_apply_that_was_kept_from_before_is_still_refused(batch):
+    kept = ScaledSiLU.apply
+    model = Model(lambda x, w: kept(x, w)).double()
+    with (
+        gs.register_rule(ScaledSiLU, scaled_silu),
+        pytest.raises(gs.UnsupportedOperationError, match="ScaledSiLU"),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
+def test_the_operation_itself_runs(batch):
+    """Its values and gradients are the training step's, whatever the decomposition rounds to."""
+    calls = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            calls.append("forward")
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append("backward")
+            x, weight = ctx.saved_tensors
+            return 2 * grad * weight, 3 * (grad * x).flatten(0, -2).sum(0)  # recognisable
+
+    model = Model(lambda x, w: Counted.apply(x, w)).double()
+    plain = copy.deepcopy(model)
+    classify(plain, batch).mean().backward()
+    calls.clear()
+    with gs.register_rule(Counted, torch.mul):
+        for fused in (True, False):
+            model.zero_grad()
+            with gs.track(model, batch_size=B, fused=fused) as tracker:
+                tracker.backward(classify(model, batch))
+            for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-15)
+    assert calls == ["forward", "backward"] * 2
+
+
+def test_several_uses_and_derived_parameters(batch):
+    def operation(x, w):
+        x = ScaledSiLU.apply(x, w)
+        x = ScaledSiLU.apply(x + w, 1 + w.exp())
+        return x * w
+
+    model = Model(operation).double()
+    with gs.register_rule(ScaledSiLU, scaled_silu):
+        check_model(model, batch, classify)
+
+
+def test_a_decomposition_of_several_operations_and_results(batch):
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, projection, bias, count):
+            ctx.save_for_backward(x, projection)
+            up = x @ projection.t() + bias
+            return up[..., :WIDTH].contiguous(), up[..., WIDTH:].contiguous(), count
+
+        @staticmethod
+        def backward(ctx, left, right, _):
+            x, projection = ctx.saved_tensors
+            grad = torch.cat((left, right), -1)
+            rows = grad.flatten(0, -2)
+            return grad @ projection, rows.t() @ x.flatten(0, -2), rows.sum(0), None
+
+    def gated(x, projection, bias, count):
+        scaled = projection * 1.0  # derived inside the decomposition
+        up = functional.linear(x, scaled, bias)
+        return (*up.chunk(2, -1), count)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(WIDTH, WIDTH)
+            self.projection = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+            self.bias = nn.Parameter(torch.randn(2 * WIDTH))
+            self.head = nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            left, right, count = Gated.apply(self.body(x), self.projection, self.bias, 2)
+            assert count == 2
+            return self.head(left * right.sigmoid()).mean(1)
+
+    with gs.register_rule(Gated, gated):
+        check_model(Model().double(), batch, classify)
+
+
+def test_a_straight_through_estimator(batch):
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x)
+            return (x * scale).round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return None, (grad * x).flatten(0, -2).sum(0)
+
+    def straight_through(x, scale):
+        y = x * scale
+        return y + (y.round() - y).detach()
+
+    model = Model(lambda x, w: Round.apply(x, 3 * w)).double()
+    with gs.register_rule(Round, straight_through):
+        check_model(model, batch, classify)
+
+
+def test_a_parameter_alone(batch):
+    """A Function applied to the parameter before any data: pulled back through its own backward."""
+
+    class Ternary(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.sign() * 0.5
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.5
+
+    model = Model(lambda x, w: x * Ternary.apply(w)).double()
+    with pytest.raises(gs.UnsupportedOperationError, match=r"Ternary.*register_rule"):
+        gs.per_example_norms(model, batch, classify)
+    with gs.register_rule(Ternary, lambda w: w + (w.sign() * 0.5 - w).detach()):
+        check_model(model, batch, classify)
+
+
+@torch.library.custom_op("gradstats_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, weight: torch.Tensor, power: float = 1.0) -> torch.Tensor:
+    return x * weight**power
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
+    ctx.power = inputs[2]
+
+
+def _scaled_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    slope = ctx.power * weight ** (ctx.power - 1)
+    return grad * weight**ctx.power, (grad * x * slope).flatten(0, -2).sum(0), None
+
+
+scaled.register_autograd(_scaled_backward, setup_context=_keep)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: scaled(x, w, 2.0),
+        lambda x, w: torch.ops.gradstats_tests.scaled(x, w, power=2.0),
+        lambda x, w: torch.ops.gradstats_tests.scaled.default(x, weight=w, power=2.0),
+    ],
+)
+@pytest.mark.parametrize("registered", [0, 1, 2])
+def test_a_custom_operator(batch, call, registered):
+    operators = (scaled, torch.ops.gradstats_tests.scaled, torch.ops.gradstats_tests.scaled.default)
+    model = Model(call).double()
+    with pytest.raises(gs.UnsupportedOperationError, match=r"scaled.*'weight'.*register_rule"):
+        gs.per_example_norms(model, batch, classify)
+
+    def decomposition(x, weight, power=1.0):
+        return x * weight**power
+
+    with gs.register_rule(operators[registered], decomposition):
+        check_model(model, batch, classify)
+
+
+def test_an_operation_of_pytorch_without_a_rule(batch):
+    model = Model(lambda x, w: torch.cdist(x, w.expand(WIDTH, WIDTH)) * 1.0).double()
+
+    def distances(x1, x2, p=2.0, compute_mode=None):
+        return (x1[..., None, :] - x2).square().sum(-1).sqrt()
+
+    with gs.register_rule(torch.cdist, distances):
+        check_model(model, batch, classify)
+
+
+def test_a_python_function_that_can_be_overridden(batch):
+    def shifted(x, weight):
+        if has_torch_function((x, weight)):
+            return handle_torch_function(shifted, (x, weight), x, weight)
+        return torch.from_numpy(x.detach().numpy() + weight.detach().numpy()) + 0 * x + 0 * weight
+
+    model = Model(shifted).double()
+    with gs.register_rule(shifted, torch.add):
+        stats = gs.per_example_norms(model, batch, classify)
+    expected = oracle_sqnorms(Model(torch.add).double(), batch, classify)
+    assert set(stats.by_parameter) == set(expected)
+    assert (stats.by_parameter["weight"] > 0).all()
+
+
+def test_a_decomposition_with_other_values_is_refused(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: functional.gelu(x) * w),
+        pytest.raises(
+            gs.UnsupportedOperationError, match=r"ScaledSiLU.*'weight'.*values that differ by"
+        ),
+    ):
+        gs.per_example_norms(model, batch, classify)
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: x.sum(1) * w),
+        pytest.raises(gs.UnsupportedOperationError, match=r"shape \[\(5, 4\)\], expected"),
+    ):
+        gs.per_example_norms(model, batch, classify)
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: functional.gelu(x) * w),
+    ):  # the fallback needs no decomposition
+        stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+def test_derivatives_of_the_network_are_refused(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+
+    def penalty(m, batch):
+        x = batch[0].clone().requires_grad_()
+        out = m(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return slope.square().sum((1, 2)) + out.sum(1)
+
+    with (
+        gs.register_rule(ScaledSiLU, scaled_silu),
+        pytest.raises(gs.UnsupportedOperationError, match="derivatives of the network"),
+    ):
+        gs.per_example_norms(model, batch, penalty)
+
+
+def test_under_autocast_and_checkpoints(batch):
+    class Checkpointed(Model):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    with gs.register_rule(ScaledSiLU, scaled_silu):
+        check_model(model, batch, classify)
+
+
+@pytest.mark.parametrize(
+    ("function", "decomposition", "message"),
+    [
+        (scaled_silu, torch.mul, r"scaled_silu.*cannot be seen.*register the operations inside"),
+        (torch.matmul, torch.mul, r"matmul has a rule already"),
+        (ScaledSiLU, None, r"decomposition is NoneType"),
+        (3, torch.mul, r"3 cannot be seen"),
+    ],
+)
+def test_what_cannot_be_registered(function, decomposition, message):
+    with pytest.raises(gs.TrackingError, match=message):
+        gs.register_rule(function, decomposition)
+
+
+def test_registered_twice():
+    with (
+        gs.register_rule(ScaledSiLU, scaled_silu),
+        pytest.raises(gs.TrackingError, match=r"ScaledSiLU has a rule already.*remove"),
+    ):
+        gs.register_rule(ScaledSiLU, scaled_silu)

@@ -1,0 +1,484 @@
+"""gs.verify tells what is right from what is wrong, says why, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from gradstats.statistics import _reference, _verify
+from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
+from tests.test_fallback import Doubled
+from tests.test_models import gpt2, sequence_losses, token_batch
+
+B = 6
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def network(*between):
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *between, nn.Linear(8, 3))
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(B, 4), torch.randint(3, (B,))
+
+
+def failed(report):
+    return [check.name for check in report.checks if check.ok is False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_model_that_is_right(batch, dtype):
+    model = network(nn.LayerNorm(8)).to(dtype)
+    report = gs.verify(model, (batch[0].to(dtype), batch[1]), classify)
+    assert report.ok and failed(report) == []
+    assert report.examples == (0, 2, 5)
+    assert [row.name for row in report.rows] == [name for name, _ in model.named_parameters()]
+    assert all(row.status == "counted" and row.error < 1e-12 for row in report.rows)
+    assert report.rows[0].operations == ("torch.nn.functional.linear",)
+    assert report.rows[2].operations == ("torch.nn.functional.layer_norm",)
+    assert "float64 on a copy" in report.reference
+
+
+def test_the_table():
+    report = gs.verify(gpt2(), token_batch(B, 5), sequence_losses, examples=2)
+    text = str(report)
+    assert text.startswith("gradstats.verify: ok\n")
+    assert "examples 0, 5" in text
+    lines = text.splitlines()
+    (line,) = [line for line in lines if line.startswith("transformer.wte.weight ")]
+    assert "50×16" in line and "counted" in line
+    assert line.endswith("torch.nn.functional.embedding, torch.nn.functional.linear")
+    (line,) = [line for line in lines if line.startswith("transformer.wpe.weight ")]
+    assert line.endswith("torch.nn.functional.embedding, Tensor.to, Tensor.add")
+    assert len([line for line in lines if " counted " in line]) == len(report.rows) == 28
+    assert all(len(line) == len(line.rstrip()) for line in lines)
+
+
+def test_nothing_of_the_users_is_changed(batch):
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8))
+    model = nn.Sequential(model, nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).train()
+    state = snapshot(model)
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    for mode in (True, False):
+        model.train(mode)
+        state["training"] = snapshot(model)["training"]
+        gs.verify(model, batch, classify)
+        assert_unchanged(model, state)
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+    model.eval()
+    classify(model, batch).sum().backward()
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    gs.verify(model, batch, classify)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is gradients[name][0]
+        assert torch.equal(parameter.grad, gradients[name][1])
+
+
+def test_batch_norm_in_training_mode(batch):
+    report = gs.verify(network(nn.BatchNorm1d(8)), batch, classify)
+    assert not report.ok
+    assert {"coverage", "coupling"} <= set(failed(report))
+    assert "eval()" in report.check("coverage").detail
+    assert "depend on each other" in report.check("coupling").detail
+    assert gs.verify(network(nn.BatchNorm1d(8)).eval(), batch, classify).ok
+
+
+class StandardisesByHand(nn.Module):
+    """Mixes the examples in a way that no operation gives away."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head((x - x.mean(0)) / x.std(0))
+
+
+def test_coupling_that_no_operation_shows(batch):
+    report = gs.verify(StandardisesByHand(), batch, classify)
+    assert not report.ok
+    assert "depend on each other" in report.check("coupling").detail
+    assert report.check("exactness").ok is False
+    assert "coupled" in report.check("exactness").detail
+    assert "report it" not in report.check("exactness").detail
+
+
+def test_a_contrastive_loss(batch):
+    def losses(model, batch):
+        out = functional.normalize(model(batch[0]), dim=1)
+        return functional.cross_entropy(out @ out.t(), torch.arange(B), reduction="none")
+
+    report = gs.verify(network(), batch, losses)
+    assert "coupling" in failed(report) and not report.ok
+
+
+@pytest.mark.parametrize("what", ["size", "weights"])
+def test_a_loss_divided_by_something_of_the_whole_batch(batch, what):
+    def losses(model, batch):
+        by = len(batch[1]) if what == "size" else (batch[1] + 1.0).sum()
+        return classify(model, batch) / by
+
+    report = gs.verify(network(), batch, losses)
+    assert failed(report) == ["coupling"]
+    detail = report.check("coupling").detail
+    assert "same direction" in detail and "divided" in detail
+    if what == "size":
+        assert "0.166667 times as long" in detail
+    assert all(row.ok and row.error < 1e-12 for row in report.rows)
+
+
+def test_randomness_is_taken_into_account(batch):
+    model = network(nn.Dropout(0.5)).train()
+    report = gs.verify(model, batch, classify)
+    assert report.ok
+    assert all(row.error < 1e-12 for row in report.rows)
+    assert "random" in report.check("coupling").detail
+    assert "eval()" in report.check("coupling").detail
+    coupled = gs.verify(nn.Sequential(nn.Dropout(0.2), StandardisesByHand()), batch, classify)
+    assert coupled.check("coupling").ok is False
+
+
+def test_randomness_of_other_generators(batch):
+    """Python's and numpy's generators are restored between runs like PyTorch's own."""
+
+    def losses(model, batch):
+        return classify(model, batch) * (1 + random.random()) * (1 + numpy.random.rand())
+
+    report = gs.verify(network(), batch, losses)
+    assert report.ok and report.check("determinism").ok
+
+
+def test_a_forward_that_is_not_deterministic(batch):
+    calls = []
+
+    def losses(model, batch):
+        calls.append(None)
+        return classify(model, batch) * (1 + 0.01 * len(calls))
+
+    report = gs.verify(network(), batch, losses)
+    assert not report.ok
+    assert "model itself is not deterministic" in report.check("determinism").detail
+
+
+def test_a_run_that_differs_is_named(batch, monkeypatch):
+    calls = []
+
+    def noisy(model, *args, **kwargs):
+        stats = gs.per_example_norms(model, *args, **kwargs)
+        calls.append(model)
+        if len(calls) == 3:
+            stats.by_parameter["0.bias"][1] += 1e-6
+        return stats
+
+    monkeypatch.setattr(_verify, "per_example_norms", noisy)
+    report = gs.verify(network(), batch, classify)
+    assert failed(report) == ["determinism"]
+    assert "0.bias" in report.check("determinism").detail
+
+
+def test_a_wrong_rule_is_found(batch):
+    """A rule with the right value and a gradient twice too large, as a user may register one."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum(0)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.rand(3) + 0.5)
+
+        def forward(self, x):
+            return Scale.apply(self.body(x), self.scale)
+
+    wrong = lambda x, weight: x * (2 * weight - weight.detach())  # noqa: E731
+    with gs.register_rule(Scale, wrong):
+        report = gs.verify(Scaled(), batch, classify)
+    assert failed(report) == ["exactness"] and not report.ok
+    detail = report.check("exactness").detail
+    assert "scale" in detail and "Scale.apply" in detail and "not coupled" in detail
+    rows = {row.name: row for row in report.rows}
+    assert not rows["scale"].ok and 2.9 < rows["scale"].error <= 3
+    assert rows["body.weight"].ok
+    with gs.register_rule(Scale, torch.mul):
+        assert gs.verify(Scaled(), batch, classify).ok
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.centres = nn.Parameter(torch.randn(3, 3))
+        self.scale = nn.Parameter(torch.rand(3) + 0.5)
+        self.idle = nn.Parameter(torch.rand(2))
+
+    def forward(self, x):
+        return Doubled.apply(torch.cdist(self.body(x), self.centres), self.scale)
+
+
+def test_coverage(batch):
+    report = gs.verify(Hidden(), batch, classify, exclude="body.bias")
+    status = {row.name: (row.status, row.ok) for row in report.rows}
+    assert status == {
+        "body.weight": ("counted", True),
+        "body.bias": ("excluded", True),
+        "centres": ("refused", False),
+        "scale": ("refused", False),
+        "idle": ("unused", True),
+    }
+    assert not report.ok and failed(report) == ["coverage"]
+    detail = report.check("coverage").detail
+    assert "1 counted, 1 unused, 1 excluded" in detail
+    assert "cdist" in detail and "DoubledBackward" in detail
+    rows = {row.name: row for row in report.rows}
+    assert rows["centres"].operations == ("torch.functional.cdist",)
+    assert rows["body.weight"].error < 1e-12 and rows["scale"].error is None
+    report = gs.verify(Hidden(), batch, classify, fallback="vmap")
+    assert report.ok
+    rows = {row.name: row for row in report.rows}
+    assert rows["centres"].status == rows["scale"].status == "fallback"
+    assert max(row.error for row in report.rows) < 1e-12
+    report = gs.verify(Hidden(), batch, classify, parameters="body.*")
+    assert report.ok
+    assert [row.status for row in report.rows].count("excluded") == 3
+
+
+def test_padding():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    lengths = torch.tensor([7, 3, 5, 7, 6, 2])
+    mask = (torch.arange(7) < lengths[:, None]).long()
+    ids = torch.randint(1, 30, (B, 7)) * mask
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, (B,))}
+
+    def losses(model, batch, masked=True):
+        mask = batch["attention_mask"] if masked else None
+        logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits
+        return functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+    report = gs.verify(model, batch, losses)
+    assert report.ok and report.check("padding").ok
+    report = gs.verify(model, batch, lambda m, b: losses(m, b, masked=False))
+    assert failed(report) == ["padding"] and not report.ok
+    assert "example 5" in report.check("padding").detail
+    assert "mask" in report.check("padding").detail
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda m, b: classify(m, b).mean(), "LossShapeError.*scalar.*none"),
+        (lambda m, b: m(b[0]), r"LossShapeError.*\(6, 3\)"),
+        (lambda m, b: 1 / 0, "ZeroDivisionError"),
+        (lambda m, b: m(b[1]), "RuntimeError"),
+    ],
+)
+def test_a_loss_that_cannot_be_served_is_reported(batch, loss_fn, message):
+    model = network()
+    state = snapshot(model)
+    report = gs.verify(model, batch, loss_fn)
+    assert not report.ok and failed(report) == ["loss"]
+    assert re.search(message, report.check("loss").detail)
+    assert {row.status for row in report.rows} == {"unknown"}
+    assert "FAILED" in str(report)
+    assert_unchanged(model, state)
+
+
+def test_a_model_that_cannot_be_copied(batch):
+    model = network()
+    model.tensor = torch.ones(2, requires_grad=True) * 2  # deepcopy refuses tensors with a graph
+    report = gs.verify(model, batch, classify)
+    assert report.ok
+    assert "float32 on the model itself" in report.reference and "copy failed" in report.reference
+    report = gs.verify(model, batch, lambda m, b: classify(m, b) / len(b[1]))
+    assert failed(report) == ["coupling"]
+
+
+def test_a_loss_that_uses_another_model_than_it_is_given(batch):
+    model = network().double()
+    batch = batch[0].double(), batch[1]
+    report = gs.verify(model, batch, lambda _, b: classify(model, b))
+    assert report.ok
+    assert "does not use the model that it is given" in report.reference
+    assert all(row.status == "counted" and row.error < 1e-12 for row in report.rows)
+
+
+def test_a_copy_that_does_not_fit(batch, monkeypatch):
+    monkeypatch.setattr(_reference.os, "sysconf", lambda _: 10)
+    report = gs.verify(network(), batch, classify)
+    assert report.ok and "needs" in report.reference and "GiB" in report.reference
+
+
+@dataclass(frozen=True)
+class Pairs:
+    left: torch.Tensor
+    right: torch.Tensor
+    label: torch.Tensor
+    name: str = "pairs"
+
+
+def test_batches_of_other_kinds():
+    model = nn.Bilinear(4, 4, 3)
+    model = nn.ModuleDict({"left": nn.Linear(4, 3), "right": nn.Linear(4, 3)})
+
+    def losses(model, batch):
+        assert batch.name == "pairs"
+        out = model["left"](batch.left) * model["right"](batch.right)
+        return functional.cross_entropy(out, batch.label, reduction="none")
+
+    pairs = Pairs(torch.randn(B, 4), torch.randn(B, 4), torch.randint(3, (B,)))
+    assert gs.verify(model, pairs, losses).ok
+
+
+def test_examples_along_another_axis_and_one_example():
+    class SequenceFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(x).mean(0)
+
+    batch = torch.randn(7, B, 4), torch.randint(3, (B,))
+    report = gs.verify(SequenceFirst(), batch, classify, batch_dim=1)
+    assert report.ok and report.check("coupling").ok
+    one = torch.randn(1, 4), torch.randint(3, (1,))
+    report = gs.verify(network(), one, classify)
+    assert report.ok and report.check("coupling").ok is None and report.examples == (0,)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_packed_examples(leaks):
+    """Examples of one row, kept apart by their bounds; or not, when they attend to each other."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+
+        def forward(self, batch):
+            bounds = batch["cu_seqlens"]
+            hidden = self.table(batch["ids"])
+            rows = torch.arange(hidden.shape[1])
+            owner = torch.searchsorted(bounds[1:].contiguous(), rows, right=True)
+            apart = owner[:, None] != owner
+            scores = hidden @ self.mix(hidden).mT
+            if not leaks:
+                scores = scores.masked_fill(apart, -torch.inf)
+            logits = self.head(scores.softmax(-1) @ hidden)
+            tokens = functional.cross_entropy(logits[0], batch["targets"][0], reduction="none")
+            spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+            return torch.stack([tokens[start:end].mean() for start, end in spans])
+
+    batch = {
+        "ids": torch.randint(9, (1, 11)),
+        "targets": torch.randint(9, (1, 11)),
+        "cu_seqlens": torch.tensor([0, 4, 5, 8, 11], dtype=torch.int32),
+    }
+    losses = lambda model, batch: model(batch)  # noqa: E731
+    report = gs.verify(Packed(), batch, losses, cu_seqlens=batch["cu_seqlens"], examples=4)
+    assert report.examples == (0, 1, 2, 3)
+    assert report.ok is not leaks
+    assert report.check("coupling").ok is not leaks
+    if not leaks:
+        assert max(row.error for row in report.rows) < 1e-12
+
+
+def test_a_batch_that_does_not_work_alone(batch):
+    """The model wants two examples at least: compared among copies of itself instead."""
+
+    def losses(model, batch):
+        assert len(batch[0]) > 1
+        return classify(model, batch)
+
+    report = gs.verify(network(), batch, losses)
+    assert report.ok and "batch of one failed" in report.check("coupling").detail
+
+
+def test_losses_and_gradients_that_are_not_finite(batch):
+    spoilt = batch[0].clone()
+    spoilt[1, 1] = float("nan")
+    report = gs.verify(network(), (spoilt, batch[1]), classify)
+    assert failed(report) == ["loss"] and "examples [1]" in report.check("loss").detail
+
+    def steep(model, batch):  # a finite loss with an infinite slope, for the first example only
+        return classify(model, batch) + (model(batch[0]).sum(1) * batch[2]).abs().sqrt()
+
+    reach = torch.ones(B)
+    reach[0] = 0
+    report = gs.verify(network(), (*batch, reach), steep)
+    assert not report.ok
+    assert "not finite" in report.check("coupling").detail
+
+
+def test_compiled(batch):
+    model = network()
+    torch._dynamo.reset()
+    report = gs.verify(torch.compile(model, backend="aot_eager"), batch, classify)
+    assert report.ok and report.check("precision").ok
+    assert report.rows[0].name == "0.weight"
+
+
+def test_a_compiled_model_that_goes_wrong(batch, monkeypatch):
+    """What only the model itself does wrong shows against the reference."""
+
+    def wrong(model, *args, **kwargs):
+        stats = gs.per_example_norms(model, *args, **kwargs)
+        if next(model.parameters()).dtype == torch.float32:
+            stats.sqnorm.mul_(1.5)
+        return stats
+
+    monkeypatch.setattr(_verify, "per_example_norms", wrong)
+    assert failed(gs.verify(network(), batch, classify)) == ["precision"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"examples": 0}, gs.TrackingError, "examples is 0"),
+        ({"examples": 2.5}, gs.TrackingError, "examples is 2.5"),
+        ({"tolerance": 0}, gs.TrackingError, "tolerance is 0"),
+        ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'"),
+        ({"batch_dim": -1}, gs.ExampleAxisError, "batch_dim is -1"),
+        ({"exclude": "decoder.*"}, gs.CoverageError, "matches no parameter"),
+        ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
+    ],
+)
+def test_options(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        gs.verify(network(), batch, classify, **options)
+
+
+def test_the_tolerance_is_the_callers(batch):
+    model = network()
+    model.tensor = torch.ones(2, requires_grad=True) * 2
+    assert oracle_sqnorms(network(), batch, classify)["0.weight"].dtype == torch.float64
+    report = gs.verify(model, batch, classify, tolerance=1e-12)
+    assert "exactness" in failed(report)
+    assert "tolerance 1e-12" in report.check("exactness").detail

@@ -1,0 +1,5 @@
+"""Models that gradstats is checked on, in one list for the test and for the README's table."""
+
+from tests.zoo import awkward, hugging_face, torch_nn
+
+CASES = [*hugging_face.CASES, *torch_nn.CASES, *awkward.CASES]

@@ -1,0 +1,59 @@
+"""Every model of the zoo, exact or refused by name."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import gradstats as gs
+from tests.oracle import check_model
+from tests.zoo import CASES, awkward, hugging_face
+from tests.zoo.__main__ import main
+from tests.zoo.case import Case
+from tests.zoo.measure import measure, table
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_zoo(case: Case):
+    if case in hugging_face.CASES or "Hugging Face" in case.name:
+        pytest.importorskip("transformers")
+    model, batch = case.prepare()
+    if case.refused is None:
+        check_model(model, batch, case.loss_fn, **case.tolerances, **case.options)
+        return
+    error, text = case.refused
+    with pytest.raises(error, match=text):
+        gs.per_example_norms(model, batch, case.loss_fn, **case.options)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
+def test_names_are_distinct():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_table(capsys):
+    assert main(["Conv1d", "a custom autograd Function with a parameter"]) == 0
+    head, _, exact, refused = capsys.readouterr().out.splitlines()
+    assert head == "| model | parameters covered | worst relative error |"
+    assert exact.startswith("| Conv1d | 4 of 4 | ") and "e-1" in exact
+    assert refused.endswith("| 0 of 1 | refused: UnsupportedOperationError |")
+    assert main(["unheard of"]) == 2
+
+
+def test_the_table_tells_what_is_not_as_expected():
+    case = awkward.CASES[0]
+    assert measure(case).as_expected
+    # A loss that couples the examples is computed, and is not what one example alone gives.
+    coupled = dataclasses.replace(
+        case, loss_fn=lambda m, b: case.loss_fn(m, b) * case.loss_fn(m, b).sum()
+    )
+    row = measure(coupled)
+    assert not row.as_expected and row.error > 1e-3
+    assert not measure(dataclasses.replace(case, refused=(gs.ExampleAxisError, "x"))).as_expected
+    assert str(row) in table([row])
