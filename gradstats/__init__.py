@@ -5,15 +5,27 @@ Neither ever holds a (batch, d) gradient.
 
 from gradstats.capture._registered import register_rule as register_rule
 from gradstats.errors import BackendError as BackendError
+from gradstats.errors import CheckpointError as CheckpointError
 from gradstats.errors import CoupledExamplesError as CoupledExamplesError
 from gradstats.errors import CoverageError as CoverageError
 from gradstats.errors import ExampleAxisError as ExampleAxisError
 from gradstats.errors import GradStatsError as GradStatsError
+from gradstats.errors import GradStatsWarning as GradStatsWarning
+from gradstats.errors import LoaderError as LoaderError
 from gradstats.errors import LossShapeError as LossShapeError
 from gradstats.errors import NonFiniteGradientError as NonFiniteGradientError
+from gradstats.errors import ScoreError as ScoreError
+from gradstats.errors import StoreError as StoreError
 from gradstats.errors import TrackingError as TrackingError
 from gradstats.errors import UnsupportedOperationError as UnsupportedOperationError
 from gradstats.monitor import Monitor as Monitor
+from gradstats.scoring._checkpoints import Checkpoints as Checkpoints
+from gradstats.scoring._influence import influence as influence
+from gradstats.scoring._requirements import MissingPackageError as MissingPackageError
+from gradstats.scoring._scores import InfluenceScores as InfluenceScores
+from gradstats.scoring._scores import TopScores as TopScores
+from gradstats.scoring._self_influence import self_influence as self_influence
+from gradstats.scoring._table import SelfInfluence as SelfInfluence
 from gradstats.statistics._inner_products import alignment as alignment
 from gradstats.statistics._inner_products import inner_products as inner_products
 from gradstats.statistics._norms import per_example_norms as per_example_norms

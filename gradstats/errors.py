@@ -45,3 +45,23 @@ class BackendError(GradStatsError):
 
 class TrackingError(GradStatsError):
     """A tracking context was used in a way that it cannot serve."""
+
+
+class CheckpointError(GradStatsError):
+    """A checkpoint cannot be read, does not fit the model, or has no learning rate."""
+
+
+class LoaderError(GradStatsError):
+    """A data loader does not say which example is which, or cannot be read again."""
+
+
+class StoreError(GradStatsError):
+    """What is on disk does not belong to this call, cannot be read, or cannot be written."""
+
+
+class ScoreError(GradStatsError):
+    """Scores were asked for something that they cannot answer."""
+
+
+class GradStatsWarning(UserWarning):
+    """A result is as asked for, and may not mean what it seems to mean."""

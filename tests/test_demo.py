@@ -14,10 +14,11 @@ from gradstats.__main__ import main
 from gradstats.demo import DemoError, Settings, run_demo
 from gradstats.demo._data import flip_labels, load_noisy_digits
 from gradstats.demo._experiment import Ranked
-from gradstats.demo._metrics import Detection, chance_halfwidth, detect
 from gradstats.demo._report import chance, table, verdict
-from gradstats.demo._scores import Score, el2n, negated_margin, self_influence
+from gradstats.demo._scores import Score, self_influence
 from gradstats.demo._training import digit_network
+from gradstats.scoring._confidence import el2n, negated_margin
+from gradstats.scoring._metrics import Detection, chance_halfwidth, detect
 from tests.oracle import oracle_sqnorms
 
 SHORT = Settings(seed=3, epochs=5, checkpoints=(1, 3, 5), early_epoch=3, initialisations=2)

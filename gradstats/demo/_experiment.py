@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from gradstats.demo._data import NoisyDigits, load_noisy_digits
 from gradstats.demo._measurement import Measurement, measure
-from gradstats.demo._metrics import Detection, detect
 from gradstats.demo._scores import Score, all_scores
 from gradstats.demo._settings import Settings
 from gradstats.demo._training import Checkpoint, digit_network, train
+from gradstats.scoring._metrics import Detection, detect
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradstats.demo._experiment import Outcome, Ranked
-from gradstats.demo._metrics import chance_halfwidth
 from gradstats.demo._scores import GRAND_AT_INITIALISATION, SELF_INFLUENCE
+from gradstats.scoring._metrics import chance_halfwidth
 
 # AUROCs that differ by no more are called close.
 CLOSE = 0.01

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradstats.demo._measurement import Measurement
 from gradstats.demo._training import Checkpoint
+from gradstats.scoring._confidence import el2n, negated_margin
 
 SELF_INFLUENCE = "self_influence"
 GRAND_AT_INITIALISATION = "grand_at_initialisation"
@@ -37,18 +38,6 @@ class Score:
 def self_influence(learning_rates: np.ndarray, sqnorms: np.ndarray) -> np.ndarray:
     """Return Σ_c η_c ‖∇ℓ_i(w_c)‖² (N,) from step sizes (C,) and squared norms (C, N)."""
     return learning_rates @ sqnorms
-
-
-def negated_margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return max_{k≠y} p_k - p_y (..., N) from probabilities (..., N, K) and labels y (N,)."""
-    is_given = np.eye(probability.shape[-1], dtype=bool)[given]
-    other = np.where(is_given, -np.inf, probability).max(-1)
-    return other - np.where(is_given, probability, 0.0).sum(-1)
-
-
-def el2n(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return ‖p - onehot(y)‖ (..., N) from probabilities (..., N, K) and labels y (N,)."""
-    return np.linalg.norm(probability - np.eye(probability.shape[-1])[given], axis=-1)
 
 
 def all_scores(

@@ -42,6 +42,12 @@ class Detection:
         return float(np.sum(np.diff(self.false_alarm_fraction) * heights))
 
     @property
+    def average_precision(self) -> float:
+        """Mean, over the flipped labels in the order found, of the share flipped so far."""
+        found = self.found[1:]
+        return float(np.sum(np.diff(self.found_fraction) * found / self.inspected[1:]))
+
+    @property
     def recall_at_noise_rate(self) -> float:
         """Fraction of the flipped labels found by inspecting as many examples as were flipped."""
         return float(np.interp(self.found[-1], self.inspected, self.found_fraction))

@@ -1,0 +1,1 @@
+"""Scores of whole data sets: self-influence and influence over a run's checkpoints."""

@@ -1,0 +1,141 @@
+"""Reading checkpoints that nobody vouches for: tensors and plain values, never pickled objects."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from gradstats.errors import CheckpointError
+
+# Where training loops keep the weights and the optimizer's state in one file.
+WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """One parameter group of an optimizer's state.
+
+    Attributes:
+        rate: its learning rate when the checkpoint was written.
+        count: how many parameters it holds.
+        names: theirs, None where the optimizer was not given named parameters.
+    """
+
+    rate: float
+    count: int
+    names: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds.
+
+    Attributes:
+        weights: name → value, as a model's ``state_dict()`` gives them.
+        groups: of the optimizer, None where the checkpoint has no optimizer state.
+    """
+
+    weights: Mapping[str, Any]
+    groups: tuple[ParameterGroup, ...] | None
+
+
+def find_files(pattern: str | Path) -> list[Path]:
+    """Return the files of a path or a glob, numbers in their names counted as numbers."""
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    if Path(pattern).is_dir():
+        raise CheckpointError(
+            f"{pattern} is a folder, expected files. Give a glob, such as '{pattern}/*.pt'."
+        )
+    paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
+    files = sorted((path for path in paths if path.is_file()), key=_natural)
+    if not files:
+        raise CheckpointError(
+            f"no checkpoint matches {str(pattern)!r}, looking from {Path.cwd()}. Expected a file, "
+            "or a glob that matches at least one."
+        )
+    return files
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def read_file(path: Path) -> Content:
+    """Return what a safetensors or torch file holds, without unpickling objects."""
+    try:
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, framework="pt") as file:
+                return Content({name: file.get_tensor(name) for name in file.keys()}, None)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {reason}\n"
+            "Expected a safetensors file, or a torch file of tensors and plain values; files that "
+            "hold other objects are not opened, because unpickling them may run code. Save "
+            "model.state_dict() and optimizer.state_dict()."
+        ) from error
+    return parse(content, str(path))
+
+
+def parse(content: Any, name: str) -> Content:
+    """Return weights and parameter groups of a state dict, or of a dict that holds one."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{name} holds {type(content).__name__}, expected a state dict, or a dict with one "
+            f"under one of {WEIGHTS_KEYS}."
+        )
+    held = [key for key in WEIGHTS_KEYS if isinstance(content.get(key), Mapping)]
+    if len(held) > 1:
+        raise CheckpointError(
+            f"{name} holds weights under each of {held}. Pass the state dict that you mean instead "
+            "of the file: gs.Checkpoints([torch.load(path, weights_only=True)[key], ...], lr=...)."
+        )
+    weights = content[held[0]] if held else content
+    if not any(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(
+            f"{name} holds no weights: its keys are {list(content)[:8]}, expected parameter names, "
+            f"or a state dict under one of {WEIGHTS_KEYS}."
+        )
+    return Content(weights, _parameter_groups(content, name) if held else None)
+
+
+def _parameter_groups(content: Mapping, name: str) -> tuple[ParameterGroup, ...] | None:
+    states = [content[key] for key in OPTIMIZER_KEYS if content.get(key)]
+    states = [
+        state[0] if isinstance(state, Sequence) and len(state) == 1 else state for state in states
+    ]
+    if not states:
+        return None
+    if len(states) > 1 or not isinstance(states[0], Mapping) or "param_groups" not in states[0]:
+        raise CheckpointError(
+            f"{name} holds an optimizer state that is not that of one torch.optim.Optimizer. Pass "
+            "the learning rates: lr=0.1, or one for each checkpoint."
+        )
+    groups = []
+    for number, group in enumerate(states[0]["param_groups"]):
+        if "lr" not in group:
+            raise CheckpointError(
+                f"{name}: parameter group {number} of the optimizer has no 'lr', expected one. "
+                "Pass the learning rates: lr=0.1, or one for each checkpoint."
+            )
+        names = group.get("param_names")
+        groups.append(
+            ParameterGroup(
+                rate=float(group["lr"]),
+                count=len(group["params"]),
+                names=None if names is None else tuple(names),
+            )
+        )
+    return tuple(groups)

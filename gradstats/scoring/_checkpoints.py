@@ -1,0 +1,156 @@
+"""Checkpoints of one training run: their weights, one at a time, and their learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradstats.errors import CheckpointError
+from gradstats.scoring._checkpoint_files import Content, find_files, parse, read_file
+from gradstats.scoring._rates import REMEDY, Rates, check_rate, from_groups, from_patterns
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint, loaded.
+
+    Attributes:
+        name: its file, or its place in the list.
+        weights: name → value.
+        rates: of each parameter, None where the call has no use for them.
+    """
+
+    name: str
+    weights: Mapping[str, Any]
+    rates: Rates | None
+
+
+class Checkpoints:
+    """The checkpoints of a training run with their learning rates, loaded one at a time.
+
+        gs.Checkpoints("run/epoch-*.pt", lr="optimizer")
+        gs.Checkpoints([early, late], lr=[0.1, 0.01])          # state dicts in memory
+        gs.Checkpoints("run/*.safetensors", lr={"head.*": 0.1, "body.*": 0.01})
+
+    Args:
+        sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
+            or a list of these. Files are safetensors, or torch files of tensors and plain values
+            (read with ``weights_only=True``: nothing is unpickled). Weights may stand at the top
+            or under "model", "model_state_dict" or "state_dict"; the optimizer's state under
+            "optimizer", "optimizer_state_dict" or "optimizer_states".
+        lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
+            {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
+            which reads the rate of each parameter group from the optimizer's state at the time
+            the checkpoint was written.
+
+    Raises:
+        CheckpointError: if no file matches, or a learning rate is missing. When a checkpoint is
+            loaded: if it cannot be read, does not fit the model, or lacks the rate asked for.
+
+    Source:
+        The sum over checkpoints weighted by learning rates: Pruthi et al., arXiv 2002.08484.
+    """
+
+    def __init__(self, sources: Any, *, lr: Any = None):
+        self._sources = _listed(sources)
+        self.names = tuple(name for name, _ in self._sources)
+        if lr is None:
+            raise CheckpointError(f"the checkpoints have no learning rates (lr=None). {REMEDY}")
+        self._rates = _rates_of(lr, self.names)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({', '.join(self.names)})"
+
+    def load(self, index: int, model: nn.Module, names: Sequence[str]) -> Checkpoint:
+        """Return one checkpoint with the rates of the named parameters of a model."""
+        checkpoint, content = load_weights(self._sources[index])
+        rate = self._rates[index]
+        rates: Rates
+        if rate == "optimizer":
+            rates = from_groups(content.groups, model, names, checkpoint)
+        elif isinstance(rate, Mapping):
+            rates = from_patterns(rate, names, checkpoint)
+        else:
+            rates = rate
+        return Checkpoint(checkpoint, content.weights, rates)
+
+
+class WeightsOnly:
+    """Checkpoints whose learning rates play no part."""
+
+    def __init__(self, sources: Any):
+        if isinstance(sources, Checkpoints):
+            self._sources = sources._sources
+        else:
+            self._sources = _listed(sources)
+        self.names = tuple(name for name, _ in self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def load(self, index: int) -> Checkpoint:
+        """Return one checkpoint."""
+        name, content = load_weights(self._sources[index])
+        return Checkpoint(name, content.weights, None)
+
+
+def load_weights(source: tuple[str, Any]) -> tuple[str, Content]:
+    """Return the name and the content of a file or of a state dict in memory."""
+    name, held = source
+    return name, read_file(held) if isinstance(held, Path) else held
+
+
+def _listed(sources: Any) -> list[tuple[str, Any]]:
+    """Return (name, file or content) for each checkpoint."""
+    if isinstance(sources, (str, Path, Mapping)):
+        sources = [sources]
+    elif not isinstance(sources, Sequence):
+        sources = list(sources) if hasattr(sources, "__iter__") else [sources]
+    listed: list[tuple[str, Any]] = []
+    for number, source in enumerate(sources):
+        if isinstance(source, Mapping):
+            name = f"state dict {number}"
+            listed.append((name, parse(source, name)))
+        elif isinstance(source, (str, Path)):
+            listed.extend((str(path), path) for path in find_files(source))
+        else:
+            raise CheckpointError(
+                f"checkpoint {number} is {type(source).__name__}, expected a file, a glob or a "
+                "state dict. For the weights that a model has now pass [model.state_dict()]."
+            )
+    if not listed:
+        raise CheckpointError("there are no checkpoints: the list is empty.")
+    return listed
+
+
+def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
+    """Return one entry for each checkpoint: a float, a mapping, or "optimizer"."""
+    if isinstance(lr, Tensor):
+        lr = lr.tolist()
+    if isinstance(lr, (str, Mapping)) or not hasattr(lr, "__iter__"):
+        entries = [lr] * len(names)
+    else:
+        entries = list(lr)
+    if len(entries) != len(names):
+        raise CheckpointError(
+            f"lr lists {len(entries)} learning rates, expected one for each of the {len(names)} "
+            f"checkpoints: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}."
+        )
+    checked: list[Any] = []
+    for entry, name in zip(entries, names, strict=True):
+        if isinstance(entry, Mapping):
+            checked.append({key: check_rate(rate, f"{key!r}") for key, rate in entry.items()})
+        elif entry == "optimizer":
+            checked.append(entry)
+        else:
+            checked.append(check_rate(entry, name))
+    if all(rate == 0 for rate in checked):
+        raise CheckpointError(f"every learning rate is zero, so every score would be. {REMEDY}")
+    return checked

@@ -1,0 +1,106 @@
+"""What a classifier's probabilities say of a label: margin and EL2N, seen while losses run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+def negated_margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return max_{k≠y} p_k - p_y (..., N) from probabilities (..., N, K) and labels y (N,)."""
+    is_given = np.eye(probability.shape[-1], dtype=bool)[given]
+    other = np.where(is_given, -np.inf, probability).max(-1)
+    return other - np.where(is_given, probability, 0.0).sum(-1)
+
+
+def el2n(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return ‖p - onehot(y)‖ (..., N) from probabilities (..., N, K) and labels y (N,).
+
+    Source: Paul et al., arXiv 2107.07075.
+    """
+    return np.linalg.norm(probability - np.eye(probability.shape[-1])[given], axis=-1)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a loss function's cross-entropy was computed from.
+
+    Attributes:
+        probability: (B, K) float64.
+        label: (B,) int64.
+    """
+
+    probability: np.ndarray
+    label: np.ndarray
+
+
+class CrossEntropyWatch(TorchFunctionMode):
+    """Sees the logits and labels that reach ``cross_entropy`` or ``nll_loss`` inside the context.
+
+    Attributes:
+        reason: why there is no prediction, None where there is one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._seen: list[tuple[bool, Tensor, Tensor]] = []
+        self.reason: str | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is functional.cross_entropy or func is functional.nll_loss:
+            given = [*args, *(kwargs[name] for name in ("input", "target") if name in kwargs)]
+            self._seen.append((func is functional.nll_loss, given[0], given[1]))
+        return func(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop what was seen."""
+        self._seen = []
+
+    def prediction(self, batch_size: int) -> Prediction | None:
+        """Return what was seen, or None and set ``reason``."""
+        seen, self._seen = self._seen, []
+        if len(seen) != 1:
+            self.reason = (
+                f"the loss calls cross_entropy or nll_loss {len(seen)} times, expected once"
+            )
+            return None
+        logarithmic, logits, labels = seen[0]
+        if logits.dim() != 2 or len(logits) != batch_size or tuple(labels.shape) != (batch_size,):
+            self.reason = (
+                f"the cross-entropy of {batch_size} examples sees logits of shape "
+                f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}, expected one "
+                "classification for each example"
+            )
+            return None
+        logits = logits.detach().double()
+        probability = (logits.exp() if logarithmic else logits.softmax(1)).cpu().numpy()
+        label = labels.detach().cpu().numpy()
+        if bool((label < 0).any()) or bool((label >= logits.shape[1]).any()):
+            self.reason = "some labels are ignored by the cross-entropy"
+            return None
+        if not bool(np.isfinite(probability).all()):
+            self.reason = "some logits are not finite"
+            return None
+        return Prediction(probability, label)
+
+
+def watched(loss_fn, watch: CrossEntropyWatch):
+    """Return the loss function with its cross-entropy seen by a watch."""
+
+    def run(model, batch) -> Tensor:
+        watch.forget()
+        with watch:
+            return loss_fn(model, batch)
+
+    return run
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's values as float64 on the host."""
+    return tensor.detach().to("cpu", torch.float64).numpy()

@@ -1,0 +1,174 @@
+"""A folder of results that can be gone on with: what it belongs to, and its checkpoints' tiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstats.errors import StoreError
+from gradstats.scoring._tiles import Tiles, cannot_write
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the bits of a result may depend on."""
+    import gradstats
+
+    return {
+        "gradstats": gradstats.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class Folder:
+    """A folder with a manifest.
+
+    Args:
+        path: the folder; made if missing.
+        description: what the results belong to; must equal what the manifest says.
+        ids: name → ids, written beside.
+        resume: whether to go on with results that are there.
+
+    Raises:
+        StoreError: if the folder holds something else, with the differences.
+    """
+
+    def __init__(
+        self, path: Path, description: dict[str, Any], ids: Mapping[str, np.ndarray], resume: bool
+    ):
+        self.path = path
+        description = {"format": FORMAT, **json.loads(json.dumps(description))}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / MANIFEST).exists():
+                self.manifest = read_manifest(path)
+                self._check(description, resume)
+            elif any(each.name != _beside(path / MANIFEST).name for each in path.iterdir()):
+                raise StoreError(
+                    f"{path} is not empty and has no {MANIFEST}, so it holds something else than "
+                    "scores. Name another folder with out=."
+                )
+            else:
+                self.manifest = {**description, "checkpoints": {}}
+                self._write()
+            # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
+            for name, values in ids.items():
+                if not (path / f"{name}.npy").exists():
+                    write_whole(path / f"{name}.npy", partial(_save, values))
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
+            ) from error
+
+    @classmethod
+    def opened(cls, path: Path, manifest: dict[str, Any]) -> Folder:
+        """Return a folder that this process, or another, has checked."""
+        folder = cls.__new__(cls)
+        folder.path, folder.manifest = path, manifest
+        return folder
+
+    def prepare(self, entry: dict[str, Any], make: Callable[[Path], Tiles]) -> Tiles:
+        """Return the tiles of a checkpoint, made or checked; one process does this for all.
+
+        Args:
+            entry: name, weights, query_weights, rates.
+            make: the tiles of a folder.
+        """
+        entry = json.loads(json.dumps(entry))
+        known = self.manifest["checkpoints"]
+        folder = f"checkpoint-{entry['weights'][:12]}"
+        if entry.get("query_weights"):
+            folder += f"-{entry['query_weights'][:12]}"
+        if folder in known:
+            held = {key: known[folder][key] for key in entry if key != "name"}
+            self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])
+        tiles = make(self.path / folder)
+        tiles.create_or_check()
+        if folder not in known:
+            known[folder] = {**entry, "versions": versions()}
+            self._write()
+        elif tiles.done.any() and not tiles.done.all():
+            self._refuse(_differences(known[folder]["versions"], versions()), entry["name"])
+        return tiles
+
+    def _check(self, description: dict[str, Any], resume: bool) -> None:
+        held = {key: value for key, value in self.manifest.items() if key != "checkpoints"}
+        self._refuse(_differences(held, description), "this call")
+        if not resume:
+            raise StoreError(
+                f"{self.path} holds results of this call already, and resume=False. Pass "
+                "resume=True to go on with them, or name another folder with out=."
+            )
+
+    def _refuse(self, differences: list[str], what: str) -> None:
+        if differences:
+            listed = "\n  ".join(differences)
+            raise StoreError(
+                f"{self.path} holds results that do not belong to {what}:\n  {listed}\nNothing was "
+                "changed. Call with the same data, model and options as before, or name another "
+                "folder with out=."
+            )
+
+    def _write(self) -> None:
+        text = json.dumps(self.manifest, indent=2) + "\n"
+        write_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what a folder's manifest says."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT or not isinstance(manifest["checkpoints"], dict):
+            raise ValueError(f"format {manifest['format']!r}, expected {FORMAT}")
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} holds no {MANIFEST}, so it is no folder of scores.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path / MANIFEST} is damaged ({error}). Nothing was changed. Restore it, or name "
+            "another folder with out=."
+        ) from error
+    return manifest
+
+
+def _save(values: np.ndarray, file: Any) -> None:
+    np.save(file, values)
+
+
+def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file so that a kill leaves the old one or the new one, never a part."""
+    beside = _beside(path)
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _differences(held: Any, now: Any, place: str = "") -> list[str]:
+    """Return one line for each value that differs, with its place."""
+    if isinstance(held, dict) and isinstance(now, dict):
+        return [
+            line
+            for key in dict.fromkeys([*held, *now])
+            for line in _differences(held.get(key), now.get(key), f"{place}.{key}".lstrip("."))
+        ]
+    return [] if held == now else [f"{place}: on disk {held!r}, now {now!r}"]

@@ -1,0 +1,355 @@
+"""Influence of every training example on every query, over the checkpoints of a training run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gradstats.errors import CheckpointError, ScoreError
+from gradstats.scoring import _ranks
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
+from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._scores import (
+    InfluenceScores,
+    Partial,
+    TopScores,
+    check_k,
+    check_normalize,
+)
+from gradstats.scoring._stream import Stream
+from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._top import Chunk, TopLists, chunks, fill_lists
+from gradstats.scoring._weights import borrowed, weights_hash
+from gradstats.scoring._work import (
+    Work,
+    amount,
+    check_checkpoints,
+    duration,
+    open_folder,
+    open_tiles,
+    plural,
+    seconds,
+)
+
+DEFAULT_BUDGET = 1024**3
+
+
+def influence(
+    model: nn.Module,
+    train_loader: Any,
+    query_loader: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    checkpoints: Checkpoints,
+    *,
+    query_checkpoints: Any = None,
+    normalize: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = True,
+    top_k: int | None = None,
+    train_ids: IdSource = None,
+    query_ids: IdSource = None,
+    budget: int = DEFAULT_BUDGET,
+    batch_dim: int = 0,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    progress: bool = True,
+) -> InfluenceScores | TopScores:
+    """Return Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩ for every training example i and query j.
+
+    A score above zero says that steps on i lowered the loss of j (a proponent), below that they
+    raised it (an opponent). With ``normalize="cosine"`` each checkpoint's product is divided by
+    both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖): examples with large gradients,
+    mislabelled ones among them, are otherwise on top of every query's list. Both forms come from
+    one pass: ``scores.raw`` and ``scores.cosine``. With a learning rate for each parameter η_c⟨·,·⟩
+    is Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms stay plain.
+
+    Args:
+        model: any module; scored in eval mode, and given back with its weights, buffers and mode.
+        train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
+            batches. Under torch.distributed every process passes the whole data; the train side is
+            divided between them and the result is the same.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
+        checkpoints: gs.Checkpoints, with the learning rates.
+        query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
+            (their rates play no part), or files or state dicts. Scores are then
+            Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
+        normalize: None or "cosine": which form the result shows first.
+        out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
+            batch by a query batch. A call that was killed goes on there with ``resume``, to the
+            same bits; further checkpoints add to what is there; other data, models or options are
+            refused with the difference. Data are recognised by their sizes and a hash of their
+            contents; of a DataLoader whose data set is no TensorDataset the hash covers the first,
+            the middle and the last batch.
+        resume: False refuses a folder that holds results.
+        top_k: keep only so many proponents and opponents of every query, and never form the
+            matrix. With ``out`` their lists are written after each chunk of training data.
+        train_ids, query_ids: where a batch holds the ids of its examples: a key, a position, or a
+            function of the batch; one more pass over the data. Positions by default.
+        budget: bytes of query gradients kept at once, and of scores with ``top_k``. Each time the
+            query side fills it, the training data are passed once more.
+        batch_dim: the example axis of the data.
+        parameters, exclude: fnmatch patterns over parameter names.
+        workspace: bytes of scratch memory; 256 MiB by default.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
+        progress: print an estimate of the work and show a progress bar, on standard error.
+
+    Returns:
+        InfluenceScores (N, Q), float64 sums of parts in the model's precision; in memory two such
+        matrices, on disk one of the model's precision for each checkpoint. TopScores with
+        ``top_k``.
+
+    Raises:
+        CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
+        gs.inner_products raises.
+
+    Cost:
+        For each checkpoint and each time the budget is full, a forward and a backward of every
+        training example without weight gradients; the products as in gs.inner_products. Batches
+        that do not fit into memory are halved. With ``top_k``, checkpoints are loaded once for
+        each chunk of training data whose scores fit the budget.
+
+    Source:
+        TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):
+        Hammoudeh and Lowd, arXiv 2201.10055.
+    """
+    check_checkpoints(checkpoints)
+    check_normalize(normalize)
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
+    k = None if top_k is None else check_k(top_k)
+    work = Work.of(
+        model, loss_fn, nonfinite=nonfinite, progress=progress,
+        batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
+    )  # fmt: skip
+    pairs = _Pairs(checkpoints, query_checkpoints, work)
+    train = Data(train_loader, "train", train_ids, batch_dim)
+    query = Data(query_loader, "query", query_ids, batch_dim)
+    run = _Run(work, pairs, train, query, budget, None if out is None else Path(out), resume)
+    scores: InfluenceScores | TopScores
+    with borrowed(work.model):
+        if k is None:
+            source = run.matrix()
+            scores = InfluenceScores(
+                source, train.ids, query.ids, normalize, checkpoints.names, (train, query)
+            )
+        else:
+            scores = TopScores(
+                run.top(k), train.ids, query.ids, normalize, checkpoints.names, (train, query)
+            )
+    if _ranks.rank() == 0:
+        scores.warn_if_alike(10 if k is None else min(k, 10))
+    return scores
+
+
+class _Pairs:
+    """The checkpoints of the two sides, loaded together."""
+
+    def __init__(self, checkpoints: Checkpoints, query_checkpoints: Any, work: Work):
+        self.names = checkpoints.names
+        self._train = checkpoints
+        self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
+        self._work = work
+        if self._query is not None and len(self._query) != len(checkpoints):
+            raise CheckpointError(
+                f"there are {len(checkpoints)} checkpoints and {len(self._query)} query "
+                "checkpoints, expected as many: the c-th of one goes with the c-th of the other."
+            )
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def load(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
+        """Return the checkpoints of both sides; None where the query side's is the train side's."""
+        train = self._train.load(number, self._work.model, self._work.names)
+        return train, None if self._query is None else self._query.load(number)
+
+    def hashes(self) -> list[dict[str, Any]]:
+        """Return what says that a checkpoint is the same, for a manifest."""
+        found = []
+        for number in range(len(self)):
+            train, query = self.load(number)
+            found.append(
+                {
+                    "weights": weights_hash(train.weights),
+                    "query_weights": None if query is None else weights_hash(query.weights),
+                    "rates": train.rates,
+                }
+            )
+        return found
+
+
+class _Run:
+    """One call: where its results go, and the way there."""
+
+    def __init__(
+        self,
+        work: Work,
+        pairs: _Pairs,
+        train: Data,
+        query: Data,
+        budget: int,
+        out: Path | None,
+        resume: bool,
+    ):
+        self.work, self.pairs, self.train, self.query = work, pairs, train, query
+        self.budget, self.out, self.resume = budget, out, resume
+        self.stream = Stream(work, train, query, budget)
+        self.tiles_each = train.batches * query.batches
+
+    def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
+        """Compute the whole matrix; return it, or where its parts are on disk."""
+        folder = open_folder(self.out, self._description("influence"), self._ids(), self.resume)
+        arrays = {
+            "products": Array(("row", "column"), self.work.dtype),
+            "train_sqnorm": Array(("row",), np.dtype(np.float64)),
+            "query_sqnorm": Array(("column",), np.dtype(np.float64)),
+        }
+        bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
+        partials: list[Partial] = []
+        sums: dict[str | None, np.ndarray] = {}
+        seen: dict[tuple[str, str | None], str] = {}
+        for number in range(len(self.pairs)):
+            pair = self.pairs.load(number)
+            self.stream.move_to(*pair)
+            tiles, done = open_tiles(
+                folder,
+                lambda kind, path: kind(path, arrays, self.train.spans, self.query.spans),
+                *pair,
+                self.work,
+                seen,
+            )
+            pending = ~done
+            if number == 0:
+                _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
+            bar.update(int(done.sum()))
+            try:
+                _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
+            finally:
+                tiles.close()
+            found = self._partial(tiles)
+            if folder is not None:
+                partials.append(found)
+                continue
+            for form in (None, "cosine"):
+                part = found.read((slice(None), slice(None)), form)
+                sums[form] = sums[form] + part if form in sums else part
+        bar.close()
+        return partials if folder is not None else sums
+
+    def top(self, k: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Compute the lists of the strongest examples without the matrix."""
+        lists = TopLists(self.query.examples, k)
+        folder = None
+        if self.out is not None:
+            description = self._description("strongest influence")
+            description["top_k"] = k
+            description["summed"] = self.pairs.hashes()
+            folder = open_folder(self.out, description, self._ids(), self.resume)
+            problem = lists.restore(self.out)
+            if problem is not None:
+                self.work.say(f"{problem}: computing it again")
+        left = list(chunks(self.train.sizes, self.query.examples, self.budget, lists.next_batch))
+        bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
+        bar.update(len(self.pairs) * lists.next_batch * self.query.batches)
+        only = self.pairs.load(0) if len(self.pairs) == 1 else None
+        announced = False
+
+        def compute(part: range, chunk: Chunk) -> None:
+            nonlocal announced
+            pending = np.zeros((self.train.batches, self.query.batches), dtype=bool)
+            pending[part.start : part.stop] = True
+            for number in range(len(self.pairs)):
+                self.stream.move_to(*(only or self.pairs.load(number)))
+                if not announced:
+                    whole = np.zeros_like(pending)
+                    whole[lists.next_batch :] = True
+                    self._announce(whole, self.query.examples * k * 64, "for the lists")
+                    announced = True
+                self.stream.fill(pending, chunk.write, bar)
+
+        fill_lists(
+            lists, k, (self.train.spans, self.query.spans), iter(left), compute,
+            None if folder is None else self.out,
+        )  # fmt: skip
+        bar.close()
+        return lists.lists
+
+    def _partial(self, tiles: Tiles) -> Partial:
+        products, rows, columns = (
+            tiles.view(name) for name in ("products", "train_sqnorm", "query_sqnorm")
+        )
+        if self.out is None and _ranks.size() > 1:
+            _ranks.add_up(products)
+            _ranks.add_up(rows)
+            # Every process that had work holds all the queries' norms.
+            columns = max(_ranks.gather(columns), key=lambda norms: float(norms.sum()))
+        return Partial(products, rows, columns)
+
+    def _ids(self) -> dict[str, np.ndarray]:
+        return {"train_ids": self.train.ids, "query_ids": self.query.ids}
+
+    def _description(self, kind: str) -> dict[str, Any]:
+        def side(data: Data) -> dict[str, Any]:
+            return {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint}
+
+        return {
+            "kind": kind,
+            "settings": self.work.description(),
+            "train": side(self.train),
+            "query": side(self.query),
+        }
+
+    def _room(self, nbytes: int) -> tuple[int, str]:
+        """Return the bytes of all results and where they are."""
+        if self.out is not None:
+            return nbytes * len(self.pairs), f"in {self.out}"
+        return 16 * self.train.examples * self.query.examples, "in memory"
+
+    def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
+        """Print size, memory and time of what there is to do, after a trial of one tile."""
+        if not self.work.progress or _ranks.rank() != 0:
+            return
+        count = len(self.pairs)
+        lines = [
+            f"influence of {plural(self.train.examples, 'training example')} on "
+            f"{plural(self.query.examples, 'query example')} at {plural(count, 'checkpoint')}"
+        ]
+        if pending.any():
+            row, column = np.argwhere(pending)[0]
+            first, second = self.stream.trial(int(row), int(column))
+            held = 0
+
+            def keep() -> None:
+                nonlocal held
+                held = first()
+
+            keeping, passing = seconds(keep), seconds(second)
+            sizes = self.query.sizes
+            every = held / sizes[column] * self.query.examples
+            blocks = min(self.query.batches, math.ceil(every / self.budget))
+            alone = keeping * self.train.sizes[row] / sizes[column]
+            beside = max(0.0, passing - alone) / (self.train.sizes[row] * sizes[column])
+            rows = float(self.train.sizes[pending.any(1)].sum())
+            whole = self.train.examples
+            time = 0.0
+            for examples in (rows, *[whole] * (count - 1)):
+                each = min(passing, alone) / self.train.sizes[row] * blocks
+                each += beside * self.query.examples
+                time += each * examples / _ranks.size()
+                time += keeping / sizes[column] * self.query.examples
+            lines.append(
+                f"  {amount(stored)} {where}; query gradients take {amount(every)}, "
+                f"{amount(min(every, max(self.budget, held)))} at once in "
+                f"{plural(blocks, 'block')}; about {duration(time)}"
+            )
+        else:
+            lines.append(f"  {amount(stored)} {where}; the first checkpoint is there already")
+        self.work.say("\n".join(lines))

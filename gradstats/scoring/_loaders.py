@@ -1,0 +1,217 @@
+"""Data that is read several times, part by part, with every example in its known place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from gradstats.errors import LoaderError
+from gradstats.scoring._batches import feed, pick
+from gradstats.statistics._loss import infer_batch_size
+
+IdSource = str | int | Callable[[Any], Any] | None
+
+
+class Data:
+    """The batches of a loader, readable again and in part.
+
+    Attributes:
+        sizes: (batches,) number of examples in each batch.
+        ids: (N,) what names each example; its position where the caller gave no ids.
+        fingerprint: SHA-256 over the sizes and the contents: of every batch where all had to be
+            read to count them or to collect ids and of a TensorDataset, else of the first, the
+            middle and the last batch.
+    """
+
+    def __init__(self, loader: Any, role: str, ids: IdSource, batch_dim: int):
+        self._role = role
+        self._batch_dim = batch_dim
+        self._loader = loader
+        _check_order(loader, role, ids)
+        self._index_lists: list[list[int]] | None = None
+        if _is_indexable(loader):
+            self._index_lists = _index_lists(loader, named=ids is not None)
+            self._check_sequential(ids)
+        digest = hashlib.sha256()
+        if self._index_lists is not None and ids is None:
+            self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
+            self._check_any()
+            if type(loader.dataset) is TensorDataset:
+                feed(digest, loader.dataset.tensors)
+            last = len(self.sizes) - 1
+            for _, batch in self.read(sorted({0, last // 2, last})):
+                feed(digest, batch)
+            self.ids = np.array([i for each in self._index_lists for i in each])
+        else:
+            sizes, named = [], []
+            for batch in self._all():
+                sizes.append(infer_batch_size(batch, batch_dim))
+                feed(digest, batch)
+                if ids is not None:
+                    named.extend(pick(batch, ids))
+            self.sizes = np.array(sizes, dtype=np.int64)
+            self._check_any()
+            self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
+        digest.update(self.sizes.tobytes())
+        digest.update(repr(self.ids.tolist()).encode())
+        self.fingerprint = digest.hexdigest()
+
+    @property
+    def examples(self) -> int:
+        """Number of examples N."""
+        return int(self.sizes.sum())
+
+    @property
+    def batches(self) -> int:
+        """Number of batches."""
+        return len(self.sizes)
+
+    @property
+    def spans(self) -> list[slice]:
+        """The rows of each batch."""
+        ends = np.cumsum(self.sizes)
+        return [slice(int(e - n), int(e)) for e, n in zip(ends, self.sizes, strict=True)]
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yield (number, batch) for some batches, in ascending order."""
+        wanted = list(numbers)
+        if self._index_lists is not None:
+            chosen = _again(self._loader, [self._index_lists[number] for number in wanted])
+            pairs: Iterable[tuple[int, Any]] = zip(wanted, chosen, strict=True)
+        elif isinstance(self._loader, Sequence):
+            pairs = ((number, self._loader[number]) for number in wanted)
+        else:
+            members = set(wanted)
+            pairs = ((n, batch) for n, batch in enumerate(self._loader) if n in members)
+        count = 0
+        for number, batch in pairs:
+            size = infer_batch_size(batch, self._batch_dim)
+            if size != self.sizes[number]:
+                raise LoaderError(
+                    f"batch {number} of the {self._role} loader has {size} examples, expected "
+                    f"{self.sizes[number]} as when it was first read. Give a loader that yields "
+                    "the same batches each time; for another example axis pass batch_dim=."
+                )
+            count += 1
+            yield number, batch
+            if count == len(wanted):
+                return
+        if count != len(wanted):
+            raise LoaderError(
+                f"the {self._role} loader gave {count} of the {len(wanted)} batches that were "
+                "asked for. Give a loader that yields the same batches each time."
+            )
+
+    def example(self, position: int) -> Any:
+        """Return the batch that holds an example, and its place there."""
+        number = int(np.searchsorted(np.cumsum(self.sizes), position, side="right"))
+        ((_, batch),) = self.read([number])
+        return batch, position - self.spans[number].start
+
+    def _all(self) -> Iterable[Any]:
+        if self._index_lists is not None:
+            return _again(self._loader, self._index_lists)
+        return self._loader
+
+    def _check_any(self) -> None:
+        if len(self.sizes) == 0:
+            raise LoaderError(f"the {self._role} loader is empty: it gives no batch.")
+
+    def _check_sequential(self, ids: IdSource) -> None:
+        order = [i for each in self._index_lists for i in each]  # type: ignore[union-attr]
+        if ids is None and order != list(range(len(order))):
+            raise _unordered(self._role, "its batch sampler does not go through them in order")
+
+
+def _is_indexable(loader: Any) -> bool:
+    """Whether any batch of a loader can be made again by itself."""
+    return (
+        type(loader) is DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    )
+
+
+def _index_lists(loader: DataLoader, named: bool) -> list[list[int]]:
+    """Return which examples stand in which batch.
+
+    Where the examples carry their names, a shuffled loader is read in the order of its data set, so
+    that another process can go on.
+    """
+    lists = [list(indices) for indices in loader.batch_sampler]  # type: ignore[union-attr]
+    if named and type(loader.batch_sampler) is BatchSampler:
+        indices = sorted(index for each in lists for index in each)
+        size = loader.batch_sampler.batch_size
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
+    return lists
+
+
+def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
+    """Return a loader of some of the batches of another, made in the same way."""
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=index_lists,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        # A generator of its own, so that the caller's random numbers stay as they would be.
+        generator=torch.Generator(),
+        **workers,
+    )
+
+
+def _check_order(loader: Any, role: str, ids: IdSource) -> None:
+    if not hasattr(loader, "__iter__"):
+        raise LoaderError(
+            f"the {role} loader is {type(loader).__name__}, expected a DataLoader or a list of "
+            "batches."
+        )
+    if isinstance(loader, Iterator):
+        raise LoaderError(
+            f"the {role} loader is an iterator ({type(loader).__name__}), which can be read once, "
+            "and each checkpoint reads the data again. Give a DataLoader or a list of batches."
+        )
+    sampler = getattr(loader, "sampler", None)
+    iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
+    if ids is None and sampler is not None and not iterable:
+        if not isinstance(sampler, SequentialSampler):
+            raise _unordered(role, f"its sampler is {type(sampler).__name__}")
+
+
+def _unordered(role: str, reason: str) -> LoaderError:
+    return LoaderError(
+        f"the {role} loader does not give the examples in the order of its data set ({reason}), so "
+        "scores could not be told apart. Pass a DataLoader with shuffle=False (it need not be the "
+        "one you train with; under torch.distributed every process passes the whole data), or say "
+        "where a batch holds the ids of its examples with ids= (train_ids= and query_ids= in "
+        "gs.influence): a key, a position or a function of the batch."
+    )
+
+
+def _as_ids(named: list, data: Data) -> np.ndarray:
+    ids = np.array(named)
+    if ids.shape != (data.examples,) or ids.dtype.kind not in "iuU":
+        raise LoaderError(
+            f"the ids have shape {ids.shape} and dtype {ids.dtype}, expected one integer or string "
+            f"for each of the {data.examples} examples."
+        )
+    if len(np.unique(ids)) != len(ids):
+        values, counts = np.unique(ids, return_counts=True)
+        raise LoaderError(
+            f"the ids are not unique: {values[counts > 1][:4].tolist()} occur more than once. "
+            "Expected each example once."
+        )
+    return ids

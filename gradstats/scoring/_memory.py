@@ -1,0 +1,75 @@
+"""Going on after running out of memory, with smaller batches."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from gradstats.scoring._batches import example_range
+
+Result = TypeVar("Result")
+
+# What PyTorch says where the memory that is short is not the device's.
+HOST_MESSAGES = ("not enough memory", "can't allocate memory", "cannot allocate memory")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        message in str(error).lower() for message in HOST_MESSAGES
+    )
+
+
+class Halving:
+    """Runs work on batches, or on parts of them once whole ones have not fitted.
+
+    Attributes:
+        limit: most examples at once that are still tried, None before memory ran out.
+    """
+
+    def __init__(self, what: str, batch_dim: int):
+        self._what = what
+        self._batch_dim = batch_dim
+        self.limit: int | None = None
+
+    def run(self, work: Callable[[Any], Result], batch: Any, size: int) -> list[Result]:
+        """Return the results of the work on the batch, or on its parts in order.
+
+        Args:
+            work: takes a batch.
+            batch: of ``size`` examples.
+            size: number of examples.
+        """
+        results: list[Result] = []
+        start = 0
+        while start < size:
+            stop = size if self.limit is None else min(size, start + self.limit)
+            part = batch
+            if stop - start < size:
+                part = example_range(batch, start, stop, size, self._batch_dim)
+            try:
+                results.append(work(part))
+                start = stop
+                continue
+            except Exception as error:
+                if not is_out_of_memory(error) or stop - start == 1:
+                    raise
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            # Outside the except clause: the traceback would keep what has to be freed.
+            self.limit = (stop - start) // 2
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            tqdm.write(
+                f"out of memory with {stop - start} {self._what} at once ({reason}): going on with "
+                f"{self.limit} at once",
+                file=sys.stderr,
+            )
+        return results

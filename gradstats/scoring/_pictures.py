@@ -1,0 +1,143 @@
+"""Figures of scores: the examples themselves where they are images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from gradstats.scoring._loaders import Data
+from gradstats.scoring._requirements import require
+from gradstats.statistics._loss import tensors_in
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gradstats.scoring._scores import Ranking
+    from gradstats.scoring._table import DetectionReport
+
+# Okabe and Ito's colours: told apart with any colour vision.
+BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR = "#D55E00", "#0072B2", "#606060"
+SMALLEST_IMAGE = 4
+
+
+def draw_self_influence(
+    scores: np.ndarray, bad: np.ndarray | None, report: DetectionReport | None
+) -> Figure:
+    """Return the sorted scores and, with a report, the share of bad examples found by each score.
+
+    Args:
+        scores: (N,).
+        bad: (N,) bool, None where nothing is known.
+        report: of the bad examples.
+    """
+    figure_class = require("matplotlib.figure", "plot").Figure
+    figure = figure_class(figsize=(6 if report is None else 12, 4.5), layout="constrained")
+    panels = figure.subplots(1, 1 if report is None else 2, squeeze=False)[0]
+    order = np.argsort(-scores, kind="stable")
+    ranks = np.arange(1, len(scores) + 1)
+    groups: Sequence[tuple[np.ndarray, str, str]] = (
+        [(np.ones(len(scores), bool), NEUTRAL_COLOUR, "examples")]
+        if bad is None
+        else [(~bad[order], GOOD_COLOUR, "other examples"), (bad[order], BAD_COLOUR, "known bad")]
+    )
+    for chosen, colour, label in groups:
+        panels[0].plot(
+            ranks[chosen], scores[order][chosen], ".", color=colour, label=label, markersize=4
+        )
+    if scores.min() > 0:
+        panels[0].set_yscale("log")
+    panels[0].set_xlabel("rank")
+    panels[0].set_ylabel("self-influence")
+    panels[0].legend(frameon=False)
+    if report is not None:
+        for name, detection in report.rows.items():
+            panels[1].plot(
+                detection.inspected_fraction,
+                detection.found_fraction,
+                label=f"{name}: AUROC {detection.auroc:.3f}",
+            )
+        panels[1].set_xlabel("examples inspected, the highest score first")
+        panels[1].set_ylabel("known bad examples found")
+        panels[1].legend(frameon=False)
+    return figure
+
+
+def draw_query(
+    name: Any, rankings: tuple[Ranking, Ranking], data: tuple[Data, Data] | None, query: int
+) -> Figure:
+    """Return a query with its proponents and opponents, as pictures or as bars.
+
+    Args:
+        name: the query's id.
+        rankings: proponents and opponents.
+        data: the two sides, None where only scores are known.
+        query: the query's position.
+    """
+    figure_class = require("matplotlib.figure", "plot").Figure
+    pictures = None if data is None else _picture(data[1], query)
+    if data is None or pictures is None:
+        return _draw_bars(figure_class, name, rankings)
+    width = max(len(ranking) for ranking in rankings)
+    figure = figure_class(figsize=(1.6 * (width + 1), 4.2), layout="constrained")
+    grid = figure.subplots(2, width + 1, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    _show(grid[0, 0], pictures, f"query {name}")
+    titles = ("proponents", "opponents")
+    for line, ranking, title in zip(grid, rankings, titles, strict=True):
+        for place, (position, identity, score) in enumerate(
+            zip(ranking.positions, ranking.ids, ranking.scores, strict=True)
+        ):
+            head = f"{title}\n" if place == 0 else "\n"
+            found = _picture(data[0], int(position))
+            if found is not None:
+                _show(line[place + 1], found, f"{head}{identity}: {score:.3g}")
+    return figure
+
+
+def _draw_bars(figure_class: Any, name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
+    proponents, opponents = rankings
+    names = [str(each) for each in (*proponents.ids, *opponents.ids[::-1])]
+    scores = [*proponents.scores, *opponents.scores[::-1]]
+    figure = figure_class(figsize=(6, 0.3 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(names))
+    axes.barh(places, scores, color=[GOOD_COLOUR if s > 0 else BAD_COLOUR for s in scores])
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"influence on query {name}")
+    axes.set_ylabel("training example")
+    return figure
+
+
+def _picture(data: Data, position: int) -> tuple[np.ndarray, str] | None:
+    """Return an example as an image with its label, None where it is no image."""
+    batch, place = data.example(position)
+    tensors = [each for each in tensors_in(batch) if each.dim() and len(each) > place]
+    image = tensors[0][place].detach().cpu() if tensors else None
+    if image is None or not _is_image(image):
+        return None
+    pixels = image.double().numpy()
+    if pixels.ndim == 3:
+        pixels = np.moveaxis(pixels, 0, -1)
+    low, high = pixels.min(), pixels.max()
+    pixels = (pixels - low) / (high - low) if high > low else np.zeros_like(pixels)
+    label = ""
+    if len(tensors) > 1 and tensors[1].dim() == 1 and not tensors[1].is_floating_point():
+        label = f"label {tensors[1][place].item()}"
+    return pixels.squeeze(), label
+
+
+def _is_image(tensor: Tensor) -> bool:
+    if tensor.dim() not in (2, 3) or min(tensor.shape[-2:]) < SMALLEST_IMAGE:
+        return False
+    return tensor.dim() == 2 or tensor.shape[0] in (1, 3)
+
+
+def _show(axes: Any, picture: tuple[np.ndarray, str], title: str) -> None:
+    pixels, label = picture
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=1)
+    axes.set_title(f"{title}\n{label}" if label else title, fontsize=8)

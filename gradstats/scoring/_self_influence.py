@@ -1,0 +1,219 @@
+"""Self-influence of every example of a data set, with the cheap scores that rival it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from gradstats.scoring import _ranks
+from gradstats.scoring._batches import to_device
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._confidence import (
+    CrossEntropyWatch,
+    as_numpy,
+    el2n,
+    negated_margin,
+    watched,
+)
+from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._memory import Halving
+from gradstats.scoring._rates import Rates
+from gradstats.scoring._table import FIELDS, SelfInfluence
+from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._weights import borrowed, load_weights
+from gradstats.scoring._work import (
+    Work,
+    amount,
+    check_checkpoints,
+    duration,
+    open_folder,
+    open_tiles,
+    plural,
+    seconds,
+)
+from gradstats.statistics._loss import infer_batch_size
+from gradstats.statistics._norms import per_example_norms
+from gradstats.statistics._result import GradientNorms
+
+
+def self_influence(
+    model: nn.Module,
+    loader: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    checkpoints: Checkpoints,
+    *,
+    ids: IdSource = None,
+    out: str | Path | None = None,
+    resume: bool = True,
+    batch_dim: int = 0,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    progress: bool = True,
+) -> SelfInfluence:
+    """Return Σ_c η_c ‖∇ℓ_i(w_c)‖² for every example, beside its loss, margin and EL2N.
+
+    With a learning rate for each parameter, ‖·‖² is Σ_p η_cp ‖∇_p ℓ_i(w_c)‖².
+
+    Args:
+        model: any module; scored in eval mode, and given back with its weights, buffers and mode.
+        loader: a DataLoader in the order of its data set, or a list of batches. Under
+            torch.distributed every process passes the whole data and takes its share of it.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
+            the logits that its cross-entropy (or nll_loss) sees.
+        checkpoints: gs.Checkpoints, each loaded once.
+        ids: where a batch holds the ids of its examples: a key, a position, or a function of the
+            batch; one more pass over the data. By default an example's position is its id.
+        out: a folder to keep results in; with ``resume`` a call that was killed goes on there,
+            and further checkpoints add to what is there.
+        resume: False refuses a folder that holds results.
+        batch_dim: the example axis of the data.
+        parameters, exclude: fnmatch patterns over parameter names.
+        workspace: bytes of scratch memory; 256 MiB by default.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
+        progress: print an estimate of the work and show a progress bar, on standard error.
+
+    Returns:
+        SelfInfluence: a table of N rows, with ``top``, ``report``, ``to_pandas`` and ``plot``.
+
+    Raises:
+        CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
+        gs.per_example_norms raises.
+
+    Cost:
+        For each checkpoint one forward and backward of every example without weight gradients, and
+        8 numbers for each example. Batches that do not fit into memory are halved.
+
+    Source:
+        TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
+    """
+    check_checkpoints(checkpoints)
+    work = Work.of(
+        model, loss_fn, nonfinite=nonfinite, progress=progress,
+        batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
+    )  # fmt: skip
+    data = Data(loader, "training", ids, batch_dim)
+    description = {
+        "kind": "self-influence",
+        "settings": work.description(),
+        "data": {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint},
+    }
+    folder = open_folder(out, description, {"ids": data.ids}, resume)
+    watch = CrossEntropyWatch()
+    measure = _Measurement(work, watch, Halving("examples", batch_dim))
+    values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
+    arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
+    columns = [slice(0, len(FIELDS))]
+    seen: dict[tuple[str, str | None], str] = {}
+    with borrowed(work.model):
+        bar = work.bar(len(checkpoints) * data.batches, "self-influence")
+        for number in range(len(checkpoints)):
+            checkpoint = checkpoints.load(number, work.model, work.names)
+            load_weights(work.model, checkpoint)
+            tiles, done = open_tiles(
+                folder,
+                lambda kind, path: kind(path, arrays, data.spans, columns),
+                checkpoint,
+                None,
+                work,
+                seen,
+            )
+            pending = np.flatnonzero(~done[:, 0]).tolist()
+            if number == 0:
+                announce = partial(
+                    _announce, work, data, len(checkpoints), out, tiles, pending, measure
+                )
+                _ranks.together(partial(announce, checkpoint))
+            bar.update(data.batches - len(pending))
+
+            def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
+                for batch_number, batch in data.read(_ranks.share(pending)):
+                    rows = measure(batch, int(data.sizes[batch_number]), checkpoint)
+                    span = data.spans[batch_number]
+                    work.check_finite(rows[:, 1], data.ids[span], checkpoint.name, "training")
+                    tiles.write(batch_number, 0, {"values": rows})
+                    bar.update(min(_ranks.size(), bar.total - bar.n))
+
+            try:
+                _ranks.together(fill)
+            finally:
+                tiles.close()
+            values[number] = tiles.view("values")
+            if folder is None:
+                _ranks.add_up(values[number])
+        bar.close()
+    return SelfInfluence(data.ids, tuple(checkpoints.names), values, watch.reason)
+
+
+class _Measurement:
+    """Measures one batch at the weights that the model has."""
+
+    def __init__(self, work: Work, watch: CrossEntropyWatch, halving: Halving):
+        self._work, self._watch, self._halving = work, watch, halving
+        self._loss_fn = watched(work.loss_fn, watch)
+
+    def __call__(self, batch: Any, size: int, checkpoint: Checkpoint) -> np.ndarray:
+        """Return one row of FIELDS for each example."""
+
+        def part(batch: Any) -> np.ndarray:
+            stats = per_example_norms(
+                self._work.model, batch, self._loss_fn, nonfinite="keep", **self._work.options
+            )
+            return self._rows(stats, checkpoint.rates)
+
+        batch = to_device(batch, self._work.device)
+        return np.concatenate(self._halving.run(part, batch, size))
+
+    def _rows(self, stats: GradientNorms, rates: Rates | None) -> np.ndarray:
+        rows = np.full((len(stats.sqnorm), len(FIELDS)), np.nan)
+        assert rates is not None and stats.loss is not None
+        rows[:, 1] = as_numpy(stats.sqnorm)
+        if isinstance(rates, dict):
+            rows[:, 0] = sum(
+                rate * as_numpy(stats.by_parameter[name]) for name, rate in rates.items()
+            )
+        else:
+            rows[:, 0] = rates * rows[:, 1]
+        rows[:, 2] = as_numpy(stats.loss)
+        prediction = self._watch.prediction(len(rows))
+        if prediction is not None:
+            probability, label = prediction.probability, prediction.label
+            rows[:, 3] = -negated_margin(probability, label)
+            rows[:, 4] = el2n(probability, label)
+            rows[:, 5] = label
+            rows[:, 6] = probability.argmax(1)
+            rows[:, 7] = probability.shape[1]
+        return rows
+
+
+def _announce(
+    work: Work,
+    data: Data,
+    checkpoints: int,
+    out: str | Path | None,
+    tiles: Tiles,
+    pending: list[int],
+    measure: _Measurement,
+    checkpoint: Checkpoint,
+) -> None:
+    """Print how much there is to do, after a trial of one batch."""
+    if not work.progress or _ranks.rank() != 0:
+        return
+    time = "nothing left to compute at the first checkpoint"
+    if pending:
+        ((_, batch),) = data.read(pending[:1])
+        size = infer_batch_size(batch, work.options["batch_dim"])
+        once = seconds(lambda: measure(batch, size, checkpoint))
+        left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
+        time = f"about {duration(left)}"
+    where = "in memory" if out is None else f"in {out}"
+    work.say(
+        f"self-influence of {plural(data.examples, 'example')} at "
+        f"{plural(checkpoints, 'checkpoint')}: {amount(tiles.nbytes * checkpoints)} {where}, {time}"
+    )

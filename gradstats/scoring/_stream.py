@@ -1,0 +1,203 @@
+"""Train × query products: query gradients are kept in blocks, train batches stream past them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from gradstats.scoring import _ranks
+from gradstats.scoring._batches import to_device
+from gradstats.scoring._checkpoints import Checkpoint
+from gradstats.scoring._confidence import as_numpy
+from gradstats.scoring._loaders import Data
+from gradstats.scoring._memory import Halving
+from gradstats.scoring._rates import Rates
+from gradstats.scoring._weights import load_weights
+from gradstats.scoring._work import Work
+from gradstats.statistics._inner_products import KeptGradients, Products, keep, products
+
+Tile = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class KeptBatch:
+    """The kept gradients of one query batch, in parts where it did not fit at once."""
+
+    number: int
+    parts: list[KeptGradients]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(part.nbytes for part in self.parts)
+
+    def release(self) -> None:
+        """Let go of the factors: the next block is kept while names still refer to this one."""
+        for part in self.parts:
+            part.parameters.clear()
+
+    @property
+    def sqnorm(self) -> np.ndarray:
+        """(B,) squared norms."""
+        return np.concatenate([as_numpy(part.sqnorm) for part in self.parts])
+
+
+class Stream:
+    """Computes tiles of one call, checkpoint by checkpoint.
+
+    Args:
+        work: the model and the options.
+        train, query: the two sides.
+        budget: bytes of query gradients that are kept at once; one query batch at least.
+    """
+
+    def __init__(self, work: Work, train: Data, query: Data, budget: int):
+        self._work = work
+        self._train, self._query = train, query
+        self._budget = budget
+        batch_dim = work.options["batch_dim"]
+        self._keeping = Halving("query examples", batch_dim)
+        self._passing = Halving("training examples", batch_dim)
+        self._loaded: Checkpoint | None = None
+        self._train_at: Checkpoint | None = None
+        self._query_at: Checkpoint | None = None
+
+    def move_to(self, train: Checkpoint, query: Checkpoint | None) -> None:
+        """Say at which weights the two sides are from now on; the train side's by default."""
+        self._train_at, self._query_at = train, train if query is None else query
+
+    def fill(
+        self, pending: np.ndarray, write: Callable[[int, int, Tile], None], bar: tqdm | None
+    ) -> None:
+        """Compute this process's share of the pending tiles.
+
+        Args:
+            pending: (train batches, query batches) bool.
+            write: takes the two numbers of a tile, and its products with the squared norms of its
+                rows and columns.
+            bar: a progress bar over tiles.
+        """
+        if not _ranks.share(np.flatnonzero(pending.any(1)).tolist()):
+            return
+        for block in self._blocks(np.flatnonzero(pending.any(0)).tolist()):
+            self._fill_rows(block, pending, write, bar)
+            for kept in block:
+                kept.release()
+
+    def _fill_rows(
+        self,
+        block: Sequence[KeptBatch],
+        pending: np.ndarray,
+        write: Callable[[int, int, Tile], None],
+        bar: tqdm | None,
+    ) -> None:
+        """Compute the tiles of the kept query batches."""
+        rows = np.flatnonzero(pending[:, [kept.number for kept in block]].any(1)).tolist()
+        for row, batch in self._train.read(_ranks.share(rows)):
+            for kept, tile in zip(block, self._pass(block, row, batch), strict=True):
+                if pending[row, kept.number]:
+                    write(row, kept.number, tile)
+                    if bar is not None:
+                        bar.update(min(_ranks.size(), bar.total - bar.n))
+
+    def trial(self, row: int, column: int) -> tuple[Callable[[], int], Callable[[], None]]:
+        """Return two calls for timing: one keeps a query batch, one passes a train batch by it.
+
+        The first returns the number of bytes kept.
+        """
+        ((_, query),) = self._query.read([column])
+        ((_, train),) = self._train.read([row])
+        held: list[KeptBatch] = []
+
+        def first() -> int:
+            self._use(self._query_at)
+            held[:] = [self._keep(column, query)]
+            return held[0].nbytes
+
+        def second() -> None:
+            self._pass(held, row, train)
+
+        return first, second
+
+    def _blocks(self, numbers: Sequence[int]) -> Iterator[list[KeptBatch]]:
+        """Yield kept query batches, as many at once as the budget holds."""
+        block: list[KeptBatch] = []
+        held, each = 0, 0.0
+        for number, batch in self._query.read(numbers):
+            size = int(self._query.sizes[number])
+            if block and held + each * size > self._budget:
+                yield block
+                block, held = [], 0
+            self._use(self._query_at)
+            block.append(self._keep(number, batch))
+            held += block[-1].nbytes
+            each = block[-1].nbytes / size
+        if block:
+            yield block
+
+    def _keep(self, number: int, batch: Any) -> KeptBatch:
+        work = self._work
+
+        def part(batch: Any) -> KeptGradients:
+            return keep(work.model, batch, work.loss_fn, nonfinite="keep", **work.options)
+
+        batch = to_device(batch, work.device)
+        size = int(self._query.sizes[number])
+        kept = KeptBatch(number, self._keeping.run(part, batch, size))
+        assert self._query_at is not None
+        ids = self._query.ids[self._query.spans[number]]
+        work.check_finite(kept.sqnorm, ids, self._query_at.name, "query")
+        return kept
+
+    def _pass(self, block: Sequence[KeptBatch], row: int, batch: Any) -> list[Tile]:
+        """Return a train batch's tile with each of the kept query batches, from one backward."""
+        work = self._work
+        assert self._train_at is not None and self._train_at.rates is not None
+        rates = self._train_at.rates
+        self._use(self._train_at)
+        kept = [part for each in block for part in each.parts]
+
+        def part(batch: Any) -> list[Products]:
+            return products(
+                kept, work.model, batch, work.loss_fn,
+                nonfinite="keep", per_parameter=isinstance(rates, dict), **work.options,
+            )  # fmt: skip
+
+        batch = to_device(batch, work.device)
+        parts = self._passing.run(part, batch, int(self._train.sizes[row]))
+        sqnorm = np.concatenate([as_numpy(found[0].sqnorm) for found in parts])
+        ids = self._train.ids[self._train.spans[row]]
+        work.check_finite(sqnorm, ids, self._train_at.name, "training")
+        rows = np.concatenate(
+            [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]
+        )
+        ends = np.cumsum([len(each.sqnorm) for each in block])
+        return [
+            {"products": values, "train_sqnorm": sqnorm, "query_sqnorm": each.sqnorm}
+            for each, values in zip(block, np.split(rows, ends[:-1], axis=1), strict=True)
+        ]
+
+    def _use(self, checkpoint: Checkpoint | None) -> None:
+        """Give the model a checkpoint's weights unless it has them."""
+        if checkpoint is not self._loaded and checkpoint is not None:
+            load_weights(self._work.model, checkpoint)
+            self._loaded = checkpoint
+
+
+def weigh(found: Products, rates: Rates) -> np.ndarray:
+    """Return Σ_p η_p ⟨∇_p ℓ_j, ∇_p ℓ_i⟩ (B_kept, B)."""
+    if isinstance(rates, dict):
+        assert found.by_parameter is not None
+        return sum(rate * as_numpy(found.by_parameter[name]) for name, rate in rates.items())  # type: ignore[return-value]
+    return rates * as_numpy(found.values)
+
+
+def cosine_of(tile: Tile) -> np.ndarray:
+    """Return products divided by the norms of their rows and columns; zero where a norm is."""
+    lengths = np.sqrt(tile["train_sqnorm"])[:, None] * np.sqrt(tile["query_sqnorm"])[None]
+    zeros = np.zeros(lengths.shape)
+    return np.divide(tile["products"], lengths, out=zeros, where=lengths != 0)

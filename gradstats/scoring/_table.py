@@ -1,0 +1,272 @@
+"""The table that self_influence returns, and how well its columns find known errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradstats.errors import ScoreError
+from gradstats.scoring._metrics import Detection, detect
+from gradstats.scoring._requirements import require
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+# What is measured of an example at a checkpoint.
+FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
+
+# A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
+MEMORISED = 0.995
+MEMORISED_BAD = 0.5
+# A mean loss this close to that of guessing is that of an untrained network.
+UNTRAINED = 0.95
+
+
+class SelfInfluence:
+    """One row for each example: how much it explains its own loss, and what is cheaper to know.
+
+    Attributes:
+        ids: (N,) what names each example.
+        checkpoints: their names, in order.
+        self_influence: (N,) Σ_c η_c ‖∇ℓ_i(w_c)‖², in units of loss.
+        grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints.
+        loss: (N,) mean over the checkpoints.
+        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN where the loss shows no
+            classification.
+        el2n: (N,) mean over the checkpoints of ‖p - onehot(y)‖; NaN likewise.
+        label: (N,) the label given, -1 where the loss shows none.
+        predicted: (N,) the class of highest probability at the last checkpoint; -1 likewise.
+        reason: why margins are missing, None where they are not.
+        sqnorm: (C, N) ‖∇ℓ_i(w_c)‖² at each checkpoint.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        checkpoints: tuple[str, ...],
+        values: np.ndarray,
+        reason: str | None,
+        *,
+        complete: bool = True,
+    ):
+        self.ids = ids
+        self.checkpoints = checkpoints
+        self._values = values
+        self._complete = complete
+        field = {name: values[:, :, place] for place, name in enumerate(FIELDS)}
+        self.self_influence = field["weighted"].sum(0)
+        self.sqnorm = field["sqnorm"]
+        self.grad_norm = np.sqrt(field["sqnorm"]).mean(0)
+        self.loss = field["loss"].mean(0)
+        self.margin = field["margin"].mean(0)
+        self.el2n = field["el2n"].mean(0)
+        self.label = _whole(field["label"][-1])
+        self.predicted = _whole(field["predicted"][-1])
+        shown = bool(np.isnan(field["label"]).any())
+        self.reason = (reason or "the loss showed no classification") if shown else None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The table's columns by name."""
+        return {
+            "id": self.ids,
+            "label": self.label,
+            "predicted": self.predicted,
+            "self_influence": self.self_influence,
+            "grad_norm": self.grad_norm,
+            "loss": self.loss,
+            "margin": self.margin,
+            "el2n": self.el2n,
+        }
+
+    def top(self, k: int = 20) -> SelfInfluence:
+        """Return the k rows of largest self-influence, the largest first."""
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise ScoreError(f"k is {k!r}, expected a positive number of examples.")
+        order = np.argsort(-self.self_influence, kind="stable")[:k]
+        return SelfInfluence(
+            self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
+        )
+
+    def report(self, known_bad: Any) -> DetectionReport:
+        """Return how well each score finds examples that are known to be bad.
+
+        Args:
+            known_bad: (N,) bool, or a list of ids.
+
+        Returns:
+            DetectionReport: AUROC, average precision and recall at the noise rate of self-influence
+            and, each in its own row, of the baselines that the same pass yields.
+        """
+        bad = self._mask(known_bad)
+        scores = {
+            "self-influence": self.self_influence,
+            "mean gradient norm": self.grad_norm,
+            "mean loss": self.loss,
+            "mean margin": -self.margin,
+            "mean EL2N": self.el2n,
+        }
+        rows = {
+            name: detect(values, bad)
+            for name, values in scores.items()
+            if not np.isnan(values).any()
+        }
+        missing = [name for name in scores if name not in rows]
+        return DetectionReport(rows, missing, self.reason, int(bad.sum()), self._warnings(bad))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the table as a pandas DataFrame."""
+        return require("pandas", "tables").DataFrame(self.columns)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the table to a Parquet file."""
+        require("pyarrow", "tables")
+        self.to_pandas().to_parquet(path, index=False)
+
+    def plot(self, known_bad: Any = None) -> Figure:
+        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds."""
+        from gradstats.scoring._pictures import draw_self_influence
+
+        bad = None if known_bad is None else self._mask(known_bad)
+        report = None if bad is None else self.report(bad)
+        return draw_self_influence(self.self_influence, bad, report)
+
+    def __str__(self) -> str:
+        shown = {name: values for name, values in self.columns.items()}
+        if self.reason is not None:
+            for name in ("label", "predicted", "margin", "el2n"):
+                del shown[name]
+        count = min(len(self), 20)
+        lines = [
+            f"self-influence of {len(self):,} examples over {len(self.checkpoints)} checkpoints"
+        ]
+        lines += _aligned(
+            [list(shown), *([_cell(v[i]) for v in shown.values()] for i in range(count))]
+        )
+        if count < len(self):
+            lines.append(f"… {len(self) - count:,} more; .top(k) ranks them")
+        if self.reason is not None:
+            lines.append(f"no margin and EL2N: {self.reason}")
+        lines += [f"warning: {warning}" for warning in self._warnings(None)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        low, high = self.self_influence.min(), self.self_influence.max()
+        return f"SelfInfluence(examples={len(self)}, self_influence={low:.4g}…{high:.4g})"
+
+    def _mask(self, known_bad: Any) -> np.ndarray:
+        given = np.asarray(known_bad)
+        if given.dtype == bool:
+            if given.shape != self.ids.shape:
+                raise ScoreError(
+                    f"known_bad has shape {given.shape}, expected ({len(self)},): one bool for "
+                    "each example, or a list of ids."
+                )
+            mask = given
+        else:
+            unknown = ~np.isin(given, self.ids)
+            if unknown.any():
+                raise ScoreError(
+                    f"known_bad lists {given[unknown][:4].tolist()}, which are not ids of the "
+                    f"table ({self.ids[:4].tolist()} …). Pass ids, or one bool for each example."
+                )
+            mask = np.isin(self.ids, given)
+        if mask.all() or not mask.any():
+            raise ScoreError(
+                f"known_bad marks {int(mask.sum())} of {len(self)} examples, expected at least one "
+                "and not all: there is nothing to tell apart."
+            )
+        return mask
+
+    def _warnings(self, bad: np.ndarray | None) -> list[str]:
+        """Return what makes a checkpoint's scores doubtful."""
+        warnings: list[str] = []
+        if not self._complete:
+            return warnings
+        for name, rows in zip(self.checkpoints, self._values, strict=True):
+            field = dict(zip(FIELDS, rows.T, strict=True))
+            if np.isnan(field["label"]).any():
+                continue
+            as_given = field["label"] == field["predicted"]
+            guessing = np.log(field["classes"]).mean()
+            if field["loss"].mean() >= UNTRAINED * guessing:
+                warnings.append(
+                    f"{name} has mean loss {field['loss'].mean():.3g}, guessing gives "
+                    f"{guessing:.3g}: it looks like the initialisation, where gradient norms are "
+                    "no better than chance. Use later checkpoints."
+                )
+            elif bad is not None and as_given[bad].mean() >= MEMORISED_BAD:
+                warnings.append(
+                    f"{name} predicts the given label of {as_given[bad].mean():.0%} of the known "
+                    "bad examples: it has memorised them, and their gradients have shrunk. Use "
+                    "earlier checkpoints too."
+                )
+            elif as_given.mean() >= MEMORISED:
+                warnings.append(
+                    f"{name} predicts {as_given.mean():.1%} of the given labels: it may have "
+                    "memorised wrong ones, whose gradients then shrink. Use earlier checkpoints "
+                    "too."
+                )
+        return warnings
+
+
+@dataclass(frozen=True)
+class DetectionReport:
+    """How well scores find known bad examples when examples are inspected in their order.
+
+    Attributes:
+        rows: score → Detection, with ``auroc``, ``average_precision``, ``recall_at_noise_rate``.
+        missing: scores that could not be computed.
+        reason: why.
+        bad: number of known bad examples.
+        warnings: what makes a checkpoint's scores doubtful.
+    """
+
+    rows: dict[str, Detection]
+    missing: Sequence[str]
+    reason: str | None
+    bad: int
+    warnings: list[str]
+
+    def __str__(self) -> str:
+        total = int(next(iter(self.rows.values())).inspected[-1])
+        lines = [f"{self.bad} known bad among {total:,} examples"]
+        table = [["score", "AUROC", "average precision", "recall at noise rate"]]
+        for name, detection in self.rows.items():
+            numbers = (
+                detection.auroc, detection.average_precision, detection.recall_at_noise_rate,
+            )  # fmt: skip
+            table.append([name, *(f"{number:.4f}" for number in numbers)])
+        lines += _aligned(table)
+        if self.missing:
+            lines.append(f"no {', '.join(self.missing)}: {self.reason}")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), -1, values).astype(np.int64)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table's lines, the first column to the left and the others to the right."""
+    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]

@@ -1,0 +1,266 @@
+"""Arrays on disk, filled tile by tile; a tile either is there, with its checksum, or is not.
+
+Every array is a plain .npy file of its full size. ``done.npy`` holds one number for each tile: 0
+until the tile is written, then its CRC-32 plus 2³². The number is written after the tile, so a
+process that is killed leaves at most a tile that does not count; whatever a crash of the machine or
+a damaged file leaves behind fails its checksum and is computed again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+
+from gradstats.errors import StoreError
+
+DONE = 1 << 32
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a store.
+
+    Attributes:
+        axes: what each axis runs over: "row" or "column".
+        dtype: of the elements.
+    """
+
+    axes: tuple[str, ...]
+    dtype: np.dtype
+
+
+class Tiles:
+    """The arrays of one folder.
+
+    Args:
+        folder: where they are; made if missing.
+        arrays: name → Array.
+        rows, columns: the spans of the tiles along each kind of axis.
+
+    Attributes:
+        damaged: descriptions of what was found unreadable when the folder was opened.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arrays: Mapping[str, Array],
+        rows: Sequence[slice],
+        columns: Sequence[slice],
+    ):
+        self.folder = folder
+        self._arrays = arrays
+        self._rows, self._columns = rows, columns
+        self.damaged: list[str] = []
+        self._grid = (len(rows), len(columns))
+        self._files: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._written = np.zeros(self._grid, dtype=bool)
+
+    def create_or_check(self) -> None:
+        """Make the files that are missing, at full size, and look at every tile that is there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fresh = not self._path("done").exists()
+            for name in self._arrays:
+                self._make(self._path(name), self._shape(name), self._arrays[name].dtype, fresh)
+            self._make(self._path("done"), self._grid, np.dtype(np.uint64), fresh)
+            self.open()
+            self._drop_damaged()
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+
+    def _drop_damaged(self) -> None:
+        """Read every tile that is there; those that fail their checksum count as not written."""
+        marks = np.array(self.view("done"))
+        views = {name: self.view(name) for name in self._arrays}
+        for row, column in np.argwhere(marks != 0):
+            if int(marks[row, column]) != DONE + self._checksum(views, row, column):
+                self.damaged.append(f"{self.folder}: tile {row}, {column} fails its checksum")
+                self._mark(row, column, 0)
+        self._written = self.done
+
+    def open(self) -> None:
+        """Open the files, made before, for writing."""
+        for name in [*self._arrays, "done"]:
+            with self._path(name).open("rb") as file:
+                _header(file)
+                self._starts[name] = file.tell()
+            if name not in self._files:
+                self._files[name] = os.open(self._path(name), os.O_RDWR)
+        self._written = self.done
+
+    @property
+    def done(self) -> np.ndarray:
+        """(row spans, column spans) bool, which tiles are there."""
+        return np.array(self.view("done")) != 0
+
+    def close(self) -> None:
+        """Write everything out to the disk and close the files."""
+        descriptors = list(self._files.values())
+        self._files.clear()
+        try:
+            for descriptor in descriptors:
+                os.fsync(descriptor)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
+        """Write one tile; it counts as done when this returns.
+
+        What an array with one axis holds is shared by a row or a column of tiles and under the
+        checksum of each, so what an earlier tile wrote there stays.
+        """
+        checksum = 0
+        try:
+            for name, array in self._arrays.items():
+                value = np.asarray(values[name], dtype=array.dtype)
+                if self._is_shared(array.axes, row, column):
+                    value = self.view(name)[self._slices(name, row, column)]
+                else:
+                    self._put(name, row, column, value)
+                checksum = zlib.crc32(value.tobytes("F"), checksum)
+            self._mark(row, column, DONE + checksum)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        self._written[row, column] = True
+
+    def view(self, name: str) -> np.ndarray:
+        """Return an array as a read-only memory map."""
+        return np.load(self._path(name), mmap_mode="r", allow_pickle=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays when complete."""
+        return sum(
+            int(np.prod(self._shape(name))) * array.dtype.itemsize
+            for name, array in self._arrays.items()
+        )
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        ends = {"row": self._rows[-1].stop, "column": self._columns[-1].stop}
+        return tuple(ends[axis] for axis in self._arrays[name].axes)
+
+    def _make(self, path: Path, shape: tuple[int, ...], dtype: np.dtype, fresh: bool) -> None:
+        """Give a file its header and its full size; what a good header stands before is kept."""
+        good = False
+        if path.exists():
+            with path.open("rb") as file:
+                try:
+                    good = _header(file) == (shape, True, dtype)
+                except ValueError:
+                    pass
+                size = file.tell() + int(np.prod(shape)) * dtype.itemsize
+                if good and path.stat().st_size == size:
+                    return
+        if not fresh:
+            state = "truncated" if good else "not readable" if path.exists() else "missing"
+            self.damaged.append(f"{path} is {state}")
+        with path.open("r+b" if good else "wb") as file:
+            header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": True, "shape": shape}
+            npy.write_array_header_1_0(file, header)
+            file.flush()
+            _reserve(file.fileno(), file.tell() + int(np.prod(shape)) * dtype.itemsize)
+
+    def _slices(self, name: str, row: int, column: int) -> tuple[slice, ...]:
+        spans = {"row": self._rows[row], "column": self._columns[column]}
+        return tuple(spans[axis] for axis in self._arrays[name].axes)
+
+    def _is_shared(self, axes: tuple[str, ...], row: int, column: int) -> bool:
+        if len(axes) > 1:
+            return False
+        tiles = self._written[row] if axes == ("row",) else self._written[:, column]
+        return bool(tiles.any())
+
+    def _put(self, name: str, row: int, column: int, value: np.ndarray) -> None:
+        """Write one tile of one array, column by column: rows lie next to each other on disk."""
+        spans = self._slices(name, row, column)
+        shape = tuple(span.stop - span.start for span in spans)
+        if value.shape != shape:
+            raise ValueError(f"{name}: got a tile of shape {value.shape}, expected {shape}")
+        size = value.dtype.itemsize
+        if len(spans) == 1:
+            self._pwrite(name, spans[0].start * size, value.tobytes())
+            return
+        height = self._shape(name)[0]
+        for number in range(shape[1]):
+            offset = (spans[1].start + number) * height + spans[0].start
+            self._pwrite(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
+
+    def _pwrite(self, name: str, offset: int, data: bytes) -> None:
+        """Write bytes at a place of an array; never through a map, where a full disk kills."""
+        descriptor, place = self._files[name], self._starts[name] + offset
+        while data:
+            written = os.pwrite(descriptor, data, place)
+            data, place = data[written:], place + written
+
+    def _mark(self, row: int, column: int, mark: int) -> None:
+        place = column * len(self._rows) + row
+        self._pwrite("done", place * 8, np.uint64(mark).tobytes())
+
+    def _checksum(self, views: Mapping[str, np.ndarray], row: int, column: int) -> int:
+        checksum = 0
+        for name, view in views.items():
+            value = view[self._slices(name, row, column)]
+            checksum = zlib.crc32(value.tobytes("F"), checksum)
+        return checksum
+
+
+class MemoryTiles(Tiles):
+    """The same arrays in memory; under torch.distributed each process holds its own tiles."""
+
+    def __init__(self, folder, arrays, rows, columns):
+        super().__init__(folder, arrays, rows, columns)
+        self._held = {
+            name: np.zeros(self._shape(name), array.dtype, order="F")
+            for name, array in arrays.items()
+        }
+
+    @property
+    def done(self) -> np.ndarray:
+        return np.zeros(self._grid, dtype=bool)
+
+    def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
+        for name in self._arrays:
+            self._held[name][self._slices(name, row, column)] = values[name]
+
+    def view(self, name: str) -> np.ndarray:
+        return self._held[name]
+
+    def close(self) -> None:
+        pass
+
+
+def cannot_write(path: Path, error: OSError) -> StoreError:
+    """Return the error for a file or folder that the system did not let be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StoreError(
+        f"{path} cannot be written: {'the disk is full' if full else error.strerror} (error "
+        f"{errno.errorcode.get(error.errno or 0)}). What was done is kept: make room, and call "
+        "again with the same arguments to go on."
+    )
+
+
+def _header(file) -> tuple[tuple[int, ...], bool, np.dtype]:
+    npy.read_magic(file)
+    return npy.read_array_header_1_0(file)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Set a file's size, its blocks reserved where the system can: a full disk shows here."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    os.ftruncate(descriptor, size)

@@ -1,0 +1,201 @@
+"""What every scoring call shares: the model as it is measured, and the options of the call."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gradstats.capture._tracker import select_parameters
+from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
+from gradstats.scoring import _ranks
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._folder import Folder
+from gradstats.scoring._tiles import MemoryTiles, Tiles
+from gradstats.scoring._weights import architecture_hash, weights_hash
+from gradstats.statistics._loss import check_batch_dim
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, its loss, and the options of a call.
+
+    Attributes:
+        model: without the wrapper of DistributedDataParallel, whose collectives would wait for
+            processes that have fewer batches.
+        names: of the parameters that count.
+        options: batch_dim, parameters, exclude and workspace, for the core's calls.
+        device: of the parameters.
+        nonfinite: "raise" or "keep".
+        progress: whether to report.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    names: tuple[str, ...]
+    options: dict[str, Any]
+    device: torch.device
+    nonfinite: str
+    progress: bool
+
+    @classmethod
+    def of(cls, model, loss_fn, *, nonfinite: str, progress: bool, **options) -> Work:
+        """Return the work of a call, its options checked."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        if nonfinite not in ("raise", "keep"):
+            raise TrackingError(f'nonfinite is {nonfinite!r}, expected "raise" or "keep".')
+        check_batch_dim(options["batch_dim"])
+        selected = select_parameters(model, options["parameters"], options["exclude"])
+        device = next(iter(selected.values())).device
+        return cls(model, loss_fn, tuple(selected), options, device, nonfinite, progress)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of results: float64 for float64 models, else float32."""
+        wide = any(parameter.dtype == torch.float64 for parameter in self.model.parameters())
+        return np.dtype(np.float64 if wide else np.float32)
+
+    def description(self) -> dict[str, Any]:
+        """Return what results depend on, for a manifest."""
+        loss = self.loss_fn
+        return {
+            "model": architecture_hash(self.model),
+            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+            "parameters": list(self.names),
+            "batch_dim": self.options["batch_dim"],
+            "dtype": str(self.dtype),
+        }
+
+    def check_finite(self, sqnorm: np.ndarray, ids: np.ndarray, checkpoint: str, role: str) -> None:
+        """Raise unless the squared norms of some examples are finite, or may be otherwise."""
+        bad = ~np.isfinite(sqnorm)
+        if self.nonfinite == "raise" and bad.any():
+            raise NonFiniteGradientError(
+                f"{checkpoint}: the gradients of the {role} examples with ids "
+                f"{ids[bad][:8].tolist()}{' …' if bad.sum() > 8 else ''} are not finite. Look at "
+                'these examples and their losses, or pass nonfinite="keep".'
+            )
+
+    def say(self, line: str) -> None:
+        """Print a line beside the progress bar, in one process."""
+        if self.progress and _ranks.rank() == 0:
+            tqdm.write(line, file=sys.stderr)
+
+    def bar(self, total: int, what: str) -> tqdm:
+        """Return a progress bar, shown in one process."""
+        hidden = not self.progress or _ranks.rank() != 0
+        return tqdm(total=total, desc=what, unit="tile", disable=hidden)
+
+
+def check_checkpoints(checkpoints: Any) -> Checkpoints:
+    """Return the checkpoints, or raise where they are something else."""
+    if not isinstance(checkpoints, Checkpoints):
+        raise CheckpointError(
+            f"checkpoints is {type(checkpoints).__name__}, expected gs.Checkpoints with learning "
+            "rates. For the weights that the model has now pass "
+            "gs.Checkpoints([model.state_dict()], lr=...)."
+        )
+    return checkpoints
+
+
+def open_folder(
+    out: str | Path | None,
+    description: dict[str, Any],
+    ids: dict[str, np.ndarray],
+    resume: bool,
+) -> Folder | None:
+    """Return the folder of a call, the same for every process; None without one."""
+    if out is None:
+        return None
+    path = Path(out)
+
+    def first() -> dict[str, Any]:
+        return Folder(path, description, ids, resume).manifest
+
+    return Folder.opened(path, _ranks.on_first(first))
+
+
+def open_tiles(
+    folder: Folder | None,
+    make: Callable[[type, Path], Tiles],
+    checkpoint: Checkpoint,
+    query: Checkpoint | None,
+    work: Work,
+    seen: dict[tuple[str, str | None], str],
+) -> tuple[Tiles, np.ndarray]:
+    """Return a checkpoint's tiles, and which of them are done, the same in every process.
+
+    Args:
+        folder: of the call, None for results in memory.
+        make: the tiles of a folder.
+        checkpoint, query: of the two sides.
+        work: the call.
+        seen: names of the checkpoints so far by their weights; this one is added.
+    """
+    if folder is None:
+        tiles = make(MemoryTiles, Path())
+        return tiles, tiles.done
+    entry: dict[str, Any] = {
+        "name": checkpoint.name,
+        "weights": weights_hash(checkpoint.weights),
+        "query_weights": None if query is None else weights_hash(query.weights),
+        "rates": checkpoint.rates,
+    }
+    other = seen.setdefault((entry["weights"], entry["query_weights"]), checkpoint.name)
+    if other != checkpoint.name:
+        raise CheckpointError(
+            f"{checkpoint.name} and {other} hold the same weights, so one would count twice. List "
+            "each checkpoint once."
+        )
+
+    def first() -> tuple[str, list[str], np.ndarray]:
+        prepared = folder.prepare(entry, lambda path: make(Tiles, path))
+        done = prepared.done
+        prepared.close()
+        return prepared.folder.name, prepared.damaged, done
+
+    name, damaged, done = _ranks.on_first(first)
+    for line in damaged:
+        work.say(f"{line}: computing it again")
+    tiles = make(Tiles, folder.path / name)
+    tiles.open()
+    return tiles, done
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Return how long something takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def amount(nbytes: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def duration(value: float) -> str:
+    """Return a number of seconds for people."""
+    for unit, length in (("s", 60.0), ("min", 60.0), ("h", 48.0)):
+        if value < length:
+            return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
+        value /= length if unit != "h" else 24
+    return f"{value:.0f} days"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,178 @@
+"""Runs scoring calls in processes of their own, to be killed, limited, or to share the work.
+
+    python -m tests.scoring.processes COMMAND FOLDER [ARGUMENTS]
+
+One process imports PyTorch; each run is a fork of it. Prints one JSON line: how each run ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from torch import distributed
+
+import gradstats as gs
+from tests.scoring.setting import RATES, loss_fn, make_setting
+
+CALLS = ("matrix", "top", "self")
+
+
+def call(kind: str, out: Path | None, loss=loss_fn, **options):
+    """Make one scoring call on the shared setting."""
+    setting = make_setting()
+    checkpoints = gs.Checkpoints(setting.states, lr=list(RATES))
+    options = {"progress": False, "out": out, **options}
+    if kind == "self":
+        return gs.self_influence(setting.model, setting.train_batches, loss, checkpoints, **options)
+    if kind == "top":
+        # A budget of one chunk for each train batch.
+        options = {"top_k": 3, "budget": 1, **options}
+    return gs.influence(
+        setting.model, setting.train_batches, setting.query_batches, loss, checkpoints, **options
+    )
+
+
+def arrays(kind: str, result) -> dict[str, np.ndarray]:
+    """Return everything that a call computed, to be compared bit by bit."""
+    if kind == "self":
+        return {"values": result._values}
+    if kind == "matrix":
+        return {"raw": np.asarray(result), "cosine": np.asarray(result.cosine)}
+    return {
+        f"{name}_{part}": values
+        for name, held in result._lists.items()
+        for part, values in zip(("positions", "scores"), held, strict=True)
+    }
+
+
+def fork(action: Callable[[], None]) -> int:
+    """Start a process that does something, and return its id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        action()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Return a process's exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_at(count: int, kind: str, out: Path) -> None:
+    """Make a call that is killed at its count-th write, with half of the bytes written."""
+    writes = 0
+    pwrite, fsync = os.pwrite, os.fsync
+
+    def tick() -> bool:
+        nonlocal writes
+        writes += 1
+        return writes == count
+
+    def dying_pwrite(descriptor, data, place):
+        if tick():
+            pwrite(descriptor, data[: len(data) // 2], place)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(descriptor, data, place)
+
+    def dying_fsync(descriptor):
+        if tick():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fsync(descriptor)
+
+    os.pwrite, os.fsync = dying_pwrite, dying_fsync
+    call(kind, out)
+
+
+def limit_at(count: int, out: Path) -> None:
+    """Make a call whose files may not grow or be written any more from its count-th write on."""
+    writes = 0
+    pwrite = os.pwrite
+
+    def limited(descriptor, data, place):
+        nonlocal writes
+        writes += 1
+        if writes == count:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+        return pwrite(descriptor, data, place)
+
+    os.pwrite = limited
+    if count == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+    try:
+        call("matrix", out)
+    except gs.StoreError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+        print(error, file=sys.stderr)
+        return
+    raise AssertionError("nothing was refused")
+
+
+def share(rank: int, size: int, folder: Path) -> None:
+    """Make every call as one of several processes, then one that fails in the last of them."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size
+    )
+    examples = 0
+
+    def counting(model, batch):
+        nonlocal examples
+        examples += len(batch[0])
+        return loss_fn(model, batch)
+
+    counting.__qualname__ = loss_fn.__qualname__
+    for kind in CALLS:
+        for name, out in (("memory", None), ("disk", folder / kind)):
+            result = call(kind, out, loss=counting)
+            np.savez(folder / f"{kind}-{name}-{rank}.npz", **arrays(kind, result))
+    (folder / f"examples-{rank}").write_text(str(examples))
+
+    def failing(model, batch):
+        if rank == size - 1:
+            raise ValueError("only here")
+        return loss_fn(model, batch)
+
+    try:
+        call("matrix", None, loss=failing)
+    except (ValueError, gs.GradStatsError) as error:
+        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    try:
+        call("matrix", folder / "matrix", parameters="0.*")
+    except gs.StoreError as error:
+        (folder / f"refused-{rank}").write_text(str(error))
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    command, folder, *arguments = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    if command == "kill":
+        kind, *counts = arguments
+        codes = [
+            ended(fork(lambda count=count: kill_at(int(count), kind, folder))) for count in counts
+        ]
+    elif command == "limit":
+        codes = [ended(fork(lambda: limit_at(int(arguments[0]), folder)))]
+    else:
+        size = int(arguments[0])
+        children = [fork(lambda rank=rank: share(rank, size, folder)) for rank in range(size)]
+        codes = [ended(child) for child in children]
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

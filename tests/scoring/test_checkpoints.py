@@ -1,0 +1,262 @@
+"""Checkpoints: what files say, what they may not do, and which learning rate belongs to what."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import gradstats as gs
+from gradstats.scoring._checkpoint_files import find_files
+from tests.oracle import assert_unchanged, snapshot
+from tests.scoring.setting import gradients_at, loss_fn, make_setting
+
+
+@pytest.fixture
+def setting():
+    return make_setting()
+
+
+def score(setting, checkpoints, **options):
+    return gs.self_influence(
+        setting.model, setting.train_batches, loss_fn, checkpoints, progress=False, **options
+    ).self_influence
+
+
+def expected(setting, states, rates):
+    """Σ_c Σ_p η_cp ‖g_p‖² by plain autograd."""
+    total = 0
+    for state, rate in zip(states, rates, strict=True):
+        for name, gradient in gradients_at(setting, state, setting.train).items():
+            own = rate[name] if isinstance(rate, dict) else rate
+            total = total + own * gradient.square().sum(1)
+    return total.numpy()
+
+
+def test_files_in_natural_order(tmp_path):
+    for name in ("epoch-10.pt", "epoch-2.pt", "epoch-1.pt", "other.txt"):
+        (tmp_path / name).touch()
+    found = gs.Checkpoints(f"{tmp_path}/epoch-*.pt", lr=1.0).names
+    assert [name.rsplit("/", 1)[1] for name in found] == ["epoch-1.pt", "epoch-2.pt", "epoch-10.pt"]
+    for folder in ("step-9", "step-10"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.pt").touch()
+    paths = find_files(f"{tmp_path}/step-*/model.pt")
+    assert [path.parent.name for path in paths] == ["step-9", "step-10"]
+
+
+@pytest.mark.parametrize("layout", [
+    "plain", "model", "model_state_dict", "state_dict", "safetensors", "memory", "data parallel",
+    "legacy",
+])  # fmt: skip
+def test_every_layout_of_weights(setting, tmp_path, layout):
+    state = setting.states[0]
+    path = tmp_path / "weights.pt"
+    if layout == "safetensors":
+        path = tmp_path / "weights.safetensors"
+        save_file(state, path)
+    elif layout == "legacy":
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    elif layout == "data parallel":
+        torch.save({f"module.{name}": value for name, value in state.items()}, path)
+    elif layout in ("plain", "memory"):
+        torch.save(state, path)
+    else:
+        torch.save({layout: state, "epoch": 3, "args": {"lr": 7.0}}, path)
+    source = [state] if layout == "memory" else path
+    got = score(setting, gs.Checkpoints(source, lr=0.25))
+    np.testing.assert_allclose(got, expected(setting, [state], [0.25]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("key", ["optimizer", "optimizer_state_dict", "optimizer_states"])
+def test_learning_rates_from_the_optimizer(setting, tmp_path, key, named):
+    """The rate that the schedule had reached, not the one it started from."""
+    model = setting.model
+    source = model.named_parameters() if named else model.parameters()
+    optimizer = torch.optim.SGD(source, lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    for number, state in enumerate(setting.states):
+        held = optimizer.state_dict()
+        weights = "model" if key == "optimizer" else "state_dict"
+        content = {weights: state, key: [held] if key == "optimizer_states" else held}
+        torch.save(content, tmp_path / f"{number}.pt")
+        optimizer.step()
+        schedule.step()
+    got = score(setting, gs.Checkpoints(f"{tmp_path}/*.pt", lr="optimizer"))
+    np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
+
+
+def test_a_rate_for_each_parameter_group(setting):
+    """Groups in another order than the model's parameters."""
+    named = dict(setting.model.named_parameters())
+    slow = [(name, p) for name, p in named.items() if name.endswith("weight")]
+    fast = [(name, p) for name, p in named.items() if name.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": fast, "lr": 0.3}, {"params": slow, "lr": 0.02}], lr=1.0
+    )
+    content = {"model": setting.states[0], "optimizer": optimizer.state_dict()}
+    rates = {name: 0.3 if name.endswith("bias") else 0.02 for name in named}
+    want = expected(setting, setting.states[:1], [rates])
+    np.testing.assert_allclose(
+        score(setting, gs.Checkpoints([content], lr="optimizer")), want, rtol=1e-10
+    )
+    patterns = {"*.bias": 0.3, "*.weight": 0.02}
+    np.testing.assert_allclose(
+        score(setting, gs.Checkpoints(setting.states[:1], lr=patterns)), want, rtol=1e-10
+    )
+    scores = gs.influence(
+        setting.model, setting.train_batches, setting.train_batches, loss_fn,
+        gs.Checkpoints([content], lr="optimizer"), progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.diag(np.asarray(scores)), want, rtol=1e-10)
+
+
+def optimizer_content(setting, groups, lr=0.1):
+    optimizer = torch.optim.SGD(groups, lr=lr)
+    return [{"model": setting.states[0], "optimizer": optimizer.state_dict()}]
+
+
+def test_rates_that_cannot_be_known_are_errors(setting):
+    parameters = list(setting.model.parameters())
+    named = list(setting.model.named_parameters())
+    cases = [
+        (optimizer_content(setting, [{"params": parameters[:2]}, {"params": parameters[2:],
+                                                                  "lr": 0.2}]),
+         "2 parameter groups have different learning rates .*named_parameters"),
+        (optimizer_content(setting, parameters[:2]),
+         "holds 2 parameters without names, the model has 6"),
+        (optimizer_content(setting, named[:2]), r"does not hold \['2.weight', '2.bias', "),
+        (setting.states[:1], 'holds no optimizer state, and lr="optimizer"'),
+        ([{"model": setting.states[0], "optimizer": [1, 2]}], "not that of one torch.optim"),
+        ([{"model": setting.states[0], "optimizer": {"param_groups": [{"params": [0]}]}}],
+         "parameter group 0 of the optimizer has no 'lr'"),
+    ]  # fmt: skip
+    for content, message in cases:
+        with pytest.raises(gs.CheckpointError, match=message):
+            score(setting, gs.Checkpoints(content, lr="optimizer"))
+    patterns = {"0.*": 0.1, "*.bias": 0.2}
+    with pytest.raises(gs.CheckpointError, match=r"2 patterns of lr match the parameter '0.bias'"):
+        score(setting, gs.Checkpoints(setting.states, lr=patterns))
+    with pytest.raises(
+        gs.CheckpointError, match=r"0 patterns of lr match the parameter '2.weight'"
+    ):
+        score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}))
+    # A parameter that is left out needs no rate.
+    score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}), parameters="0.*")
+
+
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [
+        (None, r"no learning rates \(lr=None\)"),
+        ("cosine", "is 'cosine', expected a number"),
+        (True, "is True, expected a number"),
+        (-0.1, "is -0.1, expected a finite number"),
+        (float("nan"), "is nan, expected a finite number"),
+        ([0.1], "lists 1 learning rates, expected one for each of the 2 checkpoints"),
+        ([0.1, None], "of state dict 1 is None, expected a number"),
+        (0, "every learning rate is zero"),
+        ({"*": "fast"}, "is 'fast', expected a number"),
+    ],
+)
+def test_missing_or_impossible_rates(setting, lr, message):
+    with pytest.raises(gs.CheckpointError, match=message):
+        gs.Checkpoints(setting.states, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "the list is empty"),
+        ("nowhere/*.pt", "no checkpoint matches 'nowhere/"),
+        ([3], "checkpoint 0 is int, expected a file"),
+        ([nn.Linear(1, 1)], "checkpoint 0 is Linear, expected a file"),
+        ([{"epoch": 3}], "holds no weights"),
+        ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, "under each of"),
+    ],
+)
+def test_sources_that_are_none(sources, message):
+    with pytest.raises(gs.CheckpointError, match=message):
+        gs.Checkpoints(sources, lr=1.0)
+
+
+def test_a_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(gs.CheckpointError, match=r"is a folder, expected files. Give a glob"):
+        gs.Checkpoints(tmp_path, lr=1.0)
+
+
+class Payload:
+    """An object that runs code when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_file_that_would_run_code_is_refused(setting, tmp_path, monkeypatch):
+    """Also where the environment asks torch.load to trust files."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    target = tmp_path / "hacked"
+    torch.save({"model": setting.states[0], "extra": Payload(target)}, tmp_path / "bad.pt")
+    with pytest.raises(gs.CheckpointError, match="unpickling them may run code"):
+        score(setting, gs.Checkpoints(tmp_path / "bad.pt", lr=1.0))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("size", [0, 10, 700])
+def test_truncated_files_are_reported(setting, tmp_path, suffix, size):
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "pt":
+        torch.save(setting.states[0], path)
+    else:
+        save_file(setting.states[0], path)
+    os.truncate(path, size)
+    state = snapshot(setting.model)
+    with pytest.raises(gs.CheckpointError, match=rf"weights\.{suffix} cannot be read"):
+        score(setting, gs.Checkpoints(path, lr=1.0))
+    assert_unchanged(setting.model, state)
+
+
+def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
+    state = snapshot(setting.model)
+    good = setting.states[0]
+    missing = {name: value for name, value in good.items() if name != "3.bias"}
+    cases = [
+        (missing, "lacks '3.bias', and holds nothing"),
+        ({**good, "4.weight": torch.ones(2)}, "lacks nothing, and holds '4.weight'"),
+        ({**good, "3.bias": torch.ones(5)}, "does not fit the model: .*size mismatch for 3.bias"),
+    ]
+    for content, message in cases:
+        with pytest.raises(gs.CheckpointError, match=f"(?s){message}"):
+            score(setting, gs.Checkpoints([good, content], lr=1.0))
+        assert_unchanged(setting.model, state)
+
+
+def test_each_checkpoint_is_loaded_once(setting, tmp_path, monkeypatch):
+    from gradstats.scoring import _checkpoints
+
+    for number, state in enumerate(setting.states):
+        torch.save(state, tmp_path / f"{number}.pt")
+    read, paths = _checkpoints.read_file, []
+    monkeypatch.setattr(_checkpoints, "read_file", lambda path: paths.append(path) or read(path))
+    checkpoints = gs.Checkpoints(f"{tmp_path}/*.pt", lr=0.1)
+    score(setting, checkpoints)
+    assert len(paths) == 2
+    gs.influence(
+        setting.model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
+        budget=1, out=tmp_path / "scores", progress=False,
+    )  # fmt: skip
+    assert len(paths) == 4
+
+
+def test_checkpoints_are_asked_for_by_name(setting):
+    with pytest.raises(gs.CheckpointError, match=r"checkpoints is list, expected gs.Checkpoints"):
+        score(setting, setting.states)

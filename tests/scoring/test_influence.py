@@ -1,0 +1,462 @@
+"""The train × query matrix against plain autograd, and every way it can be asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstats as gs
+from gradstats.scoring._memory import Halving
+from tests.oracle import assert_unchanged, snapshot
+from tests.scoring.setting import (
+    RATES,
+    batches,
+    gradients_at,
+    loss_fn,
+    make_setting,
+    oracle_influence,
+)
+
+
+@pytest.fixture
+def setting():
+    return make_setting()
+
+
+def run(setting, checkpoints=None, **options):
+    checkpoints = checkpoints or gs.Checkpoints(setting.states, lr=list(RATES))
+    options = {"progress": False, **options}
+    return gs.influence(
+        setting.model, setting.train_batches, setting.query_batches, loss_fn, checkpoints, **options
+    )
+
+
+def assert_scores(got, expected) -> None:
+    np.testing.assert_allclose(np.asarray(got), expected.numpy(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_raw_and_cosine_from_one_pass(setting, tmp_path, on_disk):
+    state = snapshot(setting.model)
+    scores = run(setting, out=tmp_path / "scores" if on_disk else None)
+    assert_scores(scores, oracle_influence(setting))
+    assert_scores(scores.raw, oracle_influence(setting))
+    assert_scores(scores.cosine, oracle_influence(setting, cosine=True))
+    assert scores.normalize is None and scores.cosine.normalize == "cosine"
+    assert_unchanged(setting.model, state)
+
+
+def test_normalize_chooses_what_is_shown(setting):
+    assert_scores(run(setting, normalize="cosine"), oracle_influence(setting, cosine=True))
+
+
+def test_memory_and_disk_agree_to_the_bit(setting, tmp_path):
+    setting.model.float()
+    float_batches = [
+        [(x.float(), y) for x, y in side] for side in (setting.train_batches, setting.query_batches)
+    ]
+    found = [
+        gs.influence(
+            setting.model, *float_batches, loss_fn, gs.Checkpoints(setting.states, lr=0.1),
+            progress=False, out=out,
+        )
+        for out in (None, tmp_path / "scores")
+    ]  # fmt: skip
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0].cosine, found[1].cosine)
+    folder = next((tmp_path / "scores").glob("checkpoint-*"))
+    assert np.load(folder / "products.npy").dtype == np.float32
+
+
+def test_a_learning_rate_for_each_parameter(setting):
+    patterns = {"0.*": 0.5, "2.*": 0.0, "3.*": 0.01}
+    rates = {name: patterns[name[:2] + "*"] for name, _ in setting.model.named_parameters()}
+    checkpoints = gs.Checkpoints(setting.states, lr=[patterns, 0.3])
+    scores = run(setting, checkpoints)
+    assert_scores(scores, oracle_influence(setting, rates=(rates, 0.3)))
+    assert_scores(scores.cosine, oracle_influence(setting, rates=(rates, 0.3), cosine=True))
+
+
+def test_the_two_sides_at_different_weights(setting):
+    """A small MLP on one mini-batch at two checkpoints: ⟨∇ℓ_i(w₁), ∇ℓ_j(w₂)⟩ for all pairs."""
+    first, second = setting.states
+    scores = gs.influence(
+        setting.model, [setting.train], [setting.train], loss_fn, gs.Checkpoints([first], lr=1.0),
+        query_checkpoints=[second], progress=False,
+    )  # fmt: skip
+    one, other = (
+        torch.cat(list(gradients_at(setting, state, setting.train).values()), 1)
+        for state in (first, second)
+    )
+    assert_scores(scores, one @ other.T)
+    direct = gs.inner_products(
+        *(part for state in (first, second) for part in (at(setting, state), setting.train)),
+        loss_fn,
+    )
+    np.testing.assert_allclose(np.asarray(scores), direct.numpy(), rtol=1e-12)
+
+
+def at(setting, state):
+    model = make_setting().model
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 30])
+def test_two_checkpoints_on_the_query_side(setting, budget):
+    swapped = setting.states[::-1]
+    scores = run(setting, query_checkpoints=swapped, budget=budget)
+    assert_scores(scores, oracle_influence(setting, query_states=swapped))
+    expected = oracle_influence(setting, query_states=swapped, cosine=True)
+    assert_scores(scores.cosine, expected)
+    with pytest.raises(gs.CheckpointError, match="2 checkpoints and 1 query checkpoints"):
+        run(setting, query_checkpoints=swapped[:1])
+
+
+def test_the_budget_changes_blocks_and_no_bit(setting):
+    assert np.array_equal(run(setting, budget=1), run(setting))
+
+
+def test_query_gradients_stay_within_the_budget(setting, monkeypatch):
+    from gradstats.scoring import _stream
+
+    sizes = []
+    real = _stream.products
+
+    def watched(kept, *args, **options):
+        sizes.append(sum(each.nbytes for each in kept))
+        return real(kept, *args, **options)
+
+    monkeypatch.setattr(_stream, "products", watched)
+    run(setting)
+    whole = max(sizes)
+    assert len(sizes) == 6
+    sizes.clear()
+    run(setting, budget=whole - 1)
+    assert len(sizes) == 12 and max(sizes) < whole
+
+
+@pytest.mark.parametrize("budget", [1, 8 * 16 * 6, 1 << 30])
+@pytest.mark.parametrize("form", ["raw", "cosine"])
+def test_top_lists_without_the_matrix(setting, budget, form):
+    full = getattr(run(setting), form)
+    top = getattr(run(setting, top_k=3, budget=budget), form)
+    for query in range(6):
+        for kind in ("proponents", "opponents"):
+            expected = getattr(full, kind)(query, 3)
+            got = getattr(top, kind)(query, 3)
+            assert got.positions.tolist() == expected.positions.tolist()
+            np.testing.assert_allclose(got.scores, expected.scores, rtol=1e-12)
+    with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
+        top[0, 0]
+    with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
+        top.proponents(0, 4)
+
+
+def test_top_lists_longer_than_the_data(setting):
+    assert len(run(setting, top_k=100).proponents(0, 100)) == 11
+
+
+def test_proponents_and_opponents(setting):
+    expected = oracle_influence(setting)
+    scores = run(setting)
+    order = expected[:, 2].argsort(descending=True).tolist()
+    assert scores.proponents(2, 4).positions.tolist() == order[:4]
+    assert scores.opponents(query=2, k=4).positions.tolist() == order[::-1][:4]
+    pairs = list(scores.proponents(2, 2))
+    assert [name for name, _ in pairs] == order[:2]
+    assert pairs[0][1] == pytest.approx(expected[order[0], 2].item())
+    assert str(order[0]) in str(scores.proponents(2, 1))
+
+
+def test_ties_go_to_the_first_example(setting):
+    """Two checkpoints of the same examples twice over: every score occurs twice."""
+    doubled = [torch.cat([each, each]) for each in setting.train]
+    scores = gs.influence(
+        setting.model, batches(tuple(doubled), 11), [setting.query], loss_fn,
+        gs.Checkpoints(setting.states, lr=0.1), progress=False,
+    )  # fmt: skip
+    positions = scores.proponents(0, 4).positions.tolist()
+    assert positions == [positions[0], positions[0] + 11, positions[2], positions[2] + 11]
+
+
+def test_indexing(setting):
+    expected = oracle_influence(setting).numpy()
+    scores = run(setting)
+    for key in (
+        (3, 2), 3, -1, slice(2, 5), (slice(None), 1), (slice(None, None, 2), [0, 5]),
+        ([1, 2], [3, 4]), Ellipsis,
+    ):  # fmt: skip
+        np.testing.assert_allclose(scores[key], expected[key], rtol=1e-10)
+        np.testing.assert_allclose(scores.cosine[key], np.asarray(scores.cosine)[key], rtol=1e-10)
+    assert scores.shape == (11, 6) and len(scores) == 11
+    np.testing.assert_allclose(list(scores), expected, rtol=1e-10)
+    assert "11 train × 6 query" in repr(scores)
+
+
+@pytest.mark.parametrize("query", [6, -7, 1.0, True, "a"])
+def test_a_query_that_is_none_is_refused(setting, query):
+    with pytest.raises(gs.ScoreError, match="query is"):
+        run(setting).proponents(query)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": "l2"}, "normalize is 'l2', expected None or \"cosine\""),
+        ({"top_k": 0}, "k is 0"),
+        ({"budget": -1}, "budget is -1"),
+        ({"budget": 1.5}, "budget is 1.5"),
+    ],
+)
+def test_bad_options_are_refused(setting, options, message):
+    with pytest.raises(gs.ScoreError, match=message):
+        run(setting, **options)
+
+
+def test_parameters_and_exclude(setting):
+    rates = {name: float(name == "3.bias") for name, _ in setting.model.named_parameters()}
+    assert_scores(
+        run(setting, gs.Checkpoints(setting.states, lr=1.0), parameters="3.bias"),
+        oracle_influence(setting, rates=(rates, rates)),
+    )
+
+
+def test_a_data_loader_gives_the_same(setting):
+    loaders = [DataLoader(TensorDataset(*side), 4) for side in (setting.train, setting.query)]
+    state = torch.random.get_rng_state()
+    scores = gs.influence(
+        setting.model, *loaders, loss_fn, gs.Checkpoints(setting.states, lr=list(RATES)),
+        progress=False,
+    )  # fmt: skip
+    assert np.array_equal(scores, run(setting))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_model_comes_back_after_an_exception(setting):
+    setting.model.train()
+    setting.model[2].eval()
+    state = snapshot(setting.model)
+    calls = []
+
+    def failing(model, batch):
+        calls.append(model.training)
+        if len(calls) == 4:
+            raise RuntimeError("mine")
+        return loss_fn(model, batch)
+
+    with pytest.raises(RuntimeError, match="mine"):
+        gs.influence(
+            setting.model, setting.train_batches, setting.query_batches, failing,
+            gs.Checkpoints(setting.states, lr=0.1), progress=False,
+        )  # fmt: skip
+    assert_unchanged(setting.model, state)
+    assert calls == [False] * 4
+
+
+def test_buffers_come_back():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    other(torch.randn(9, 4).double())
+    state = snapshot(model)
+    data = [(torch.randn(5, 4).double(), torch.randint(3, (5,)))]
+    checkpoints = gs.Checkpoints([other.state_dict()], lr=1.0)
+    scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    assert_unchanged(model, state)
+    other.eval()
+    np.testing.assert_allclose(
+        np.diag(np.asarray(scores)), gs.per_example_norms(other, data[0], loss_fn).sqnorm
+    )
+
+
+def test_non_finite_gradients_name_the_examples(setting):
+    setting.train[0][9, 0] = float("nan")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"training examples with ids \[9\]"):
+        run(setting)
+    setting.query[0][5, 0] = float("inf")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.* query .* \[5\]"):
+        run(setting)
+
+
+def test_non_finite_gradients_may_be_kept(setting):
+    expected = oracle_influence(setting).numpy()
+    setting.train[0][9, 0] = float("nan")
+    scores = np.asarray(run(setting, nonfinite="keep"))
+    others = np.arange(11) != 9
+    assert np.isnan(scores[9]).all()
+    np.testing.assert_allclose(scores[others], expected[others], rtol=1e-10)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_out_of_memory_halves_the_batch(setting, capsys, limit):
+    """The loss fails like an allocator for more examples than fit."""
+
+    def hungry(model, batch):
+        if len(batch[0]) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss_fn(model, batch)
+
+    scores = gs.influence(
+        setting.model, setting.train_batches, setting.query_batches, hungry,
+        gs.Checkpoints(setting.states, lr=list(RATES)),
+    )  # fmt: skip
+    assert_scores(scores, oracle_influence(setting))
+    assert_scores(scores.cosine, oracle_influence(setting, cosine=True))
+    printed = capsys.readouterr().err
+    assert "out of memory with 4 query examples at once (CUDA out of memory" in printed
+    assert "going on with 2 at once" in printed
+    assert "out of memory with 4 training examples at once" in printed
+    # Whole batches are not tried again and again.
+    assert printed.count("out of memory with 4 training examples") == 1
+
+
+def test_out_of_memory_with_one_example_is_an_error(setting):
+    def hungry(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        gs.influence(
+            setting.model, setting.train_batches, setting.query_batches, hungry,
+            gs.Checkpoints(setting.states, lr=0.1), progress=False,
+        )  # fmt: skip
+
+
+def test_a_batch_that_cannot_be_divided_says_so():
+    def work(part):
+        raise MemoryError
+
+    with pytest.raises(gs.LoaderError, match=r"of 4 examples cannot be divided: .* shape \(7,\)"):
+        Halving("examples", 0).run(work, {"x": torch.zeros(4, 2), "shared": torch.zeros(7)}, 4)
+
+
+def test_lists_that_hardly_differ_are_warned_about():
+    """Inputs of one rough direction and very different lengths: the longest lead every list."""
+    model = nn.Linear(9, 3, bias=False)
+    nn.init.zeros_(model.weight)
+
+    def inputs(count, spread):
+        directions = torch.cat([torch.ones(count, 1), 0.5 * torch.randn(count, 8)], 1)
+        return directions * (spread * torch.randn(count, 1)).exp()
+
+    train = inputs(80, 2.0), torch.zeros(80, dtype=torch.long)
+    query = inputs(12, 0.0), torch.zeros(12, dtype=torch.long)
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
+    for options in ({}, {"top_k": 10}):
+        with pytest.warns(gs.GradStatsWarning, match=r'10 strongest .* Try normalize="cosine"'):
+            gs.influence(model, [train], [query], loss_fn, checkpoints, progress=False, **options)
+        # Divided by the norms the lists differ, and nothing is warned about.
+        gs.influence(
+            model, [train], [query], loss_fn, checkpoints, normalize="cosine", progress=False,
+            **options,
+        )  # fmt: skip
+
+
+def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):
+    run(setting, progress=True, out=tmp_path / "scores")
+    printed = capsys.readouterr().err
+    assert "influence of 11 training examples on 6 query examples at 2 checkpoints" in printed
+    assert f"1.33 kB in {tmp_path / 'scores'}; query gradients take" in printed
+    assert "about " in printed and "100%" in printed
+    run(setting, progress=True, out=tmp_path / "scores")
+    assert "the first checkpoint is there already" in capsys.readouterr().err
+    run(setting, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_pictures_where_the_data_are_images(setting):
+    figure = run(setting).plot(2, k=3)
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(labels) == 6
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    data = [(torch.rand(5, 1, 6, 6), torch.randint(3, (5,)))]
+    scores = gs.influence(
+        model, data, data, loss_fn, gs.Checkpoints([model.state_dict()], lr=0.1), progress=False
+    )
+    figure = scores.plot(query=1, k=2)
+    shown = [axes for axes in figure.axes if axes.images]
+    assert len(shown) == 5
+    np.testing.assert_allclose(
+        shown[0].images[0].get_array(), _stretched(data[0][0][1, 0].double().numpy())
+    )
+    best = scores.proponents(1, 1).positions[0]
+    title = shown[1].get_title()
+    assert f"{best}: " in title and f"label {data[0][1][best].item()}" in title
+
+
+def _stretched(image):
+    return (image - image.min()) / (image.max() - image.min())
+
+
+@pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require:UserWarning")
+def test_equal_to_captum_tracincp(tmp_path):
+    """At learning rate 1, with the plain network that both support."""
+    tracin = pytest.importorskip("captum.influence").TracInCP
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    x, y = torch.randn(14, 6), torch.randint(4, (14,))
+    queries, labels = torch.randn(5, 6), torch.randint(4, (5,))
+    paths = []
+    for number in range(2):
+        state = {
+            name: value + 0.2 * torch.randn_like(value)
+            for name, value in model.state_dict().items()
+        }
+        paths.append(tmp_path / f"{number}.pt")
+        torch.save({"model_state_dict": state}, paths[-1])
+
+    def load(net, path):
+        net.load_state_dict(torch.load(path, weights_only=True)["model_state_dict"])
+        return 1.0
+
+    captum = tracin(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), TensorDataset(x, y),
+        [str(path) for path in paths], checkpoints_load_func=load,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=5,
+        sample_wise_grads_per_batch=True,
+    )  # fmt: skip
+    checkpoints = gs.Checkpoints([str(path) for path in paths], lr=1.0)
+    data = batches((x, y), 5)
+    scores = gs.influence(model, data, [(queries, labels)], loss_fn, checkpoints, progress=False)
+    expected = captum.influence((queries, labels)).T
+    np.testing.assert_allclose(np.asarray(scores), expected.numpy(), rtol=1e-4, atol=1e-5)
+    own = gs.self_influence(model, data, loss_fn, checkpoints, progress=False)
+    np.testing.assert_allclose(own.self_influence, captum.self_influence().numpy(), rtol=1e-4)
+
+
+def test_a_transformer_with_tied_weights_from_dict_batches():
+    """Hugging Face's batches, a loss with ignored positions, both sides of different lengths."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=13, n_positions=7, attn_pdrop=0.0
+    )
+    model = transformers.GPT2LMHeadModel(config).double()
+
+    def next_token(model, batch):
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        targets = batch["input_ids"][:, 1:]
+        losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return losses.mean(1)
+
+    train = transformers.BatchEncoding({"input_ids": torch.randint(13, (4, 6))})
+    query = transformers.BatchEncoding({"input_ids": torch.randint(13, (3, 5))})
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    scores = gs.influence(
+        model, [train], [query], next_token, gs.Checkpoints([state], lr=0.5), progress=False
+    )
+    sides = []
+    for batch in (train, query):
+        rows = []
+        model.eval()
+        for loss in next_token(model, batch):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        sides.append(torch.stack(rows))
+    model.train()
+    np.testing.assert_allclose(
+        np.asarray(scores), 0.5 * sides[0] @ sides[1].T, rtol=1e-9, atol=1e-12
+    )

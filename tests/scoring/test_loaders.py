@@ -1,0 +1,235 @@
+"""Loaders: which example is which, what is refused, and what a loader may give."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import gradstats as gs
+from gradstats.scoring._loaders import Data
+from tests.scoring.setting import loss_fn, make_setting
+
+
+@pytest.fixture
+def setting():
+    return make_setting()
+
+
+def score(setting, loader, loss=loss_fn, **options):
+    checkpoints = gs.Checkpoints(setting.states, lr=0.1)
+    return gs.self_influence(setting.model, loader, loss, checkpoints, progress=False, **options)
+
+
+def reference(setting):
+    return score(setting, setting.train_batches).self_influence
+
+
+class Numbered(Dataset):
+    """Gives each example with its number, counted from 100, as a dict."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data[0])
+
+    def __getitem__(self, index):
+        return {"x": self.data[0][index], "y": self.data[1][index], "number": 100 + index}
+
+
+def dict_loss(model, batch):
+    return loss_fn(model, (batch["x"], batch["y"]))
+
+
+def test_a_shuffled_loader_is_refused(setting):
+    data = TensorDataset(*setting.train)
+    for loader in (
+        DataLoader(data, 4, shuffle=True),
+        DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)),
+        DataLoader(data, batch_sampler=[[3, 2, 1, 0], [4, 5]]),
+        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)),
+    ):
+        with pytest.raises(gs.LoaderError, match=r"shuffle=False.*ids="):
+            score(setting, loader)
+        with pytest.raises(gs.LoaderError, match="the query loader does not give"):
+            gs.influence(
+                setting.model, setting.train_batches, loader, loss_fn,
+                gs.Checkpoints(setting.states, lr=0.1), progress=False,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", ["number", lambda batch: batch["number"]])
+def test_a_shuffled_loader_with_ids(setting, ids):
+    loader = DataLoader(Numbered(setting.train), 4, shuffle=True)
+    table = score(setting, loader, dict_loss, ids=ids)
+    found = dict(zip(table.ids.tolist(), table.self_influence, strict=True))
+    for number, value in enumerate(reference(setting)):
+        assert found[100 + number] == pytest.approx(value, rel=1e-12)
+
+
+def test_batches_of_similar_length_with_ids(setting):
+    loader = DataLoader(Numbered(setting.train), batch_sampler=[[5, 0], [7, 3, 1]])
+    table = score(setting, loader, dict_loss, ids="number")
+    assert table.ids.tolist() == [105, 100, 107, 103, 101]
+    np.testing.assert_allclose(table.self_influence, reference(setting)[[5, 0, 7, 3, 1]])
+
+
+@pytest.mark.parametrize("options", [
+    {"batch_size": 3}, {"batch_size": 4, "num_workers": 1}, {"batch_size": 20},
+    {"batch_sampler": [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9, 10]]},
+    {"batch_size": 2, "sampler": SequentialSampler(range(11))},
+])  # fmt: skip
+def test_loaders_in_order(setting, options):
+    loader = DataLoader(TensorDataset(*setting.train), **options)
+    np.testing.assert_allclose(
+        score(setting, loader).self_influence, reference(setting), rtol=1e-12
+    )
+
+
+def test_drop_last_scores_what_the_loader_gives(setting):
+    loader = DataLoader(TensorDataset(*setting.train), 4, drop_last=True)
+    np.testing.assert_allclose(
+        score(setting, loader).self_influence, reference(setting)[:8], rtol=1e-12
+    )
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Fields:
+    x: Tensor
+    y: Tensor
+
+
+def test_every_kind_of_batch(setting):
+    expected = reference(setting)
+    by_name = lambda model, batch: loss_fn(model, (batch.x, batch.y))  # noqa: E731
+    cases = [
+        ([list(batch) for batch in setting.train_batches], loss_fn),
+        ([Pair(*batch) for batch in setting.train_batches], by_name),
+        ([Fields(*batch) for batch in setting.train_batches], by_name),
+        ([dict(zip("xy", batch, strict=True)) for batch in setting.train_batches], dict_loss),
+        (tuple(setting.train_batches), loss_fn),
+    ]
+    for loader, loss in cases:
+        np.testing.assert_array_equal(score(setting, loader, loss).self_influence, expected)
+
+
+@pytest.mark.parametrize("kind", ["pair", "fields", "dict"])
+def test_every_kind_of_batch_can_be_halved(setting, kind):
+    make = {
+        "pair": lambda x, y: Pair(x, y),
+        "fields": lambda x, y: Fields(x, y),
+        "dict": lambda x, y: {"x": x, "y": y, "name": "shared", "more": [x]},
+    }[kind]
+
+    def hungry(model, batch):
+        x, y = (batch["x"], batch["y"]) if kind == "dict" else (batch.x, batch.y)
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss_fn(model, (x, y))
+
+    got = score(setting, [make(*batch) for batch in setting.train_batches], hungry)
+    np.testing.assert_allclose(got.self_influence, reference(setting), rtol=1e-12)
+
+
+class Stream(IterableDataset):
+    """Batches that can only be read from the start."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def test_loaders_that_are_read_from_the_start(setting):
+    loader = DataLoader(Stream(setting.train_batches), batch_size=None)
+    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+
+
+def test_a_loader_that_changes_is_an_error(setting):
+    class Growing:
+        def __init__(self):
+            self.passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(setting.train_batches[self.passes - 1 :])
+
+    with pytest.raises(gs.LoaderError, match=r"2 has|gave 2 of the 3|batch 1 .* has 3 examples"):
+        score(setting, Growing())
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (iter([]), "is an iterator .*can be read once"),
+        ([], "is empty: it gives no batch"),
+        (3, "is int, expected a DataLoader"),
+    ],
+)
+def test_loaders_that_are_none(setting, loader, message):
+    with pytest.raises(gs.LoaderError, match=message):
+        score(setting, loader)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (5, "has no ids at 5"),
+        ("missing", "has no ids at 'missing'"),
+        (lambda batch: [1.5] * len(batch[0]), "expected one integer or string"),
+        (lambda batch: [1], "expected one integer or string for each of the 11"),
+        (lambda batch: batch[1], "ids are not unique"),
+    ],
+)
+def test_ids_that_name_nothing(setting, ids, message):
+    with pytest.raises(gs.LoaderError, match=message):
+        score(setting, setting.train_batches, ids=ids)
+
+
+def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
+    def fingerprint(batches, ids=None):
+        return Data(batches, "train", ids, 0).fingerprint
+
+    first = fingerprint(setting.train_batches)
+    assert first == fingerprint(setting.train_batches)
+    other = [tuple(each.clone() for each in batch) for batch in setting.train_batches]
+    other[2][0][1, 1] += 1e-12
+    regrouped = list(zip(*(each.split(5) for each in setting.train), strict=True))
+    named = fingerprint(setting.train_batches, lambda batch: batch[0][:, 0].mul(1e9).long())
+    found = {first, fingerprint(other), fingerprint(regrouped), named}
+    assert len(found) == 4
+
+
+def test_every_example_of_a_tensor_dataset_counts(setting):
+    prints = []
+    for change in (0.0, 1e-12):
+        x, y = setting.train
+        x[6, 1] += change
+        prints.append(Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0).fingerprint)
+    assert prints[0] != prints[1]
+
+
+def test_an_example_is_found_again(setting):
+    data = Data(DataLoader(TensorDataset(*setting.train), 4), "train", None, 0)
+    for position in range(11):
+        batch, place = data.example(position)
+        assert torch.equal(batch[0][place], setting.train[0][position])

@@ -1,0 +1,316 @@
+"""Results on disk: processes are killed, files cut and damaged; what was done is never lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradstats as gs
+from tests.scoring.processes import arrays, call
+from tests.scoring.setting import RATES, loss_fn, make_setting
+
+ROOT = Path(__file__).parents[2]
+TILES = 3 * 2
+
+
+def run_process(*arguments) -> tuple[list[int], str]:
+    """Run tests.scoring.processes; return how its runs ended, and what they said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.scoring.processes", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+class Counting:
+    """The loss, and the sizes of the batches that it saw."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, model, batch):
+        self.sizes.append(len(batch[0]))
+        return loss_fn(model, batch)
+
+    __qualname__ = loss_fn.__qualname__
+
+
+def assert_same(kind, got, expected) -> None:
+    got, expected = arrays(kind, got), arrays(kind, expected)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert np.array_equal(got[name], expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        # In the manifest; in the first column of a tile; between a tile and its mark; a mark.
+        ("matrix", [1, 5, 8, 11, 20, 17, 25]),
+        ("self", [3, 14, 20]),
+        ("top", [2, 5, 1]),
+    ],
+)
+def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
+    out = tmp_path / "scores"
+    codes, _ = run_process("kill", out, kind, *counts)
+    assert codes == [-signal.SIGKILL] * len(counts)
+    counting = Counting()
+    resumed = call(kind, out, loss=counting)
+    fresh = Counting()
+    assert_same(kind, resumed, call(kind, None, loss=fresh))
+    assert 0 < sum(counting.sizes) < sum(fresh.sizes), "nothing was taken from the disk"
+    assert_same(kind, call(kind, out, loss=None_called), resumed)
+
+
+def None_called(model, batch):
+    raise AssertionError("everything was done, and is computed again")
+
+
+None_called.__qualname__ = loss_fn.__qualname__
+
+
+def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
+    """The 26th write is the first of the fourth tile's."""
+    out = tmp_path / "scores"
+    (code,), _ = run_process("kill", out, "matrix", 26)
+    assert code == -signal.SIGKILL
+    (first,) = out.glob("checkpoint-*")
+    done = np.load(first / "done.npy") != 0
+    assert done.sum() == 3, done
+    counting = Counting()
+    call("matrix", out, loss=counting)
+    # Both query batches are kept again; train batch 0 is done, and half of 1.
+    assert counting.sizes[:4] == [4, 2, 4, 3]
+
+
+def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
+    out = tmp_path / "scores"
+    (code,), said = run_process("limit", out, 0)
+    assert code == 0 and "cannot be written: File too large" in said
+    (code,), said = run_process("limit", out, 14)
+    assert code == 0 and "What was done is kept" in said
+    (first,) = out.glob("checkpoint-*")
+    assert (np.load(first / "done.npy") != 0).sum() == 2
+    assert_same("matrix", call("matrix", out), call("matrix", None))
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(gs.StoreError, match=r"disk is full \(error ENOSPC\)"):
+            call("matrix", tmp_path / "scores")
+    assert_same("matrix", call("matrix", tmp_path / "scores"), call("matrix", None))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "left"),
+    [
+        ("products", 300, TILES), ("products", 60, TILES), ("products", 0, TILES),
+        ("done", 130, TILES), ("train_sqnorm", 150, TILES), ("query_sqnorm", 10, TILES),
+    ],
+)  # fmt: skip
+def test_truncated_files_are_repaired(tmp_path, capsys, name, size, left):
+    out = tmp_path / "scores"
+    expected = call("matrix", out)
+    expected = call("matrix", None)
+    damaged = sorted(out.glob("checkpoint-*"))[0] / f"{name}.npy"
+    os.truncate(damaged, size)
+    with pytest.raises(gs.StoreError, match=r"cannot be read|not complete"):
+        gs.InfluenceScores.load(out)
+    counting = Counting()
+    repaired = call("matrix", out, loss=counting, progress=True)
+    assert f"{damaged} is " in capsys.readouterr().err
+    assert_same("matrix", repaired, expected)
+    # The other checkpoint is not touched: 11 train and 6 query examples, and the trial's 8.
+    assert sum(counting.sizes) <= 11 + 6 + 8
+
+
+def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    expected = call("matrix", None)
+    damaged = sorted(out.glob("checkpoint-*"))[1] / "products.npy"
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 16
+    damaged.write_bytes(content)
+    counting = Counting()
+    repaired = call("matrix", out, loss=counting, progress=True)
+    assert "tile 2, 1 fails its checksum: computing it again" in capsys.readouterr().err
+    assert_same("matrix", repaired, expected)
+    # The last two query examples and the last three train examples, for the trial and in earnest.
+    assert sorted(counting.sizes) in ([2, 3], [2, 2, 3, 3])
+
+
+def test_a_missing_file_is_made_again(tmp_path):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    (sorted(out.glob("checkpoint-*"))[0] / "products.npy").unlink()
+    assert_same("matrix", call("matrix", out), call("matrix", None))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2, "checkpoints": {}}'])
+def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    (out / "manifest.json").write_text(content)
+    for action in (lambda: call("matrix", out), lambda: gs.InfluenceScores.load(out)):
+        with pytest.raises(gs.StoreError, match=r"manifest.json is damaged"):
+            action()
+    assert (out / "manifest.json").read_text() == content
+
+
+def test_a_damaged_list_is_computed_again(tmp_path, capsys):
+    out = tmp_path / "scores"
+    call("top", out)
+    os.truncate(out / "top.npz", 200)
+    again = call("top", out, progress=True)
+    assert "top.npz is damaged" in capsys.readouterr().err
+    assert_same("top", again, call("top", None))
+
+
+def changed(out, kind="matrix", **changes):
+    """Make a call that differs from the one that filled a folder."""
+    setting = make_setting()
+    options = {
+        "model": setting.model, "train": setting.train_batches, "query": setting.query_batches,
+        "loss": loss_fn, "states": setting.states, "lr": list(RATES), **changes,
+    }  # fmt: skip
+    extra = {k: v for k, v in options.items() if k in ("parameters", "exclude", "resume", "top_k")}
+    return gs.influence(
+        options["model"], options["train"], options["query"], options["loss"],
+        gs.Checkpoints(options["states"], lr=options["lr"]), out=out, progress=False, **extra,
+    )  # fmt: skip
+
+
+def test_another_call_is_refused_with_the_difference(tmp_path):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    other = make_setting(1)
+    cases = [
+        ({"train": other.train_batches}, r"train\.hash: on disk '\w+', now '\w+'"),
+        ({"query": [other.query]}, r"query\.batches: on disk 2, now 1"),
+        ({"parameters": "0.*"}, r"settings\.parameters: on disk \['0\.weight', .*now \['0\.w"),
+        ({"model": make_setting().model.float()}, r"settings\.dtype: on disk 'float64', now"),
+        ({"loss": None_called_other}, r"settings\.loss: on disk 'loss_fn', now 'None_called_o"),
+        ({"lr": [0.1, 0.2]}, r"do not belong to state dict 1:\n  rates: on disk 0\.3, now 0\.2"),
+        ({"resume": False}, r"resume=False. Pass resume=True"),
+        ({"top_k": 2}, r"kind: on disk 'influence', now 'strongest influence'"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(gs.StoreError, match=message):
+            changed(out, **changes)
+    with pytest.raises(gs.StoreError, match="kind: on disk 'influence', now 'self-influence'"):
+        call("self", out)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def None_called_other(model, batch):
+    raise AssertionError("the call should have been refused")
+
+
+def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for entry in manifest["checkpoints"].values():
+        entry["versions"]["torch"] = "1.0"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert_same("matrix", call("matrix", out), call("matrix", None))
+    damaged = sorted(out.glob("checkpoint-*"))[0] / "products.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(gs.StoreError, match=r"torch: on disk '1\.0', now"):
+        call("matrix", out)
+
+
+def test_a_checkpoint_added_later(tmp_path):
+    out = tmp_path / "scores"
+    setting = make_setting()
+    changed(out, states=setting.states[:1], lr=0.1)
+    counting = Counting()
+    both = changed(out, loss=counting)
+    assert sum(counting.sizes) == 11 + 6
+    assert_same("matrix", both, call("matrix", None))
+    alone = changed(out, states=setting.states[1:], lr=0.3, loss=None_called)
+    np.testing.assert_allclose(np.asarray(both) - np.asarray(alone), changed(
+        out, states=setting.states[:1], lr=0.1, loss=None_called
+    ), rtol=1e-9, atol=1e-12)  # fmt: skip
+    assert_same("matrix", gs.InfluenceScores.load(out), both)
+    assert gs.InfluenceScores.load(out, "cosine").normalize == "cosine"
+
+
+def test_the_same_checkpoint_twice_is_refused(tmp_path):
+    state = make_setting().states[0]
+    with pytest.raises(gs.CheckpointError, match="hold the same weights"):
+        changed(tmp_path / "scores", states=[state, state])
+
+
+def test_ids_are_kept_beside_the_scores(tmp_path):
+    setting = make_setting()
+    named = [
+        (x, y, [f"n{number}-{place}" for place in range(len(x))])
+        for number, (x, y) in enumerate(setting.train_batches)
+    ]
+    scores = gs.influence(
+        setting.model, named, setting.query_batches, lambda m, b: loss_fn(m, b[:2]),
+        gs.Checkpoints(setting.states, lr=0.1), train_ids=2, out=tmp_path / "scores",
+        progress=False,
+    )  # fmt: skip
+    loaded = gs.InfluenceScores.load(tmp_path / "scores")
+    assert loaded.train_ids.tolist() == scores.train_ids.tolist()
+    assert loaded.train_ids[4] == "n1-0"
+    best = loaded.proponents(0, 1)
+    assert best.ids[0] == loaded.train_ids[best.positions[0]]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(gs.StoreError, match=r"is not empty and has no manifest\.json"):
+        call("matrix", tmp_path)
+    with pytest.raises(gs.StoreError, match=r"holds no manifest\.json"):
+        gs.InfluenceScores.load(tmp_path)
+    with pytest.raises(gs.StoreError, match="cannot be used"):
+        call("matrix", tmp_path / "thesis.tex" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_two_processes_share_the_work(tmp_path):
+    """The same result and the same files as one process, each example passed by one of them."""
+    codes, said = run_process("share", tmp_path, 2)
+    assert codes == [0, 0], said
+    single = {}
+    for kind in ("matrix", "top", "self"):
+        single[kind] = call(kind, tmp_path / f"single-{kind}")
+        for rank in range(2):
+            for name in ("memory", "disk"):
+                with np.load(tmp_path / f"{kind}-{name}-{rank}.npz") as got:
+                    for key, expected in arrays(kind, single[kind]).items():
+                        assert np.array_equal(got[key], expected), (kind, name, rank, key)
+    for kind in ("matrix", "self"):
+        ours, theirs = tmp_path / kind, tmp_path / f"single-{kind}"
+        files = sorted(path.relative_to(ours) for path in ours.rglob("*") if path.is_file())
+        assert files == sorted(p.relative_to(theirs) for p in theirs.rglob("*") if p.is_file())
+        for path in files:
+            assert (ours / path).read_bytes() == (theirs / path).read_bytes(), path
+    counts = [int((tmp_path / f"examples-{rank}").read_text()) for rank in range(2)]
+    # In memory and on disk, at two checkpoints: the train side once, for the lists once for each of
+    # two query batches; the query side in each process, for the lists once for each train batch.
+    assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6)
+    assert "ValueError: only here" == (tmp_path / "error-1").read_text()
+    assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
+    for rank in range(2):
+        assert "settings.parameters: on disk" in (tmp_path / f"refused-{rank}").read_text()

@@ -1,0 +1,313 @@
+"""Self-influence against plain autograd, its baselines, its table and its report."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from gradstats.scoring._metrics import detect
+from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
+from tests.scoring.setting import RATES, batches, loss_fn, make_setting
+
+
+@pytest.fixture
+def setting():
+    return make_setting()
+
+
+def run(setting, loss=loss_fn, **options):
+    checkpoints = gs.Checkpoints(setting.states, lr=list(RATES))
+    options = {"progress": False, **options}
+    return gs.self_influence(setting.model, setting.train_batches, loss, checkpoints, **options)
+
+
+def at_checkpoints(setting):
+    """(C, N) squared norms and losses, (C, N, K) probabilities, by plain autograd."""
+    sqnorms, losses, probabilities = [], [], []
+    for state in setting.states:
+        model = make_setting().model
+        model.load_state_dict(state)
+        sqnorms.append(sum(oracle_sqnorms(model, setting.train, loss_fn).values()))
+        with torch.no_grad():
+            losses.append(loss_fn(model, setting.train))
+            probabilities.append(model(setting.train[0]).softmax(1))
+    return (torch.stack(each).numpy() for each in (sqnorms, losses, probabilities))
+
+
+def test_every_column(setting):
+    state = snapshot(setting.model)
+    table = run(setting)
+    sqnorms, losses, probabilities = at_checkpoints(setting)
+    given = setting.train[1].numpy()
+    rows = np.arange(11)
+    chosen = probabilities[:, rows, given]
+    others = np.where(np.eye(3, dtype=bool)[given], -1.0, probabilities).max(-1)
+    errors = probabilities - np.eye(3)[given]
+    expected = {
+        "id": rows, "label": given, "predicted": probabilities[-1].argmax(1),
+        "self_influence": np.array(RATES) @ sqnorms,
+        "grad_norm": np.sqrt(sqnorms).mean(0), "loss": losses.mean(0),
+        "margin": (chosen - others).mean(0), "el2n": np.linalg.norm(errors, axis=2).mean(0),
+    }  # fmt: skip
+    assert list(table.columns) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(table.columns[name], values, rtol=1e-10, err_msg=name)
+        attribute = getattr(table, "ids" if name == "id" else name)
+        np.testing.assert_array_equal(attribute, table.columns[name])
+    np.testing.assert_allclose(table.sqnorm, sqnorms, rtol=1e-10)
+    assert table.reason is None
+    assert_unchanged(setting.model, state)
+
+
+def test_on_disk_the_same(setting, tmp_path):
+    values = run(setting)._values
+    assert np.array_equal(run(setting, out=tmp_path / "table")._values, values)
+    assert np.array_equal(run(setting, out=tmp_path / "table")._values, values)
+
+
+def test_top(setting):
+    table = run(setting)
+    order = np.argsort(-table.self_influence)
+    best = table.top(4)
+    assert best.ids.tolist() == order[:4].tolist()
+    for name in table.columns:
+        np.testing.assert_array_equal(best.columns[name], table.columns[name][order[:4]])
+    assert len(table.top(100)) == 11
+    for k in (0, -1, 2.0, True):
+        with pytest.raises(gs.ScoreError, match="k is"):
+            table.top(k)
+
+
+def test_log_probabilities_and_modules_are_seen(setting):
+    def negative_log(model, batch):
+        return functional.nll_loss(
+            input=model(batch[0]).log_softmax(1), target=batch[1], reduction="none"
+        )
+
+    criterion = nn.CrossEntropyLoss(reduction="none")
+    expected = run(setting)
+    for loss in (negative_log, lambda model, batch: criterion(model(batch[0]), batch[1])):
+        got = run(setting, loss)
+        for name in ("self_influence", "margin", "el2n", "loss", "label", "predicted"):
+            np.testing.assert_allclose(got.columns[name], expected.columns[name], rtol=1e-10)
+
+
+def squared(model, batch):
+    return (model(batch[0]).sum(1) - batch[1]).square()
+
+
+def twice(model, batch):
+    return loss_fn(model, batch) + loss_fn(model, batch)
+
+
+def ignoring(model, batch):
+    labels = torch.where(batch[1] == 0, -100, batch[1])
+    return functional.cross_entropy(model(batch[0]), labels, reduction="none") + model(
+        batch[0]
+    ).square().sum(1)
+
+
+def smoothed(model, batch):
+    return functional.cross_entropy(
+        model(batch[0]), functional.one_hot(batch[1], 3).double(), reduction="none"
+    )
+
+
+def in_pairs(model, batch):
+    logits = model(batch[0]).repeat_interleave(2, 0)
+    labels = batch[1].repeat_interleave(2, 0)
+    return functional.cross_entropy(logits, labels, reduction="none").view(-1, 2).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (squared, "cross_entropy or nll_loss 0 times"),
+        (twice, "cross_entropy or nll_loss 2 times"),
+        (smoothed, r"labels of shape \(3, 3\)"),
+        (in_pairs, r"of 3 examples sees logits of shape \(6, 3\)"),
+    ],
+)
+def test_where_the_loss_shows_no_classification(setting, loss, reason):
+    table = run(setting, loss)
+    assert np.isnan(table.margin).all() and np.isnan(table.el2n).all()
+    assert (table.label == -1).all() and (table.predicted == -1).all()
+    report = table.report([1, 2])
+    assert list(report.rows) == ["self-influence", "mean gradient norm", "mean loss"]
+    for text in (str(table), str(report)):
+        assert re.search(reason, text), text
+
+
+def test_ignored_labels_have_no_margin(setting):
+    table = run(setting, ignoring)
+    assert table.reason == "some labels are ignored by the cross-entropy"
+
+
+def test_report_puts_every_baseline_in_its_row(setting):
+    table = run(setting)
+    bad = np.zeros(11, dtype=bool)
+    bad[[2, 5, 7]] = True
+    report = table.report(bad)
+    assert list(report.rows) == [
+        "self-influence", "mean gradient norm", "mean loss", "mean margin", "mean EL2N",
+    ]  # fmt: skip
+    scores = {"self-influence": table.self_influence, "mean margin": -table.margin}
+    for name, values in scores.items():
+        pairs = [(values[i] > values[j]) for i in (2, 5, 7) for j in range(11) if not bad[j]]
+        assert report.rows[name].auroc == pytest.approx(np.mean(pairs))
+        top = np.argsort(-values)[:3]
+        assert report.rows[name].recall_at_noise_rate == pytest.approx(bad[top].mean())
+        assert f"{report.rows[name].auroc:.4f}" in str(report)
+    assert report.bad == 3 and "3 known bad among 11 examples" in str(report)
+    assert str(table.report([2, 5, 7])) == str(report)
+
+
+def test_average_precision():
+    sklearn = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(0)
+    for decimals in (8, 1):
+        values = random.normal(size=60).round(decimals)
+        bad = random.random(60) < 0.3
+        found = detect(values, bad)
+        expected = sklearn.average_precision_score(bad, values)
+        assert found.average_precision == pytest.approx(expected, rel=1e-12)
+        assert found.auroc == pytest.approx(sklearn.roc_auc_score(bad, values), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (np.zeros(5, dtype=bool), r"shape \(5,\), expected \(11,\)"),
+        (np.zeros(11, dtype=bool), "marks 0 of 11"),
+        (np.ones(11, dtype=bool), "marks 11 of 11"),
+        ([3, 99], r"lists \[99\], which are not ids"),
+    ],
+)
+def test_a_mask_that_tells_nothing_apart(setting, bad, message):
+    with pytest.raises(gs.ScoreError, match=message):
+        run(setting).report(bad)
+
+
+def trained(steps, width):
+    """A linear classifier of some inputs after some steps, the label of example 3 wrong."""
+    torch.manual_seed(0)
+    x = torch.randn(60, width)
+    y = (x[:, :5].argmax(1) + torch.arange(60).eq(3)) % 5
+    model = nn.Linear(width, 5)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    table = gs.self_influence(
+        model, batches((x, y), 32), loss_fn, gs.Checkpoints([model.state_dict()], lr=1.0),
+        progress=False,
+    )  # fmt: skip
+    return table
+
+
+def test_a_checkpoint_that_has_memorised_is_warned_about():
+    table = trained(60, width=80)
+    assert "predicts 100.0% of the given labels" in str(table)
+    (warning,) = table.report([3]).warnings
+    assert "predicts the given label of 100% of the known bad examples" in warning
+    assert "warning: state dict 0 predicts" in str(table.report([3]))
+    assert "warning" not in str(table.top(5))
+
+
+def test_the_initialisation_is_warned_about():
+    (warning,) = trained(0, width=80).report([3]).warnings
+    assert "mean loss 1.61, guessing gives 1.61: it looks like the initialisation" in warning
+
+
+def test_a_checkpoint_in_between_is_not_warned_about():
+    table = trained(6, width=8)
+    assert table.report([3]).warnings == [] and "warning" not in str(table)
+
+
+def test_the_table_as_text(setting):
+    lines = str(run(setting)).splitlines()
+    assert lines[0] == "self-influence of 11 examples over 2 checkpoints"
+    assert lines[1].split()[:4] == ["id", "label", "predicted", "self_influence"]
+    assert len({len(line) for line in lines[1:13]}) == 1
+    assert repr(run(setting)).startswith("SelfInfluence(examples=11, self_influence=")
+
+
+def test_pandas_and_parquet(setting, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    table = run(setting)
+    frame = table.to_pandas()
+    table.to_parquet(tmp_path / "table.parquet")
+    for got in (frame, pandas.read_parquet(tmp_path / "table.parquet")):
+        assert list(got.columns) == list(table.columns)
+        for name, values in table.columns.items():
+            np.testing.assert_array_equal(got[name].to_numpy(), values)
+
+
+def test_figures(setting):
+    table = run(setting)
+    (axes,) = table.plot().axes
+    assert sorted(axes.lines[0].get_ydata(), reverse=True) == sorted(
+        table.self_influence, reverse=True
+    )
+    figure = table.plot([2, 5])
+    assert [line.get_label() for line in figure.axes[0].lines] == ["other examples", "known bad"]
+    assert sorted(figure.axes[0].lines[1].get_ydata()) == sorted(table.self_influence[[2, 5]])
+    auroc = table.report([2, 5]).rows["mean loss"].auroc
+    assert f"mean loss: AUROC {auroc:.3f}" in [line.get_label() for line in figure.axes[1].lines]
+
+
+@pytest.mark.parametrize(
+    ("module", "action", "extra"),
+    [
+        ("pandas", lambda table, path: table.to_pandas(), "tables"),
+        ("pyarrow", lambda table, path: table.to_parquet(path), "tables"),
+        ("matplotlib.figure", lambda table, path: table.plot(), "plot"),
+    ],
+)
+def test_a_missing_package_names_the_extra(setting, tmp_path, monkeypatch, module, action, extra):
+    table = run(setting)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(gs.MissingPackageError, match=rf"pip install 'gradstats\[{extra}\]'"):
+        action(table, tmp_path / "table.parquet")
+
+
+def test_out_of_memory_halves_the_batch(setting, capsys):
+    def hungry(model, batch):
+        if len(batch[0]) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 10 bytes")
+        return loss_fn(model, batch)
+
+    got = run(setting, hungry, progress=True)
+    expected = run(setting)
+    np.testing.assert_allclose(got._values, expected._values, rtol=1e-10)
+    printed = capsys.readouterr().err
+    assert "out of memory with 4 examples at once (DefaultCPUAllocator" in printed
+    assert "going on with 1 at once" in printed
+
+
+def test_the_estimate_is_printed(setting, tmp_path, capsys):
+    run(setting, progress=True, out=tmp_path / "table")
+    printed = capsys.readouterr().err
+    assert "self-influence of 11 examples at 2 checkpoints: 1.41 kB in" in printed
+    assert "about " in printed
+
+
+def test_non_finite_gradients(setting):
+    setting.train[0][9, 0] = float("nan")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.*ids \[9\] are not finite"):
+        run(setting)
+    kept = run(setting, nonfinite="keep")
+    assert np.isnan(kept.self_influence).nonzero()[0].tolist() == [9]
+    with pytest.raises(gs.TrackingError, match="nonfinite is 'drop'"):
+        run(setting, nonfinite="drop")
