@@ -22,8 +22,20 @@ def main() -> int:
     failed = []
     for name, paths, environment in LANES:
         print(f"\n{name}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", *paths, *sys.argv[1:]]
-        if subprocess.run(command, env={**os.environ, **environment}, check=False).returncode:
+        # One process for each core, each on one thread.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "auto",
+            "--dist",
+            "worksteal",
+            *paths,
+        ]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+        if subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode:
             failed.append(name)
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nall lanes passed")
     return len(failed)
