@@ -77,7 +77,9 @@ def check_operation(
                 parameter.requires_grad_(name != frozen)
             check_model(model, data, loss_fn, **options)
             if frozen is None and not upstream:
-                products = {k: v for k, v in options.items() if k != "gradient_rtol"}
+                products = {
+                    k: v for k, v in options.items() if k not in ("gradient_rtol", "fusing")
+                }
                 check_products(model, data, loss_fn, **products)
 
 

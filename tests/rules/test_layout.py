@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from tests.rules.operation import check_operation, check_refused, normal
+from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH = 3
 
@@ -402,3 +402,39 @@ def test_differences_of_examples_are_refused():
         error=gs.ExampleAxisError,
         match="'layer.weight'",
     )
+
+
+def shifted_windows(m, x, attend):
+    """Windows with a mask of their own each, beside a bias of positions, as shifted windows."""
+    cut = windows(x, 2)
+    mask = torch.linspace(-1, 1, len(cut) // BATCH).double()[:, None, None, None]
+    bias = (m.table + mask).repeat(BATCH, 1, 1, 1)
+    q, k, v = (part.unflatten(-1, (2, 3)).transpose(1, 2) for part in m.layer(cut).chunk(3, -1))
+    return attend(q, k, v, bias).reshape(x.shape[0], -1)
+
+
+def test_a_bias_for_each_window():
+    def attend(q, k, v, bias):
+        return (q @ k.mT + bias).softmax(-1) @ v
+
+    parameters = {"layer": nn.Linear(4, 18), "table": (2, 2, 2)}
+    check_operation(lambda m, x: shifted_windows(m, x, attend), parameters, normal(BATCH, 6, 4))
+
+
+def test_a_mask_for_each_window():
+    attend = nn.functional.scaled_dot_product_attention
+    check_operation(
+        lambda m, x: shifted_windows(m, x, attend),
+        {"layer": nn.Linear(4, 18), "table": (2, 2, 2)},
+        normal(BATCH, 6, 4),
+        fusing=(True,),
+    )
+    model = Operation(
+        lambda m, x: shifted_windows(m, x, attend), {"table": (2, 2, 2), "layer": nn.Linear(4, 18)},
+        upstream=False,
+    )  # fmt: skip
+    with (
+        gs.track(model, batch_size=BATCH, fused=False),
+        pytest.raises(gs.UnsupportedOperationError, match="fused=True"),
+    ):
+        model(normal(BATCH, 6, 4))

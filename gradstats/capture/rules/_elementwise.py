@@ -101,6 +101,11 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     if dropout and tracker.settings.weight_gradients and not tracker.settings.fused:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
     layout = ExampleLayout(query.dim(), examples)
+    exact = tracker.settings.weight_gradients and not tracker.settings.fused
+    if exact and not layout.serves(mask.shape):
+        # With one more axis PyTorch computes it by another kernel, to other bits.
+        refuse(func, mask, "with a mask for each of an example's rows has no rule under "
+               "fused=False", "Pass fused=True.")  # fmt: skip
     return _per_example(tracker, func, layout, (*operands, *args), kwargs)
 
 
@@ -118,6 +123,8 @@ def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     for item in flatten((args, kwargs)):
         node = node_of(item)
         if node is not None and not layout.serves(item.shape):
+            if layout.examples.segments is None and func not in IN_PLACE:
+                return _unfolded(tracker, func, layout, args, kwargs)
             refuse(
                 func,
                 node,
@@ -132,6 +139,24 @@ def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
         return item if node is None else example_view(tracker, node, layout)
 
     return func(*rebuild(args, view), **rebuild(kwargs, view))
+
+
+def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs):
+    """Run ``func`` with an example's rows along an axis of their own, so that it has one slice."""
+    axis, sizes = layout.examples.axis, (layout.examples.batch, layout.examples.fold)
+
+    def unfold(item):
+        if not isinstance(item, Tensor) or item.dim() <= layout.dims - 1 - axis:
+            return item
+        own = axis - (layout.dims - item.dim())
+        shape = sizes if item.shape[own] != 1 else (1, 1)
+        if node_of(item) is None:
+            return item.unflatten(own, shape)
+        return derive(tracker, Tensor.unflatten, (item, own, shape), {})
+
+    inner = ExampleLayout(layout.dims + 1, Examples(layout.examples.batch, axis))
+    args, kwargs = rebuild(args, unfold), rebuild(kwargs, unfold)
+    return _per_example(tracker, func, inner, args, kwargs).flatten(axis, axis + 1)
 
 
 def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
