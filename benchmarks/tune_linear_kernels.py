@@ -37,6 +37,16 @@ STREAMING = {
     ("rank_one", "ieee"): "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
     ("vector", "half"): "1x128x64w8s1 1x32x64w4s1",
     ("vector", "ieee"): "1x128x64w8s1 1x32x64w4s1",
+    **{
+        (operation, kind): tiles
+        for kind in ("half", "ieee")
+        for operation, tiles in {
+            "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
+            "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
+            "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
+            "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
+        }.items()
+    },
 }
 ROOT = Path(__file__).resolve().parents[1]
 

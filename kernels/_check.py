@@ -81,6 +81,21 @@ def check_operands(
     return Segments(cu_seqlens.numel() - 1, longest, a.shape[0], on_device)
 
 
+def check_pair(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Segments:
+    """As `check_operands`, for two operands whose elements meet one by one."""
+    if x.shape != g.shape:
+        raise KernelInputError(
+            f"inputs and gradients must have one shape; got {tuple(x.shape)} and "
+            f"{tuple(g.shape)}: pass the input and the output gradient of one layer call"
+        )
+    return check_operands(x, g, cu_seqlens, max_seqlen)
+
+
 def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) -> int:
     """Checks segment bounds over `rows` packed rows; returns the longest length to provide for."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:

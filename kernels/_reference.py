@@ -218,3 +218,121 @@ def direction_inner(
             value = value + g_rows.double().sum(0) @ bias_direction.double()
         values.append(value)
     return collect(values, a)
+
+
+def scale_sum(
+    x: Tensor,
+    g: Tensor,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    scales, shifts = [], []
+    pairs = zip(rows_of(x, cu_seqlens), rows_of(g, cu_seqlens), strict=True)
+    for example, (x_rows, g_rows) in enumerate(pairs):
+        x_hat = x_rows.double()
+        if mean is not None and rstd is not None:
+            own = ... if mean.dim() == 1 else example
+            x_hat = (x_hat - mean[own]) * rstd[own]
+        scales.append((x_hat * g_rows.double()).sum(0))
+        shifts.append(g_rows.double().sum(0))
+    return _stacked(scales, x), _stacked(shifts, x)
+
+
+def layer_norm_sum(
+    x: Tensor,
+    g: Tensor,
+    eps: float,
+    rms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    scale, shift = scale_sum(_normalised(x, eps, rms), g, cu_seqlens=cu_seqlens)
+    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+
+
+def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    batch, positions, channels = x.shape
+    blocks = x.double().mT.reshape(batch, groups, -1)
+    x_hat = _normalised(blocks, eps, False).reshape(batch, channels, positions).mT
+    scale, shift = scale_sum(x_hat, g)
+    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+
+
+def scale_sqnorm(
+    x: Tensor,
+    g: Tensor,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens), x)
+
+
+def layer_norm_sqnorm(
+    x: Tensor,
+    g: Tensor,
+    eps: float,
+    rms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _squares(layer_norm_sum(x.double(), g, eps, rms, cu_seqlens), x)
+
+
+def group_norm_sqnorm(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    return _squares(group_norm_sum(x.double(), g, groups, eps), x)
+
+
+def layer_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sums = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
+    x_hat = _normalised(x, eps, rms)
+    weighted = g.double() if weight is None else g.double() * weight
+    gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
+    if not rms:
+        gradient = gradient - weighted.mean(-1, keepdim=True)
+    gradient = gradient * _deviation(x, eps, rms)
+    if cu_seqlens is not None:
+        outside = torch.ones(len(x), dtype=torch.bool)
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            outside[start:end] = False
+        gradient[outside] = 0
+    dtype = result_dtype(x)
+    scale, shift = (values.sum(0).to(dtype) for values in sums)
+    return gradient.to(x.dtype).contiguous(), scale, shift, *_squares(sums, x)
+
+
+def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:
+    """1 / sqrt(variance + eps) of every row, fp64 (..., 1)."""
+    x = x.double()
+    centred = x if rms else x - x.mean(-1, keepdim=True)
+    return (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _normalised(x: Tensor, eps: float, rms: bool) -> Tensor:
+    rstd = _deviation(x, eps, rms)
+    x = x.double()
+    return (x if rms else x - x.mean(-1, keepdim=True)) * rstd
+
+
+def _stacked(values: list[Tensor], operand: Tensor) -> Tensor:
+    """Per-example vectors as one matrix."""
+    if not values:
+        return operand.new_zeros((0, operand.shape[-1]), dtype=result_dtype(operand))
+    return torch.stack(values).to(result_dtype(operand))
+
+
+def _squares(sums: tuple[Tensor, Tensor], operand: Tensor) -> tuple[Tensor, Tensor]:
+    scale, shift = (values.double().square().sum(1) for values in sums)
+    dtype = result_dtype(operand)
+    return scale.to(dtype), shift.to(dtype)

@@ -45,9 +45,29 @@ SCHEMAS = {
         f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
         " str? precision=None) -> Tensor"
     ),
+    "scale_sqnorm": (
+        f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
+        " -> (Tensor, Tensor)"
+    ),
+    "scale_sum": (
+        f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
+        " -> (Tensor, Tensor)"
+    ),
+    "group_norm_sqnorm": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+    "group_norm_sum": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+    "layer_norm_sqnorm": (
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    ),
+    "layer_norm_sum": (
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    ),
+    "layer_norm_backward": (
+        f"(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, {SEGMENTS})"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
 }
 
-# the module that holds each operator's launcher, and the names of its leading positional tensors
+# the module that holds each operator's launcher, and how many arguments it takes by position
 LAUNCHERS = {
     "rank_one_sqnorm": ("rank_one", 2),
     "rank_one_inner": ("rank_one", 4),
@@ -61,10 +81,17 @@ LAUNCHERS = {
     "pairwise_gram": ("pairwise", 4),
     "pairwise_direct": ("pairwise_direct", 4),
     "direction_inner": ("direction", 3),
+    "scale_sqnorm": ("scale", 2),
+    "scale_sum": ("scale", 2),
+    "group_norm_sqnorm": ("scale", 4),
+    "group_norm_sum": ("scale", 4),
+    "layer_norm_sqnorm": ("normalization", 3),
+    "layer_norm_sum": ("normalization", 3),
+    "layer_norm_backward": ("normalization", 4),
 }
 
 
-def _launch(name: str, module: str, tensors: int) -> Callable:
+def _launch(name: str, module: str, leading: int) -> Callable:
     """The CUDA implementation of an operator: its launcher, imported at the first call."""
     extra = {"bias": True} if name == "gram_sqnorm" else {}
 
@@ -77,8 +104,8 @@ def _launch(name: str, module: str, tensors: int) -> Callable:
                 "install triton>=3.6, or choose the PyTorch backend"
             ) from error
         # launchers take everything after the operands by name
-        named = dict(zip(_argument_names(name)[tensors:], args[tensors:], strict=False))
-        return launcher(*args[:tensors], **named, **kwargs, **extra)
+        named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
+        return launcher(*args[:leading], **named, **kwargs, **extra)
 
     return implementation
 
@@ -95,6 +122,11 @@ def _batch(operand: Tensor, cu_seqlens: Tensor | None) -> int:
 def _per_example(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     dtype = _reference.result_dtype(operand)
     return operand.new_empty((_batch(operand, cu_seqlens),), dtype=dtype)
+
+
+def _per_channel(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    shape = (_batch(operand, cu_seqlens), operand.shape[-1])
+    return operand.new_empty(shape, dtype=_reference.result_dtype(operand))
 
 
 def _fake_rank_one_sqnorm(a, g):
@@ -155,6 +187,37 @@ def _fake_direction_inner(
     return _per_example(a, cu_seqlens)
 
 
+def _fake_scale_sqnorm(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
+    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_scale_sum(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
+    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
+
+
+def _fake_group_norm_sqnorm(x, g, groups, eps):
+    return _per_example(x), _per_example(x)
+
+
+def _fake_group_norm_sum(x, g, groups, eps):
+    return _per_channel(x), _per_channel(x)
+
+
+def _fake_layer_norm_sqnorm(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_layer_norm_sum(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
+
+
+def _fake_layer_norm_backward(x, g, weight, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    dtype = _reference.result_dtype(x)
+    sums = [x.new_empty((x.shape[-1],), dtype=dtype) for _ in range(2)]
+    sqnorms = _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+    return x.new_empty(x.shape), *sums, *sqnorms
+
+
 FAKES = {
     "rank_one_sqnorm": _fake_rank_one_sqnorm,
     "rank_one_inner": _fake_rank_one_inner,
@@ -168,6 +231,13 @@ FAKES = {
     "pairwise_gram": _fake_pairwise,
     "pairwise_direct": _fake_pairwise,
     "direction_inner": _fake_direction_inner,
+    "scale_sqnorm": _fake_scale_sqnorm,
+    "scale_sum": _fake_scale_sum,
+    "group_norm_sqnorm": _fake_group_norm_sqnorm,
+    "group_norm_sum": _fake_group_norm_sum,
+    "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
+    "layer_norm_sum": _fake_layer_norm_sum,
+    "layer_norm_backward": _fake_layer_norm_backward,
 }
 
 for _name, _schema in SCHEMAS.items():
@@ -189,3 +259,10 @@ weight_gradient_sqnorm = torch.ops.gradstats.weight_gradient_sqnorm.default
 pairwise_gram = torch.ops.gradstats.pairwise_gram.default
 pairwise_direct = torch.ops.gradstats.pairwise_direct.default
 direction_inner = torch.ops.gradstats.direction_inner.default
+scale_sqnorm = torch.ops.gradstats.scale_sqnorm.default
+scale_sum = torch.ops.gradstats.scale_sum.default
+group_norm_sqnorm = torch.ops.gradstats.group_norm_sqnorm.default
+group_norm_sum = torch.ops.gradstats.group_norm_sum.default
+layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default
+layer_norm_sum = torch.ops.gradstats.layer_norm_sum.default
+layer_norm_backward = torch.ops.gradstats.layer_norm_backward.default

@@ -22,7 +22,10 @@ WORKSPACE = 1 << 20
 def kernels(monkeypatch):
     """Send every factor to the operators and record which were called."""
     calls = []
-    for name in ("rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
+    for name in (
+        "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm",
+        "layer_norm_sum", "group_norm_sum", "scale_sum",
+    ):  # fmt: skip
         operator = getattr(operators, name)
 
         def record(*args, name=name, operator=operator):
@@ -30,7 +33,7 @@ def kernels(monkeypatch):
             return operator(*args)
 
         monkeypatch.setattr(operators, name, record)
-    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: first.dtype == torch.float32)
     return calls
 
 
@@ -85,10 +88,37 @@ def test_a_transformer(kernels):
     assert {"direct_sqnorm", "weight_gradient_sqnorm"} <= set(kernels)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.LayerNorm(6), (5, 3, 6), "layer_norm_sum"),
+        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm_sum"),
+        (nn.RMSNorm(6), (5, 6), "layer_norm_sum"),
+        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm_sum"),
+        (nn.GroupNorm(2, 6), (5, 6), "group_norm_sum"),
+        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm_sum"),
+        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), "scale_sum"),
+    ],
+    ids=lambda item: str(item).replace(" ", ""),
+)
+def test_norm_layers(kernels, layer, shape, expected):
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    batch = torch.randn(shape), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    expected_norms = oracle_sqnorms(layer, batch, losses)
+    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected_norms, 1e-4)
+    assert kernels == [expected]
+
+
 def test_compiled(monkeypatch):
-    monkeypatch.setattr(_triton, "serves", lambda factor: True)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: True)
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
     batch = torch.randn(5, 7, 4), torch.randn(5)
 
     def losses(model, batch):

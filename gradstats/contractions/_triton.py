@@ -1,4 +1,4 @@
-"""The CUDA backend of ``Outer`` contractions: registered operators that launch Triton kernels.
+"""The CUDA backend of contractions: registered operators that launch Triton kernels.
 
 Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
 """
@@ -24,8 +24,12 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(factor: Outer) -> bool:
     """Whether the kernels contract this factor; the PyTorch backend contracts every other."""
-    left, right = factor.left, factor.right
-    if left.device.type != "cuda" or left.dtype != right.dtype or left.dtype not in DTYPES:
+    return runs(factor.left, factor.right)
+
+
+def runs(first: Tensor, second: Tensor) -> bool:
+    """Whether the kernels take these two operands."""
+    if first.device.type != "cuda" or first.dtype != second.dtype or first.dtype not in DTYPES:
         return False
     if os.environ.get(BACKEND_VARIABLE) == "torch":
         return False
@@ -76,6 +80,29 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
 
     gradient, value = operators.weight_gradient_sqnorm(*_operands(factor))
     return well_conditioned(value.double(), torch.float32), gradient.unsqueeze(0)
+
+
+def layer_norm_sum(x: Tensor, g: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, D) of rows (B, T, D) normalised over D."""
+    from gradstats.kernels import operators
+
+    return operators.layer_norm_sum(x, g, eps, rms)
+
+
+def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) normalised by groups."""
+    from gradstats.kernels import operators
+
+    return operators.group_norm_sum(x, g, groups, eps)
+
+
+def scale_sum(
+    x: Tensor, g: Tensor, mean: Tensor | None = None, rstd: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) with the statistics (C,)."""
+    from gradstats.kernels import operators
+
+    return operators.scale_sum(x, g, mean, rstd)
 
 
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:

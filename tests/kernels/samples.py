@@ -43,3 +43,22 @@ def operator_samples(dtype, device="cpu"):
     yield "direction_inner", (a, g, weight), {}
     yield "direction_inner", (a, g, weight, bias), {}
     yield "direction_inner", (*packed, weight), segments | {"bias_direction": bias}
+
+    x = random((3, 5, 20), dtype, device, 7)
+    rows = x.flatten(0, 1)
+    mean, rstd = (random((20,), torch.float32, device, seed).abs() for seed in (8, 9))
+    for name in ("scale_sqnorm", "scale_sum"):
+        yield name, (x, g), {}
+        yield name, (x, g, mean, rstd), {}
+        yield name, (g2.mT.contiguous().mT, g2), {}
+        yield name, (rows, packed[1]), segments
+    for name in ("group_norm_sqnorm", "group_norm_sum"):
+        yield name, (x, g, 4, 1e-5), {}
+    for name in ("layer_norm_sqnorm", "layer_norm_sum"):
+        yield name, (x, g, 1e-5), {}
+        yield name, (g2.mT.contiguous().mT, g2, 1e-5), {"rms": True}
+        yield name, (rows, packed[1], 1e-5), segments
+    for weight_or_none in (bias, None):
+        yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {}
+        yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {"rms": True}
+    yield "layer_norm_backward", (rows, packed[1], bias, 1e-5), segments

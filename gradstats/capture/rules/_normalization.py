@@ -6,21 +6,33 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._cost import product
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
+from gradstats.contractions import _triton
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
 SCRATCH = 8 * 1024 * 1024
+
+
+class Normalise(Protocol):
+    """How a layer normalises."""
+
+    def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        """Return x̂."""
+
+    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σ_t g·x̂ and Σ_t g of operands (B, T, features), by the kernels."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class AffineFactors:
 
     Attributes:
         examples: where the examples lie.
-        normalise: returns x̂ from what was saved.
+        normalise: how x̂ comes from what was saved.
         channel_axis: the parameters' axis in the input (channel layers); None where the parameters
             span the last axes.
         scale, shift: which of the two are tracked.
@@ -37,7 +49,7 @@ class AffineFactors:
     """
 
     examples: Examples
-    normalise: Callable[..., Tensor]
+    normalise: Normalise
     channel_axis: int | None
     scale: bool
     shift: bool
@@ -46,6 +58,10 @@ class AffineFactors:
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         dtype = compute_dtype(grad)
         grad, x = self.examples.first(grad), self.examples.first(x)
+        if _triton.runs(grad, x):
+            both = self.normalise.sums(*self._positions(x, grad), *statistics)
+            values = zip((self.scale, self.shift), both, strict=True)
+            return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
         batch = grad.shape[0]
         # x̂ and its product with the gradient are used at once and dropped.
         chunk = max(1, min(batch, SCRATCH // (2 * grad[0].numel() * torch.finfo(dtype).bits // 8)))
@@ -59,10 +75,17 @@ class AffineFactors:
                 shifts.append(self._sum(g))
         return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
 
-    def _sum(self, product: Tensor) -> Tensor:
+    def _positions(self, *operands: Tensor) -> list[Tensor]:
+        """Return the operands as (B, T, features), channels that come first as a view."""
         if self.channel_axis is None:
-            return product.reshape(product.shape[0], -1, *self.shape).sum(1)
-        return product.reshape(product.shape[0], self.shape[0], -1).sum(2)
+            features = product(self.shape)
+            return [operand.reshape(len(operand), -1, features) for operand in operands]
+        return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
+
+    def _sum(self, terms: Tensor) -> Tensor:
+        if self.channel_axis is None:
+            return terms.reshape(terms.shape[0], -1, *self.shape).sum(1)
+        return terms.reshape(terms.shape[0], self.shape[0], -1).sum(2)
 
 
 def _attach(tracker, func, result, weight, bias, examples, normalise, channel_axis, *saved):
@@ -93,6 +116,9 @@ class LayerNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, self.shape, None, None, self.eps)
 
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, False)
+
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
@@ -112,6 +138,9 @@ class RootMeanSquareNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, True)
+
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
     """Normalisation over groups of channels and all positions."""
@@ -128,6 +157,9 @@ class GroupNormalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.group_norm(x, self.groups, None, None, self.eps)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.group_norm_sum(x, g, self.groups, self.eps)
 
 
 def instance_norm(
@@ -148,8 +180,8 @@ def instance_norm(
         input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
     )
     if use_input_stats:
-        normalise: Callable[..., Tensor] = GroupNormalise(input.shape[1], eps)
-        return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
+        own = GroupNormalise(input.shape[1], eps)
+        return _attach(tracker, func, result, weight, bias, examples, own, 1, input)
     normalise = RunningNormalise(eps)
     return _attach(
         tracker,
@@ -204,10 +236,15 @@ def batch_norm(
 class RunningNormalise:
     eps: float
 
-    def __call__(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        mean, variance = statistics
         return functional.batch_norm(
             x, mean.to(x.dtype), variance.to(x.dtype), None, None, False, 0.0, self.eps
         )
+
+    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = statistics
+        return _triton.scale_sum(x, g, mean.float(), (variance.float() + self.eps).rsqrt())
 
 
 RULES = {

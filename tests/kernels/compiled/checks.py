@@ -24,6 +24,20 @@ ALLOWED_SPILLS = {
     ("vector", 80, "1x128x64w8s1"): 28,
 }
 
+# a row that is normalised on chip and its sums are held at once; a few words of them spill, outside
+# the loop over positions
+ALLOWED_SPILLS |= {
+    ("layer_norm", architecture, tile): 32
+    for architecture in (80, 90, 100)
+    for tile in (
+        "1x4096x1w16s1",
+        "1x2048x1w8s1",
+        "2x1024x1w8s1",
+        "4x512x1w8s1",
+        "8x128x1w4s1",
+    )
+}
+
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 WARP_LEVEL = r"\bmma\.sync"
 

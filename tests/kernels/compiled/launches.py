@@ -12,9 +12,11 @@ from gradstats.kernels import (
     direct,
     direction,
     gram,
+    normalization,
     pairwise,
     pairwise_direct,
     rank_one,
+    scale,
     vector,
     weight_gradient,
 )
@@ -56,7 +58,7 @@ def launches(
     two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
     two["config"] = config
     modules = (rank_one, vector, gram, diagonal, direct, weight_gradient)
-    modules = (*modules, pairwise, pairwise_direct, direction)
+    modules = (*modules, pairwise, pairwise_direct, direction, normalization, scale)
     with (
         aot.recorded(*modules) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
@@ -69,6 +71,29 @@ def launches(
             vector.vector_sqnorm(g, **one)
             vector.vector_inner(g, g, **one)
             vector.vector_sum(g, **one)
+        elif operation == "layer_norm":
+            width = config.columns if aligned else config.columns - 7
+            shape = (*a.shape[:-1], width)
+            x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+            weight = torch.empty(width, dtype=dtype, device="meta")
+            for rms in (False, True):
+                normalization.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
+            normalization.layer_norm_sum(x, g, 1e-5, splits=4, **one)
+            normalization.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+        elif operation in ("scale", "scale_positions_adjacent"):
+            if operation == "scale_positions_adjacent" and layout == "dense":
+                a, g = (operand.transpose(1, 2) for operand in (a, g))
+            channels = torch.empty(a.shape[-1], device="meta")
+            scale.scale_sum(a, g, **one)
+            scale.scale_sqnorm(a, g, mean=channels, rstd=channels, **one)
+        elif operation == "statistics":
+            scale.row_statistics(a, 1e-5, False)
+            if layout == "dense":
+                scale.group_statistics(a.transpose(1, 2), 16, 1e-5)
+                segments = _check.check_pair(a, g)
+                scale.scale_products(
+                    a, g, segments, scale.row_statistics(a, 1e-5, True), None, sums=False
+                )
         elif operation == "gram":
             gram.gram_sqnorm(a, g, bias=True, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)

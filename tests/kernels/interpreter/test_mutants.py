@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gradstats.kernels import _tile, direct, gram, weight_gradient
+from gradstats.kernels import _tile, direct, gram, normalization, weight_gradient
 from gradstats.kernels._config import TileConfig
 
-from tests.kernels import reference
+from tests.kernels import normalization_reference, reference
 from tests.kernels.cases import CASES
 from tests.kernels.mutants import mutant
 from tests.kernels.reference import assert_close
@@ -43,6 +43,14 @@ def check_gram(module, case):
     assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
 
 
+def check_layer_norm(module, case):
+    x, g, bounds = normalization_reference.operands(operands(case))
+    tile = TileConfig(4, 64, 1, num_warps=1, num_stages=1)
+    got = module.layer_norm_sqnorm(x, g, 1e-5, cu_seqlens=bounds, config=tile, splits=1)
+    want = normalization_reference.layer_norm(x, g, bounds, 1e-5, False)
+    normalization_reference.check_squares(got, want)
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -54,6 +62,7 @@ def test_the_checks_accept_what_is_shipped():
         check_fused_norm(weight_gradient, case)
         check_fused_gradient(weight_gradient, case)
         check_gram(gram, case)
+        check_layer_norm(normalization, case)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -110,3 +119,17 @@ def test_an_example_that_reads_its_neighbours_rows(tmp_path):
         tmp_path,
     )
     rejects(check_fused_norm, broken, "ragged in padding")
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("tl.where(inside[None, :], x - mean[:, None], 0.0)", "x - mean[:, None]"),
+        ("tl.sum(scale_sums, axis=0) + poison", "tl.sum(scale_sums, axis=0) + scale_total"),
+    ],
+    ids=["lanes past the features", "sums that run on into the next example"],
+)
+def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
+    monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(normalization, right, wrong, tmp_path)
+    rejects(check_layer_norm, broken, "prime")
