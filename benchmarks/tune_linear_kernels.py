@@ -28,8 +28,12 @@ MATMULS = (
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
+    "pairwise_rows",
     "diagonal",
     "direction",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
 )
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
@@ -45,6 +49,9 @@ STREAMING = {
             "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
             "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
             "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
+            "rows": "1x256x8w4s1 1x64x16w4s1",
+            "depthwise": "16x1x256w4s1 16x4x64w4s1",
+            "depthwise_channels_adjacent": "4x32x32w4s1 4x64x8w4s1",
         }.items()
     },
 }
@@ -81,6 +88,31 @@ def candidates(
             tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
             tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
             tiles(16, 16, *tiny),
+        ]
+    if operation == "pairwise_rows":
+        return [
+            tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
+            tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
+            tiles(16, 16, *tiny),
+        ]
+    # addresses of patches take registers of their own, so tiles stop at what leaves room for them
+    if operation == "convolution":
+        return [
+            tiles(128, 128, (line, 8, 3), (half, 8, 3), (half, 8, 2), (16, 8, 2)),
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(16, 64, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+        ]
+    if operation == "convolution_fused":
+        return [
+            tiles(128, 64, (line, 8, 3), (half, 8, 3), (half, 8, 2), (16, 8, 2)),
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(16, 64, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+        ]
+    if operation == "convolution_gram":
+        return [
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(32, 32, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+            tiles(16, 16, (line, 2, 2), (16, 4, 2)),
         ]
     if operation == "direct":
         return [
@@ -120,9 +152,8 @@ def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, a
     checks = importlib.import_module("tests.kernels.compiled.checks")
     launches = importlib.import_module("tests.kernels.compiled.launches")
     dtype = launches.DTYPES[kind]
-    layouts = ("dense",) if operation.endswith("_descriptor") else ("dense", "ragged")
     operations = (operation, "example_tiles") if operation == "direct" else (operation,)
-    for name, layout in itertools.product(operations, layouts):
+    for name, layout in itertools.product(operations, launches.layouts(operation)):
         for launch in launches.launches(name, config, dtype, aligned, layout):
             compiled = aot.compile_launch(launch, architecture)
             try:
@@ -140,8 +171,10 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
     triton = importlib.import_module("triton")
     modules = {
         name: importlib.import_module(f"gradstats.kernels.{name}")
-        for name in ("gram", "direct", "weight_gradient", "pairwise", "direction")
-    }
+        for name in (
+            "gram", "direct", "weight_gradient", "pairwise", "rows_pairs", "direction"
+        )
+    }  # fmt: skip
     dtype = torch.bfloat16 if kind == "half" else torch.float32
     large = config.rows * config.columns >= 128 * 128
     width = 2048 if large else 512 if config.rows >= 64 else 48
@@ -168,6 +201,11 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
 
         def call():
             return modules["pairwise"].pairwise_gram(*short, *short, config=config)
+    elif operation == "pairwise_rows":
+        short = torch.randint(1000, (batch, 32), device="cuda"), g[:, :32]
+
+        def call():
+            return modules["rows_pairs"].pairwise_rows(*short, *short, config=config)
     elif operation == "direction":
         weight = torch.randn(features, features, device="cuda", dtype=dtype)
 

@@ -193,6 +193,7 @@ class Rows:
         example: (N,) example of each row, ascending.
         examples: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
+        longest: most rows that one example has, None where only ``example`` knows.
     """
 
     ids: Tensor
@@ -200,6 +201,7 @@ class Rows:
     example: Tensor
     examples: int
     shape: tuple[int, ...]
+    longest: int | None = None
 
     @property
     def batch(self) -> int:
@@ -217,6 +219,7 @@ class Rows:
             number[self.example[keep]],
             chosen.numel(),
             self.shape,
+            self.longest,
         )
 
     def dense(self) -> Tensor:

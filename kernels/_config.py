@@ -20,13 +20,20 @@ OPERATIONS = (
     "scale",
     "scale_positions_adjacent",
     "statistics",
+    "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
     "gram",
     "direct",
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
+    "pairwise_rows",
     "diagonal",
     "direction",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
 )
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
@@ -189,15 +196,37 @@ def choose_statistics(
     return next((config for config in configs if 2 * features > config.columns), configs[-1])
 
 
+def choose_rows(
+    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are features, inner positions read at once, rows unused (1)."""
+    configs = candidates("rows", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * features > config.columns), configs[-1])
+
+
+def choose_depthwise(
+    positions: int,
+    itemsize: int,
+    architecture: int = 90,
+    aligned: bool = True,
+    channels_adjacent: bool = False,
+) -> TileConfig:
+    """Rows are taps, columns channels, inner positions."""
+    name = "depthwise_channels_adjacent" if channels_adjacent else "depthwise"
+    configs = candidates(name, itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * positions > config.inner), configs[-1])
+
+
 def choose_gram(
     positions: int,
     itemsize: int,
     precision: str = "ieee",
     architecture: int = 90,
     aligned: bool = True,
+    operation: str = "gram",
 ) -> TileConfig:
     """Rows and columns are positions (square tiles), inner features."""
-    configs = candidates("gram", itemsize, precision, architecture, aligned)
+    configs = candidates(operation, itemsize, precision, architecture, aligned)
     return _cheapest(configs, positions, positions)
 
 

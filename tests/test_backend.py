@@ -24,7 +24,8 @@ def kernels(monkeypatch):
     calls = []
     for name in (
         "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm",
-        "layer_norm_sum", "group_norm_sum", "scale_sum",
+        "layer_norm_sum", "group_norm_sum", "scale_sum", "rows_sqnorm", "tied_inner",
+        "convolution_sqnorm", "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
     ):  # fmt: skip
         operator = getattr(operators, name)
 
@@ -113,6 +114,66 @@ def test_norm_layers(kernels, layer, shape, expected):
     expected_norms = oracle_sqnorms(layer, batch, losses)
     assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected_norms, 1e-4)
     assert kernels == [expected]
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "norms", "beside"),
+    [
+        (nn.Conv2d(3, 4, 3), (16, 16), "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
+        (nn.Conv2d(32, 40, 3, stride=2, padding=1), (5, 4), "convolution_gram_sqnorm",
+         "convolution_gram_sqnorm"),
+        (nn.Conv1d(6, 6, 3, groups=6), (20,), "convolution_sqnorm",
+         "convolution_weight_gradient_sqnorm"),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), (5, 6),
+         "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
+        (nn.Conv3d(2, 3, (2, 3, 1), dilation=(1, 2, 1)), (4, 6, 5), "convolution_sqnorm",
+         "convolution_weight_gradient_sqnorm"),
+    ],
+    ids=lambda item: str(item).partition("(")[0],
+)  # fmt: skip
+def test_convolutions(kernels, layer, size, norms, beside):
+    batch = torch.randn(5, layer.in_channels, *size), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    expected = oracle_sqnorms(layer, batch, losses)
+    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected, 1e-4)
+    assert kernels == [norms]
+    kernels.clear()
+    losses(layer, batch).mean().backward()
+    want = layer.weight.grad.clone()
+    layer.weight.grad = None
+    with gs.track(layer, batch_size=5) as tracker:
+        tracker.backward(losses(layer, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    torch.testing.assert_close(layer.weight.grad, want, rtol=1e-4, atol=1e-6)
+    assert kernels == [beside]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_embeddings(kernels, padding_idx):
+    table = nn.Embedding(11, 6, padding_idx=padding_idx)
+    batch = torch.randint(11, (5, 9)), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().sum(1), batch[1], reduction="none")
+
+    expected = oracle_sqnorms(table, batch, losses)
+    assert_sqnorms(gs.per_example_norms(table, batch, losses), expected, 1e-4)
+    assert kernels == ["rows_sqnorm"]
+
+
+def test_a_tied_output_projection(kernels):
+    model = Transformer(layers=1, width=16, heads=2, vocabulary=50, positions=12)
+    model.head.weight = model.tokens.weight
+    tokens = torch.randint(50, (5, 13))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    expected = oracle_sqnorms(model, batch, next_token)
+    assert_sqnorms(gs.per_example_norms(model, batch, next_token), expected, 1e-4)
+    assert {"rows_sqnorm", "tied_inner"} <= set(kernels)
 
 
 def test_compiled(monkeypatch):

@@ -156,7 +156,7 @@ def embedding_rows(
         grad = grad.masked_fill((flat == padding_idx).unsqueeze(1), 0)
     positions = flat.numel() // max(1, examples)
     example = torch.arange(examples, device=flat.device).repeat_interleave(positions)
-    return Rows(flat.long(), grad, example, examples, table)
+    return Rows(flat.long(), grad, example, examples, table, positions)
 
 
 LEAN_STEPS = {

@@ -18,6 +18,7 @@ STREAMING = {
     "scale",
     "scale_positions_adjacent",
     "statistics",
+    "rows",
 }
 CLASSES = [
     (itemsize, precision, gpu, aligned)
@@ -55,6 +56,7 @@ def test_every_choice_fits_the_gpu(size):
         for adjacent in (False, True):
             config = _config.choose_scale(size, 64, itemsize, gpu, aligned, adjacent)
             check(config, itemsize, gpu)
+        check(_config.choose_rows(size, itemsize, gpu, aligned), itemsize, gpu)
         check(_config.choose_statistics(1, size, itemsize, gpu, aligned), itemsize, gpu)
 
 

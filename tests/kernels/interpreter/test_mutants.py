@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradstats.kernels import _tile, direct, gram, normalization, weight_gradient
+from gradstats.kernels import _reference, _tile, direct, gram, normalization, rows, weight_gradient
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import normalization_reference, reference
@@ -51,6 +51,15 @@ def check_layer_norm(module, case):
     normalization_reference.check_squares(got, want)
 
 
+def check_rows(module, longest_compared):
+    g = operands("one example")[1]
+    ids = torch.arange(g.shape[1]).expand(g.shape[:2]) * 5 % 3
+    tile = TileConfig(1, 64, 4, num_warps=1, num_stages=1)
+    got = module.rows_sqnorm(ids, g, config=tile, longest_compared=longest_compared)
+    want = _reference.rows_sqnorm(ids, g.double())
+    assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -63,6 +72,8 @@ def test_the_checks_accept_what_is_shipped():
         check_fused_gradient(weight_gradient, case)
         check_gram(gram, case)
         check_layer_norm(normalization, case)
+    for longest_compared in (0, 100):
+        check_rows(rows, longest_compared)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -133,3 +144,17 @@ def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
     monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (2, 1))
     broken = mutant(normalization, right, wrong, tmp_path)
     rejects(check_layer_norm, broken, "prime")
+
+
+@pytest.mark.parametrize(
+    "longest_compared, right, wrong",
+    [
+        (100, "takes_part & (earlier == 0)", "takes_part"),
+        (0, "takes_part & (before != own)", "takes_part"),
+        (0, "more = tl.sum(tl.where(equal, 1, 0)) == INNER", "more = False"),
+    ],
+    ids=["every row answers", "every sorted row answers", "a run cut short"],
+)
+def test_broken_groups_of_ids(tmp_path, longest_compared, right, wrong):
+    broken = mutant(rows, right, wrong, tmp_path)
+    rejects(check_rows, broken, longest_compared)
