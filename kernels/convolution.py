@@ -335,9 +335,10 @@ def convolution_inner(
     first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
     second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
     check_same_layer(first, second)
-    if first.batch != second.batch:
+    if first.x.shape != second.x.shape:
         raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}"
+            "diagonal pairs need equal batches of images of one size; got inputs "
+            f"{tuple(first.x.shape)} and {tuple(second.x.shape)}"
         )
     if first.channels == 1:
         return depthwise.inner(first, second, config)
@@ -491,13 +492,12 @@ def pairwise_convolution(
 
 
 def check_same_layer(first: Convolution, second: Convolution) -> None:
-    """Checks that two factors belong to one layer with inputs of one size."""
+    """Checks that two factors are of one weight."""
     _check.check_tensors(first.x, second.x)
-    if first.x.shape[1:] != second.x.shape[1:] or first.g.shape[1:] != second.g.shape[1:]:
+    if first.weight_shape != second.weight_shape:
         raise _check.KernelInputError(
-            "the two factors must share channels and image sizes; got inputs "
-            f"{tuple(first.x.shape)} and {tuple(second.x.shape)}: both must come from one layer, "
-            "images of different sizes through pairwise_convolution one size at a time"
+            f"the two factors must be of one weight; got {first.weight_shape} and "
+            f"{second.weight_shape}: both must come from the same layer"
         )
 
 

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
-from gradstats.kernels import _reference, _tile, direct, gram, normalization, rows, weight_gradient
+from gradstats.kernels import (
+    _patches,
+    _reference,
+    _tile,
+    convolution,
+    direct,
+    gram,
+    normalization,
+    rows,
+    weight_gradient,
+)
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import normalization_reference, reference
-from tests.kernels.cases import CASES
+from tests.kernels.cases import CASES, random
 from tests.kernels.mutants import mutant
 from tests.kernels.reference import assert_close
 
@@ -60,6 +70,21 @@ def check_rows(module, longest_compared):
     assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
 
 
+def check_convolution(module, fused):
+    layer = ([2, 3], [1, 2], [1, 1], [1, 1], 1)
+    x, g = (
+        random((2, 18, 4, 5), torch.float32, "cpu", 1),
+        random((2, 5, 5, 3), torch.float32, "cpu"),
+    )
+    options = {"config": TILE}
+    if fused:
+        _, got = module.convolution_weight_gradient_sqnorm(x, g, *layer, **options, splits=1)
+    else:
+        got = module.convolution_sqnorm(x, g, *layer, **options)
+    want = _reference.convolution_sqnorm(x.double(), g.double(), *layer)
+    assert_close(got, want)
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -74,6 +99,8 @@ def test_the_checks_accept_what_is_shipped():
         check_layer_norm(normalization, case)
     for longest_compared in (0, 100):
         check_rows(rows, longest_compared)
+    for fused in (False, True):
+        check_convolution(convolution, fused)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -158,3 +185,29 @@ def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
 def test_broken_groups_of_ids(tmp_path, longest_compared, right, wrong):
     broken = mutant(rows, right, wrong, tmp_path)
     rejects(check_rows, broken, longest_compared)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("& (w >= 0) & (w < width)\n        mask = inside", "& (w >= 0)\n        mask = inside"),
+        ("d = (rest // out_height) * WINDOW[3]", "d = position * 0 + WINDOW[3]"),
+        ("    tap_w = (tap % WINDOW[2]) * WINDOW[11]", "    tap_w = tap % WINDOW[1]"),
+    ],
+    ids=["an image row that runs into the next", "a shifted axis", "taps of the wrong axis"],
+)
+def test_broken_patches(tmp_path, monkeypatch, right, wrong):
+    broken = mutant(_patches, right, wrong, tmp_path)
+    monkeypatch.setattr(convolution, "patch_tile", broken.patch_tile)
+    rejects(check_convolution, convolution, False)
+
+
+def test_a_convolution_without_example_boundaries(tmp_path):
+    broken = mutant(
+        convolution,
+        "            total += gradient\n"
+        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
+        "            total = gradient\n",
+        tmp_path,
+    )
+    rejects(check_convolution, broken, True)
