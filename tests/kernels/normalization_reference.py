@@ -93,7 +93,12 @@ def check_backward(got, x, g, weight, bounds, eps, rms, factor=32.0):
     (want,) = torch.autograd.grad(output, leaf, upstream)
     want = torch.where(used[..., None], want, 0.0)
     rounding = torch.finfo(x.dtype).eps
-    limit = 4 * rounding * want.abs() + factor * FLOAT32_EPS * want.abs().max()
+    # what is subtracted from g may be as large as g, in units of the deviation
+    spread = host if rms else host - host.mean(-1, keepdim=True)
+    rstd = (spread.square().mean(-1, keepdim=True) + eps).rsqrt()
+    weighted = upstream if scale_ is None else upstream * scale_
+    size = torch.where(used[..., None], weighted.norm(dim=-1, keepdim=True) * rstd, 0.0)
+    limit = 4 * rounding * want.abs() + factor * FLOAT32_EPS * size
     assert got[0].dtype == x.dtype and got[0].is_contiguous()
     assert ((got[0].double().cpu() - want).abs() <= limit).all()
 

@@ -2,15 +2,22 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, _reference, convolution, convolution_gram
+from gradstats.kernels import _check, convolution
 from gradstats.kernels._config import TileConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import random
+from tests.kernels.convolution_reference import (
+    absolute,
+    build,
+    check_norms,
+    check_pairs,
+    exact,
+)
 from tests.kernels.reference import assert_close
 
 TILE = TileConfig(16, 32, 16, num_warps=1, num_stages=1)
+GRAM = TileConfig(16, 16, 32, num_warps=1, num_stages=1)
 DEPTHWISE = TileConfig(4, 4, 16, num_warps=1, num_stages=1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,57 +41,10 @@ def layers(draw):
     return [channels, *size], outputs, (kernel, stride, padding, dilation, groups), layout
 
 
-def build(sizes, outputs, layer, layout, dtype, batch=2, seed=1):
-    """(x, g) in the given layout of memory."""
-    kernel, stride, padding, dilation, _ = layer
-    positions = [
-        (size + 2 * pad - spread * (taps - 1) - 1) // step + 1
-        for size, taps, step, pad, spread in zip(
-            sizes[1:], kernel, stride, padding, dilation, strict=True
-        )
-    ]
-    x = random((batch, *sizes), dtype, "cpu", seed)
-    g = random((batch, outputs, *positions), dtype, "cpu", seed + 1)
-    if layout == "last":
-        return tuple(t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, g))
-    if layout == "sliced":
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"), dtype=dtype)
-        wide[..., 1:-2:2] = x
-        return wide[..., 1:-2:2], g
-    if layout == "expanded":
-        shape = g.shape
-        return x, g.flatten(2)[..., :1].reshape(*shape[:2], *(1,) * (len(shape) - 2)).expand(shape)
-    return x, g
-
-
-def absolute(x, g, layer):
-    """Per-example weight gradients of absolute values: what their elements round by."""
-    own = _reference.convolution_gradients(x.double().abs(), g.double().abs(), *layer)
-    return torch.stack([gradient.flatten() for gradient in own])
-
-
-def exact(x, g, layer):
-    own = _reference.convolution_gradients(x, g, *layer)
-    return torch.stack([gradient.flatten() for gradient in own])
-
-
 def check(sizes, outputs, layer, layout, dtype):
     x, g = build(sizes, outputs, layer, layout, dtype)
-    gram = TileConfig(16, 16, 32, num_warps=1, num_stages=1)
     config = DEPTHWISE if sizes[0] == layer[-1] else TILE
-    want, terms = exact(x, g, layer), absolute(x, g, layer)
-    sqnorm, scale = want.square().sum(1), (want.abs() * terms).sum(1)
-    assert_close(convolution.convolution_sqnorm(x, g, *layer, config=config), sqnorm, 2 * scale)
-    gradient, fused = convolution.convolution_weight_gradient_sqnorm(
-        x, g, *layer, config=config, splits=2, gradient_dtype=torch.float32
-    )
-    assert_close(fused, sqnorm, 2 * scale)
-    shape = (outputs, sizes[0] // layer[-1], *layer[0])
-    assert_close(gradient, want.sum(0).view(shape), terms.sum(0).view(shape))
-    got, magnitude = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=gram)
-    _, want_magnitude = _reference.convolution_gram_sqnorm(x, g, *layer)
-    assert_close(got, sqnorm, want_magnitude)
-    assert_close(magnitude, want_magnitude)
+    check_norms(x, g, layer, config, config, GRAM, splits=2)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -117,19 +77,8 @@ def test_pairs_and_directions(name):
     x1, g1 = build(sizes, outputs, layer, "first", dtype)
     x2, g2 = build(sizes, outputs, layer, "last", dtype, seed=5)
     config = DEPTHWISE if sizes[0] == layer[-1] else TILE
-    first, second = exact(x1, g1, layer), exact(x2, g2, layer)
-    limit = absolute(x1, g1, layer) @ absolute(x2, g2, layer).T
-    factors = (x1, g1, x2, g2, *layer)
-    got = convolution.convolution_inner(*factors, config=config)
-    assert_close(got, (first * second).sum(1), limit.diagonal())
     for workspace in (1, 10**8) if outputs == 6 else (3000,):
-        got = convolution.pairwise_convolution(*factors, workspace=workspace, config=config)
-        assert_close(got, first @ second.T, limit)
-    shape = (outputs, sizes[0] // layer[-1], *layer[0])
-    direction = random(shape[::-1], torch.float32, "cpu", 9).permute(*range(len(shape))[::-1])
-    got = convolution.convolution_direction(x1, g1, direction, *layer, config=config)
-    flat = direction.double().flatten()
-    assert_close(got, first @ flat, absolute(x1, g1, layer) @ flat.abs())
+        check_pairs(x1, g1, x2, g2, layer, config, workspace)
 
 
 def test_pairs_of_a_batch_with_itself():
