@@ -19,6 +19,8 @@ STREAMING = {
     "scale_positions_adjacent",
     "statistics",
     "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
 }
 CLASSES = [
     (itemsize, precision, gpu, aligned)
@@ -41,11 +43,15 @@ def test_every_choice_fits_the_gpu(size):
     for itemsize, precision, gpu, aligned in CLASSES:
         matmul = (itemsize, precision, gpu, aligned)
         chosen = [_config.choose_gram(size, *matmul)]
+        chosen.append(_config.choose_gram(size, *matmul, operation="convolution_gram"))
         for other in SIZES:
             chosen.append(_config.choose_direct(size, other, *matmul))
             chosen.append(_config.choose_direct(size, other, *matmul, operation="diagonal"))
             chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
-            chosen.append(_config.choose_pairwise(size, other, *matmul))
+            for operation in ("convolution", "convolution_fused"):
+                chosen.append(_config.choose_direct(size, other, *matmul, operation=operation))
+            for operation in ("pairwise", "pairwise_rows"):
+                chosen.append(_config.choose_pairwise(size, other, *matmul, operation=operation))
             chosen.append(_config.choose_direction(size, other, *matmul))
         for config in chosen:
             check(config, itemsize, gpu)
@@ -56,12 +62,16 @@ def test_every_choice_fits_the_gpu(size):
         for adjacent in (False, True):
             config = _config.choose_scale(size, 64, itemsize, gpu, aligned, adjacent)
             check(config, itemsize, gpu)
+        for adjacent in (False, True):
+            config = _config.choose_depthwise(size, itemsize, gpu, aligned, adjacent)
+            check(config, itemsize, gpu)
         check(_config.choose_rows(size, itemsize, gpu, aligned), itemsize, gpu)
         check(_config.choose_statistics(1, size, itemsize, gpu, aligned), itemsize, gpu)
 
 
 def test_gram_tiles_are_square():
-    for configs in _config.shipped("gram").values():
+    tables = (_config.shipped("gram"), _config.shipped("convolution_gram"))
+    for configs in itertools.chain.from_iterable(table.values() for table in tables):
         assert all(config.rows == config.columns for config in configs)
 
 
