@@ -50,8 +50,8 @@ STREAMING = {
             "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
             "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
             "rows": "1x256x8w4s1 1x64x16w4s1",
-            "depthwise": "16x1x256w4s1 16x4x64w4s1",
-            "depthwise_channels_adjacent": "4x32x32w4s1 4x64x8w4s1",
+            "depthwise": "16x1x256w8s1 16x4x64w8s1",
+            "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
         }.items()
     },
 }

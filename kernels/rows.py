@@ -40,11 +40,14 @@ def sum_of_equal(
     inner = tl.arange(0, INNER)
     sums = tl.zeros((INNER, COLUMNS), tl.float32)
     for start in range(first, length, COMPARED):
-        positions = start + compared
-        places = ids_base + tl.cast(positions, tl.int64) * stride_it
-        ids = tl.load(ids_ptr + places, mask=positions < length, other=-1)
+        block = start + compared
+        block_ids = tl.load(
+            ids_ptr + ids_base + tl.cast(block, tl.int64) * stride_it,
+            mask=block < length,
+            other=-1,
+        )
         # most ids occur once: few blocks hold another, and of those few rows
-        if tl.sum(tl.where((positions < length) & (ids == own), 1, 0)) > 0:
+        if tl.sum(tl.where((block < length) & (block_ids == own), 1, 0)) > 0:
             for step in range(0, COMPARED, INNER):
                 positions = start + step + inner
                 places = ids_base + tl.cast(positions, tl.int64) * stride_it

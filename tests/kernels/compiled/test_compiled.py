@@ -23,6 +23,25 @@ MATMULS = {
 # kernels that take the tiles of another operation
 SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
 
+# kernels without matrix products, alike on all architectures: the subset compiles them for one
+STREAMING = {
+    "layer_norm",
+    "scale",
+    "scale_positions_adjacent",
+    "statistics",
+    "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
+}
+
+PATCHES_AND_ROWS = {
+    "tied",
+    "pairwise_rows",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
+}
+
 
 def cases():
     """(operation, architecture, kind, aligned, configuration, layout, in the default subset)."""
@@ -37,6 +56,10 @@ def cases():
                         (kind == "half" and (other or operation.endswith("_descriptor")))
                         or (kind == "tf32x3" and architecture == 90 and layout == "dense")
                     )
+                    if operation in STREAMING:
+                        default = default and architecture == 90
+                    elif operation in PATCHES_AND_ROWS:
+                        default = default and kind == "half" and (aligned or architecture == 90)
                     yield operation, architecture, kind, aligned, config, layout, default
 
 
