@@ -258,7 +258,7 @@ class ConvolutionUse(torch.autograd.Function):
             else:
                 factors.append(patches)
         if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            values = grad.flatten(2).sum(2, dtype=compute_dtype(grad))
             if bias_tracked:
                 factors.append(Vector(values, (grad.shape[1],)))
             if settings.weight_gradients and ctx.needs_input_grad[6]:
@@ -353,7 +353,7 @@ def over_positions(tensor: Tensor) -> Tensor:
     """Return Σ_t of (B, *, width), the gradient of a bias: (B, width) in the accumulation dtype."""
     if tensor.dim() == 2:
         return tensor
-    return tensor.to(compute_dtype(tensor)).flatten(1, -2).sum(1)
+    return tensor.flatten(1, -2).sum(1, dtype=compute_dtype(tensor))
 
 
 def as_positions(tensor: Tensor) -> Tensor:

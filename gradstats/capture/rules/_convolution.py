@@ -101,7 +101,7 @@ class ConvolutionFactors:
         if self.weight:
             factors.append(convolution_factor(grad, x, self.shape, self.call))
         if self.bias:
-            values = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+            values = grad.flatten(2).sum(2, dtype=compute_dtype(grad))
             factors.append(Vector(values, (grad.shape[1],)))
         return factors
 

@@ -21,9 +21,14 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=[name for name in CASES if not name.startswith("block")])
-def case(request, dtype):
-    return reference.operands(CASES[request.param](dtype, BLOCK, "cpu"))
+SPANNED = [(name, torch.float32) for name in CASES if not name.startswith("block")]
+SPANNED += [("prime", torch.float16), ("sliced", torch.bfloat16), ("ragged", torch.bfloat16)]
+
+
+@pytest.fixture(params=SPANNED, ids=lambda item: f"{item[0]}-{item[1]}")
+def case(request):
+    name, dtype = request.param
+    return reference.operands(CASES[name](dtype, BLOCK, "cpu"))
 
 
 @pytest.mark.parametrize("rms, splits", [(False, 1), (True, 3)], ids=["layer", "rms"])
@@ -87,8 +92,7 @@ def test_scale(case):
         reference.check_squares(scale.scale_sqnorm(x, g, **options), want)
 
 
-@pytest.mark.parametrize("groups", [1, 3, 12])
-@pytest.mark.parametrize("channels_first", [False, True])
+@pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
 def test_group_norm(dtype, groups, channels_first):
     x, g = random((3, 19, 12), dtype, "cpu", 1), random((3, 19, 12), dtype, "cpu", 2)
     if channels_first:
