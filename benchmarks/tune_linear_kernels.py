@@ -176,6 +176,13 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
         )
     }  # fmt: skip
     dtype = torch.bfloat16 if kind == "half" else torch.float32
+    if operation.startswith("convolution"):
+        return triton.testing.do_bench(
+            convolution_call(operation, config, dtype, aligned),
+            warmup=50,
+            rep=200,
+            return_mode="median",
+        )
     large = config.rows * config.columns >= 128 * 128
     width = 2048 if large else 512 if config.rows >= 64 else 48
     features = width if aligned else width - 7
@@ -220,6 +227,25 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
             )
 
     return triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool):
+    """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
+    convolution = importlib.import_module("gradstats.kernels.convolution")
+    convolution_gram = importlib.import_module("gradstats.kernels.convolution_gram")
+    side = 7 if operation.endswith("gram") else 28
+    outputs = 256 if config.rows >= 64 else config.rows
+    layout = torch.channels_last if aligned else torch.contiguous_format
+    x, g = (
+        torch.randn(64, channels, side, side, device="cuda", dtype=dtype).to(memory_format=layout)
+        for channels in (256, outputs)
+    )
+    function = {
+        "convolution": convolution.convolution_sqnorm,
+        "convolution_fused": convolution.convolution_weight_gradient_sqnorm,
+        "convolution_gram": convolution_gram.convolution_gram_sqnorm,
+    }[operation]
+    return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)
 
 
 def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:
