@@ -21,6 +21,7 @@ def main() -> int:
     steps = {
         "tests": ["-m", "pytest", "-q", "-m", "gpu", "tests/kernels/gpu"],
         "kernels": ["-m", "benchmarks.bench_linear_kernels", "--out", str(folder / "kernels.csv")],
+        "layers": ["-m", "benchmarks.bench_layer_kernels", "--out", str(folder / "layers.csv")],
     }
     for name, arguments in steps.items():
         done = subprocess.run(

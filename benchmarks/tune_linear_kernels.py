@@ -28,8 +28,12 @@ MATMULS = (
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
+    "pairwise_rows",
     "diagonal",
     "direction",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
 )
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
@@ -37,6 +41,19 @@ STREAMING = {
     ("rank_one", "ieee"): "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
     ("vector", "half"): "1x128x64w8s1 1x32x64w4s1",
     ("vector", "ieee"): "1x128x64w8s1 1x32x64w4s1",
+    **{
+        (operation, kind): tiles
+        for kind in ("half", "ieee")
+        for operation, tiles in {
+            "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
+            "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
+            "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
+            "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
+            "rows": "1x256x8w4s1 1x64x16w4s1",
+            "depthwise": "16x1x256w8s1 16x4x64w8s1",
+            "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
+        }.items()
+    },
 }
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,6 +88,31 @@ def candidates(
             tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
             tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
             tiles(16, 16, *tiny),
+        ]
+    if operation == "pairwise_rows":
+        return [
+            tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
+            tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
+            tiles(16, 16, *tiny),
+        ]
+    # addresses of patches take registers of their own, so tiles stop at what leaves room for them
+    if operation == "convolution":
+        return [
+            tiles(128, 128, (line, 8, 3), (half, 8, 3), (half, 8, 2), (16, 8, 2)),
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(16, 64, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+        ]
+    if operation == "convolution_fused":
+        return [
+            tiles(128, 64, (line, 8, 3), (half, 8, 3), (half, 8, 2), (16, 8, 2)),
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(16, 64, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+        ]
+    if operation == "convolution_gram":
+        return [
+            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(32, 32, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
+            tiles(16, 16, (line, 2, 2), (16, 4, 2)),
         ]
     if operation == "direct":
         return [
@@ -110,9 +152,8 @@ def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, a
     checks = importlib.import_module("tests.kernels.compiled.checks")
     launches = importlib.import_module("tests.kernels.compiled.launches")
     dtype = launches.DTYPES[kind]
-    layouts = ("dense",) if operation.endswith("_descriptor") else ("dense", "ragged")
     operations = (operation, "example_tiles") if operation == "direct" else (operation,)
-    for name, layout in itertools.product(operations, layouts):
+    for name, layout in itertools.product(operations, launches.layouts(operation)):
         for launch in launches.launches(name, config, dtype, aligned, layout):
             compiled = aot.compile_launch(launch, architecture)
             try:
@@ -130,9 +171,18 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
     triton = importlib.import_module("triton")
     modules = {
         name: importlib.import_module(f"gradstats.kernels.{name}")
-        for name in ("gram", "direct", "weight_gradient", "pairwise", "direction")
-    }
+        for name in (
+            "gram", "direct", "weight_gradient", "pairwise", "rows_pairs", "direction"
+        )
+    }  # fmt: skip
     dtype = torch.bfloat16 if kind == "half" else torch.float32
+    if operation.startswith("convolution"):
+        return triton.testing.do_bench(
+            convolution_call(operation, config, dtype, aligned),
+            warmup=50,
+            rep=200,
+            return_mode="median",
+        )
     large = config.rows * config.columns >= 128 * 128
     width = 2048 if large else 512 if config.rows >= 64 else 48
     features = width if aligned else width - 7
@@ -158,6 +208,11 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
 
         def call():
             return modules["pairwise"].pairwise_gram(*short, *short, config=config)
+    elif operation == "pairwise_rows":
+        short = torch.randint(1000, (batch, 32), device="cuda"), g[:, :32]
+
+        def call():
+            return modules["rows_pairs"].pairwise_rows(*short, *short, config=config)
     elif operation == "direction":
         weight = torch.randn(features, features, device="cuda", dtype=dtype)
 
@@ -172,6 +227,25 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
             )
 
     return triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool):
+    """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
+    convolution = importlib.import_module("gradstats.kernels.convolution")
+    convolution_gram = importlib.import_module("gradstats.kernels.convolution_gram")
+    side = 7 if operation.endswith("gram") else 28
+    outputs = 256 if config.rows >= 64 else config.rows
+    layout = torch.channels_last if aligned else torch.contiguous_format
+    x, g = (
+        torch.randn(64, channels, side, side, device="cuda", dtype=dtype).to(memory_format=layout)
+        for channels in (256, outputs)
+    )
+    function = {
+        "convolution": convolution.convolution_sqnorm,
+        "convolution_fused": convolution.convolution_weight_gradient_sqnorm,
+        "convolution_gram": convolution_gram.convolution_gram_sqnorm,
+    }[operation]
+    return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)
 
 
 def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:

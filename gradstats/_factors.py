@@ -399,6 +399,7 @@ class Rows:
         example: (N,) example of each row, ascending.
         examples: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
+        longest: most rows that one example has, None where only ``example`` knows.
         lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
     """
 
@@ -407,6 +408,7 @@ class Rows:
     example: Tensor
     examples: int
     shape: tuple[int, ...]
+    longest: int | None = None
     lookup: Lookup | None = None
 
     @property
@@ -425,6 +427,7 @@ class Rows:
             number[self.example[keep]],
             chosen.numel(),
             self.shape,
+            self.longest,
         )
 
     @property

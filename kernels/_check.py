@@ -52,7 +52,7 @@ def check_operands(
     device are copied back and checked, which waits; pass `max_seqlen` to avoid that: then the
     kernels themselves answer NaN for an example whose bounds are wrong or longer than promised.
     """
-    _check_tensors(a, g)
+    check_tensors(a, g)
     if cu_seqlens is None:
         if a.dim() != 3 or g.dim() != 3:
             raise KernelInputError(
@@ -79,6 +79,39 @@ def check_operands(
     longest = check_segments(cu_seqlens, a.shape[0], max_seqlen)
     on_device = cu_seqlens.to(a.device, non_blocking=True).contiguous()
     return Segments(cu_seqlens.numel() - 1, longest, a.shape[0], on_device)
+
+
+def check_pair(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Segments:
+    """As `check_operands`, for two operands whose elements meet one by one."""
+    if x.shape != g.shape:
+        raise KernelInputError(
+            f"inputs and gradients must have one shape; got {tuple(x.shape)} and "
+            f"{tuple(g.shape)}: pass the input and the output gradient of one layer call"
+        )
+    return check_operands(x, g, cu_seqlens, max_seqlen)
+
+
+def check_rows(
+    ids: torch.Tensor,
+    g: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Segments:
+    """As `check_operands`, for the ids of looked-up rows and the gradients of those rows."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise KernelInputError(f"ids must be int32 or int64; got {ids.dtype}: cast them")
+    if ids.shape != g.shape[:-1] or ids.device != g.device:
+        raise KernelInputError(
+            f"expected ids (B, T) and g (B, T, d), or packed (N,) and (N, d), on one device; got "
+            f"{tuple(ids.shape)} on {ids.device} and {tuple(g.shape)} on {g.device}: pass the ids "
+            "and the output gradient of one look-up"
+        )
+    return check_operands(g, g, cu_seqlens, max_seqlen)
 
 
 def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) -> int:
@@ -125,6 +158,15 @@ def check_match(first: torch.Tensor, second: torch.Tensor, axis: str) -> None:
         raise KernelInputError(
             f"the two factors must share dtype and device; got {first.dtype} on {first.device} "
             f"and {second.dtype} on {second.device}: move or cast one of them"
+        )
+
+
+def check_layouts(first: Segments, second: Segments) -> None:
+    """Checks that both factors are dense or both are packed."""
+    if first.ragged != second.ragged:
+        raise KernelInputError(
+            "both factors must be dense or both packed; got one of each: give the dense one "
+            "cu_seqlens = arange(B + 1) * T over its flattened rows"
         )
 
 
@@ -176,7 +218,8 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _check_tensors(*operands: torch.Tensor) -> None:
+def check_tensors(*operands: torch.Tensor) -> None:
+    """Checks that operands are of one dtype and on one device, and that kernels take both."""
     for operand in operands:
         if operand.dtype not in SUPPORTED:
             raise KernelInputError(

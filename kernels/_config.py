@@ -16,13 +16,24 @@ from gradstats.kernels._table import TABLE
 OPERATIONS = (
     "rank_one",
     "vector",
+    "layer_norm",
+    "scale",
+    "scale_positions_adjacent",
+    "statistics",
+    "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
     "gram",
     "direct",
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
+    "pairwise_rows",
     "diagonal",
     "direction",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
 )
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
@@ -149,15 +160,73 @@ def choose_vector(
     return next((config for config in configs if 2 * features > config.columns), configs[-1])
 
 
+def choose_layer_norm(
+    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
+    inner unused (1)."""
+    configs = candidates("layer_norm", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
+
+
+def choose_scale(
+    positions: int,
+    features: int,
+    itemsize: int,
+    architecture: int = 90,
+    aligned: bool = True,
+    positions_adjacent: bool = False,
+) -> TileConfig:
+    """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
+    is the long one."""
+    if positions_adjacent:
+        configs = candidates("scale_positions_adjacent", itemsize, "ieee", architecture, aligned)
+        return next((config for config in configs if 2 * positions > config.inner), configs[-1])
+    configs = candidates("scale", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * features > config.columns), configs[-1])
+
+
+def choose_statistics(
+    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are features, inner positions of one group, rows unused (1)."""
+    if positions > 1:
+        return choose_scale(positions, features, itemsize, architecture, aligned)
+    configs = candidates("statistics", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * features > config.columns), configs[-1])
+
+
+def choose_rows(
+    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are features, inner positions read at once, rows unused (1)."""
+    configs = candidates("rows", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * features > config.columns), configs[-1])
+
+
+def choose_depthwise(
+    positions: int,
+    itemsize: int,
+    architecture: int = 90,
+    aligned: bool = True,
+    channels_adjacent: bool = False,
+) -> TileConfig:
+    """Rows are taps, columns channels, inner positions."""
+    name = "depthwise_channels_adjacent" if channels_adjacent else "depthwise"
+    configs = candidates(name, itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs if 2 * positions > config.inner), configs[-1])
+
+
 def choose_gram(
     positions: int,
     itemsize: int,
     precision: str = "ieee",
     architecture: int = 90,
     aligned: bool = True,
+    operation: str = "gram",
 ) -> TileConfig:
     """Rows and columns are positions (square tiles), inner features."""
-    configs = candidates("gram", itemsize, precision, architecture, aligned)
+    configs = candidates(operation, itemsize, precision, architecture, aligned)
     return _cheapest(configs, positions, positions)
 
 
@@ -208,6 +277,17 @@ def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> in
     and no part longer than eight steps, which is where a program stops hiding latency better."""
     wanted = -(-4 * MULTIPROCESSORS[family(architecture)] // max(row_blocks, 1))
     return min(steps, max(wanted, -(-steps // 8)))
+
+
+def choose_partition(batch: int, blocks: int, architecture: int = 90) -> tuple[int, int]:
+    """(examples per program, parts per example) for a walk over examples of `blocks` blocks each.
+
+    Four programs per processor: whole examples where there are enough of them, else parts of one.
+    """
+    wanted = 4 * MULTIPROCESSORS[family(architecture)]
+    if batch >= wanted:
+        return -(-batch // wanted), 1
+    return 1, max(1, min(blocks, -(-wanted // max(batch, 1))))
 
 
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:

@@ -209,11 +209,7 @@ def check_two_factors(
     second = _check.check_operands(a2, g2, cu_seqlens2, max_seqlen2)
     _check.check_match(a1, a2, "d_in")
     _check.check_match(g1, g2, "d_out")
-    if first.ragged != second.ragged:
-        raise _check.KernelInputError(
-            "both factors must be dense or both packed; got one of each: give the dense one "
-            "cu_seqlens = arange(B + 1) * T over its flattened rows"
-        )
+    _check.check_layouts(first, second)
     return first, second
 
 

@@ -20,6 +20,12 @@ TWO_SEGMENTS = (
     "SymInt? max_seqlen1=None, SymInt? max_seqlen2=None"
 )
 TWO_FACTORS = f"Tensor a1, Tensor g1, Tensor a2, Tensor g2, {TWO_SEGMENTS}"
+TWO_ROWS = f"Tensor ids1, Tensor g1, Tensor ids2, Tensor g2, {TWO_SEGMENTS}"
+LAYER = (
+    "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups,"
+    " str? precision=None"
+)
+TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
 SCHEMAS = {
     "rank_one_sqnorm": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
@@ -45,9 +51,47 @@ SCHEMAS = {
         f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
         " str? precision=None) -> Tensor"
     ),
+    "scale_sqnorm": (
+        f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
+        " -> (Tensor, Tensor)"
+    ),
+    "scale_sum": (
+        f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
+        " -> (Tensor, Tensor)"
+    ),
+    "group_norm_sqnorm": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+    "group_norm_sum": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+    "layer_norm_sqnorm": (
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    ),
+    "layer_norm_sum": (
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    ),
+    "layer_norm_backward": (
+        f"(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, {SEGMENTS})"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "rows_sqnorm": f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
+    "rows_inner": f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor",
+    "pairwise_rows": f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",
+    "rows_direction": (
+        f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor"
+    ),
+    "tied_inner": (
+        f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS},"
+        " SymInt? padding_idx=None, str? precision=None) -> Tensor"
+    ),
+    "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
+    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor)",
+    "convolution_weight_gradient_sqnorm": (
+        f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
+    ),
+    "convolution_inner": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
+    "pairwise_convolution": f"({TWO_IMAGES}, {LAYER}, SymInt workspace=268435456) -> Tensor",
+    "convolution_direction": f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor",
 }
 
-# the module that holds each operator's launcher, and the names of its leading positional tensors
+# the module that holds each operator's launcher, and how many arguments it takes by position
 LAUNCHERS = {
     "rank_one_sqnorm": ("rank_one", 2),
     "rank_one_inner": ("rank_one", 4),
@@ -61,10 +105,28 @@ LAUNCHERS = {
     "pairwise_gram": ("pairwise", 4),
     "pairwise_direct": ("pairwise_direct", 4),
     "direction_inner": ("direction", 3),
+    "scale_sqnorm": ("scale", 2),
+    "scale_sum": ("scale", 2),
+    "group_norm_sqnorm": ("scale", 4),
+    "group_norm_sum": ("scale", 4),
+    "layer_norm_sqnorm": ("normalization", 3),
+    "layer_norm_sum": ("normalization", 3),
+    "layer_norm_backward": ("normalization", 4),
+    "rows_sqnorm": ("rows", 2),
+    "rows_inner": ("rows", 4),
+    "rows_direction": ("rows", 3),
+    "pairwise_rows": ("rows_pairs", 4),
+    "tied_inner": ("rows_pairs", 4),
+    "convolution_sqnorm": ("convolution", 7),
+    "convolution_gram_sqnorm": ("convolution_gram", 7),
+    "convolution_weight_gradient_sqnorm": ("convolution", 7),
+    "convolution_inner": ("convolution", 9),
+    "pairwise_convolution": ("convolution", 9),
+    "convolution_direction": ("convolution", 8),
 }
 
 
-def _launch(name: str, module: str, tensors: int) -> Callable:
+def _launch(name: str, module: str, leading: int) -> Callable:
     """The CUDA implementation of an operator: its launcher, imported at the first call."""
     extra = {"bias": True} if name == "gram_sqnorm" else {}
 
@@ -77,8 +139,8 @@ def _launch(name: str, module: str, tensors: int) -> Callable:
                 "install triton>=3.6, or choose the PyTorch backend"
             ) from error
         # launchers take everything after the operands by name
-        named = dict(zip(_argument_names(name)[tensors:], args[tensors:], strict=False))
-        return launcher(*args[:tensors], **named, **kwargs, **extra)
+        named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
+        return launcher(*args[:leading], **named, **kwargs, **extra)
 
     return implementation
 
@@ -95,6 +157,11 @@ def _batch(operand: Tensor, cu_seqlens: Tensor | None) -> int:
 def _per_example(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     dtype = _reference.result_dtype(operand)
     return operand.new_empty((_batch(operand, cu_seqlens),), dtype=dtype)
+
+
+def _per_channel(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    shape = (_batch(operand, cu_seqlens), operand.shape[-1])
+    return operand.new_empty(shape, dtype=_reference.result_dtype(operand))
 
 
 def _fake_rank_one_sqnorm(a, g):
@@ -155,6 +222,85 @@ def _fake_direction_inner(
     return _per_example(a, cu_seqlens)
 
 
+def _fake_scale_sqnorm(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
+    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_scale_sum(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
+    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
+
+
+def _fake_group_norm_sqnorm(x, g, groups, eps):
+    return _per_example(x), _per_example(x)
+
+
+def _fake_group_norm_sum(x, g, groups, eps):
+    return _per_channel(x), _per_channel(x)
+
+
+def _fake_layer_norm_sqnorm(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_layer_norm_sum(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
+
+
+def _fake_layer_norm_backward(x, g, weight, eps, rms=False, cu_seqlens=None, max_seqlen=None):
+    dtype = _reference.result_dtype(x)
+    sums = [x.new_empty((x.shape[-1],), dtype=dtype) for _ in range(2)]
+    sqnorms = _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+    return x.new_empty(x.shape), *sums, *sqnorms
+
+
+def _fake_rows_sqnorm(ids, g, cu_seqlens=None, max_seqlen=None, padding_idx=None):
+    return _per_example(g, cu_seqlens)
+
+
+def _fake_rows_direction(ids, g, direction, cu_seqlens=None, max_seqlen=None, padding_idx=None):
+    return _per_example(g, cu_seqlens)
+
+
+def _fake_rows_inner(ids1, g1, ids2, g2, cu_seqlens1=None, *rest, **options):
+    return _per_example(g1, cu_seqlens1)
+
+
+def _fake_pairwise_rows(ids1, g1, ids2, g2, cu_seqlens1=None, cu_seqlens2=None, *rest, **options):
+    shape = (_batch(g1, cu_seqlens1), _batch(g2, cu_seqlens2))
+    return g1.new_empty(shape, dtype=_reference.result_dtype(g1))
+
+
+def _fake_tied_inner(a, g, ids, rows, cu_seqlens1=None, *rest, **options):
+    return _per_example(a, cu_seqlens1)
+
+
+def _fake_convolution_sqnorm(x, g, *layer, **options):
+    return _per_example(x)
+
+
+def _fake_convolution_gram_sqnorm(x, g, *layer, **options):
+    return _per_example(x), _per_example(x)
+
+
+def _fake_convolution_weight_gradient_sqnorm(
+    x, g, kernel, stride, padding, dilation, groups, precision=None, gradient_dtype=None
+):
+    shape = (g.shape[1], x.shape[1] // groups, *kernel)
+    return x.new_empty(shape, dtype=gradient_dtype or x.dtype), _per_example(x)
+
+
+def _fake_convolution_inner(x1, g1, x2, g2, *layer, **options):
+    return _per_example(x1)
+
+
+def _fake_pairwise_convolution(x1, g1, x2, g2, *layer, **options):
+    return x1.new_empty((x1.shape[0], x2.shape[0]), dtype=_reference.result_dtype(x1))
+
+
+def _fake_convolution_direction(x, g, direction, *layer, **options):
+    return _per_example(x)
+
+
 FAKES = {
     "rank_one_sqnorm": _fake_rank_one_sqnorm,
     "rank_one_inner": _fake_rank_one_inner,
@@ -168,6 +314,24 @@ FAKES = {
     "pairwise_gram": _fake_pairwise,
     "pairwise_direct": _fake_pairwise,
     "direction_inner": _fake_direction_inner,
+    "scale_sqnorm": _fake_scale_sqnorm,
+    "scale_sum": _fake_scale_sum,
+    "group_norm_sqnorm": _fake_group_norm_sqnorm,
+    "group_norm_sum": _fake_group_norm_sum,
+    "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
+    "layer_norm_sum": _fake_layer_norm_sum,
+    "layer_norm_backward": _fake_layer_norm_backward,
+    "rows_sqnorm": _fake_rows_sqnorm,
+    "rows_inner": _fake_rows_inner,
+    "rows_direction": _fake_rows_direction,
+    "pairwise_rows": _fake_pairwise_rows,
+    "tied_inner": _fake_tied_inner,
+    "convolution_sqnorm": _fake_convolution_sqnorm,
+    "convolution_gram_sqnorm": _fake_convolution_gram_sqnorm,
+    "convolution_weight_gradient_sqnorm": _fake_convolution_weight_gradient_sqnorm,
+    "convolution_inner": _fake_convolution_inner,
+    "pairwise_convolution": _fake_pairwise_convolution,
+    "convolution_direction": _fake_convolution_direction,
 }
 
 for _name, _schema in SCHEMAS.items():
@@ -189,3 +353,21 @@ weight_gradient_sqnorm = torch.ops.gradstats.weight_gradient_sqnorm.default
 pairwise_gram = torch.ops.gradstats.pairwise_gram.default
 pairwise_direct = torch.ops.gradstats.pairwise_direct.default
 direction_inner = torch.ops.gradstats.direction_inner.default
+scale_sqnorm = torch.ops.gradstats.scale_sqnorm.default
+scale_sum = torch.ops.gradstats.scale_sum.default
+group_norm_sqnorm = torch.ops.gradstats.group_norm_sqnorm.default
+group_norm_sum = torch.ops.gradstats.group_norm_sum.default
+layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default
+layer_norm_sum = torch.ops.gradstats.layer_norm_sum.default
+layer_norm_backward = torch.ops.gradstats.layer_norm_backward.default
+rows_sqnorm = torch.ops.gradstats.rows_sqnorm.default
+rows_inner = torch.ops.gradstats.rows_inner.default
+rows_direction = torch.ops.gradstats.rows_direction.default
+pairwise_rows = torch.ops.gradstats.pairwise_rows.default
+tied_inner = torch.ops.gradstats.tied_inner.default
+convolution_sqnorm = torch.ops.gradstats.convolution_sqnorm.default
+convolution_gram_sqnorm = torch.ops.gradstats.convolution_gram_sqnorm.default
+convolution_weight_gradient_sqnorm = torch.ops.gradstats.convolution_weight_gradient_sqnorm.default
+convolution_inner = torch.ops.gradstats.convolution_inner.default
+pairwise_convolution = torch.ops.gradstats.pairwise_convolution.default
+convolution_direction = torch.ops.gradstats.convolution_direction.default

@@ -26,7 +26,9 @@ WORKSPACE = 1 << 20
 
 OPERATORS = (
     "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm", "pairwise_gram",
-    "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner",
+    "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner", "layer_norm_sum",
+    "group_norm_sum", "scale_sum", "rows_sqnorm", "tied_inner", "convolution_sqnorm",
+    "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
 )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def kernels(monkeypatch):
             return operator(*args, **options)
 
         monkeypatch.setattr(operators, name, record)
-    monkeypatch.setattr(_triton, "serves", lambda *factors: True)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: first.dtype == torch.float32)
     return calls
 
 
@@ -150,10 +152,101 @@ def test_a_transformer(kernels):
     assert {"pairwise_direct", "direction_inner"} <= set(kernels)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (nn.LayerNorm(6), (5, 3, 6), "layer_norm_sum"),
+        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm_sum"),
+        (nn.RMSNorm(6), (5, 6), "layer_norm_sum"),
+        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm_sum"),
+        (nn.GroupNorm(2, 6), (5, 6), "group_norm_sum"),
+        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm_sum"),
+        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), "scale_sum"),
+    ],
+    ids=lambda item: str(item).replace(" ", ""),
+)
+def test_norm_layers(kernels, layer, shape, expected):
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    batch = torch.randn(shape), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    expected_norms = oracle_sqnorms(layer, batch, losses)
+    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected_norms, 1e-4)
+    assert kernels == [expected]
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "norms", "beside"),
+    [
+        (nn.Conv2d(3, 4, 3), (16, 16), "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
+        (nn.Conv2d(32, 40, 3, stride=2, padding=1), (5, 4), "convolution_gram_sqnorm",
+         "convolution_gram_sqnorm"),
+        (nn.Conv1d(6, 6, 3, groups=6), (20,), "convolution_sqnorm",
+         "convolution_weight_gradient_sqnorm"),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), (5, 6),
+         "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
+        (nn.Conv3d(2, 3, (2, 3, 1), dilation=(1, 2, 1)), (4, 6, 5), "convolution_sqnorm",
+         "convolution_weight_gradient_sqnorm"),
+    ],
+    ids=lambda item: str(item).partition("(")[0],
+)  # fmt: skip
+def test_convolutions(kernels, layer, size, norms, beside):
+    batch = torch.randn(5, layer.in_channels, *size), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    expected = oracle_sqnorms(layer, batch, losses)
+    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected, 1e-4)
+    assert kernels == [norms]
+    kernels.clear()
+    losses(layer, batch).mean().backward()
+    want = layer.weight.grad.clone()
+    layer.weight.grad = None
+    with gs.track(layer, batch_size=5) as tracker:
+        tracker.backward(losses(layer, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    torch.testing.assert_close(layer.weight.grad, want, rtol=1e-4, atol=1e-6)
+    assert kernels == [beside]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_embeddings(kernels, padding_idx):
+    table = nn.Embedding(11, 6, padding_idx=padding_idx)
+    batch = torch.randint(11, (5, 9)), torch.randn(5)
+
+    def losses(model, batch):
+        output = model(batch[0]).flatten(1)
+        return functional.mse_loss(output.square().sum(1), batch[1], reduction="none")
+
+    expected = oracle_sqnorms(table, batch, losses)
+    assert_sqnorms(gs.per_example_norms(table, batch, losses), expected, 1e-4)
+    assert kernels == ["rows_sqnorm"]
+
+
+def test_a_tied_output_projection(kernels):
+    model = Transformer(layers=1, width=16, heads=2, vocabulary=50, positions=12)
+    model.head.weight = model.tokens.weight
+    tokens = torch.randint(50, (5, 13))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    expected = oracle_sqnorms(model, batch, next_token)
+    assert_sqnorms(gs.per_example_norms(model, batch, next_token), expected, 1e-4)
+    assert "rows_sqnorm" in kernels
+    again = tuple(part.clone() for part in batch)
+    products = gs.inner_products(model, batch, model, again, next_token, pairs="diagonal")
+    torch.testing.assert_close(products.double(), sum(expected.values()), rtol=1e-4, atol=0)
+    assert "tied_inner" in kernels
+
+
 def test_compiled(monkeypatch):
-    monkeypatch.setattr(_triton, "serves", lambda *factors: True)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: True)
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
     batch = torch.randn(5, 7, 4), torch.randn(5)
 
     def losses(model, batch):

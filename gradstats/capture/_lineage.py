@@ -294,7 +294,8 @@ def embedding_rows(
     grad = grad.reshape(flat.numel(), -1)
     if padding_idx is not None:
         grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
-    return Rows(flat, grad, example, ids.shape[0], table)
+    positions = flat.numel() // max(1, ids.shape[0])
+    return Rows(flat, grad, example, ids.shape[0], table, positions)
 
 
 def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -467,10 +467,12 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
     rows = examples.lead(grad)
     if rows.dim() == 2 and examples.plain:
         return rows
-    rows = rows.to(compute_dtype(rows))
+    dtype = compute_dtype(grad)
     if examples.segments is None:
-        return examples.first(grad).to(rows.dtype).flatten(1, -2).sum(1)
-    return examples.reduce(rows if rows.dim() == 2 else rows.flatten(1, -2).sum(1))
+        return examples.first(grad).flatten(1, -2).sum(1, dtype=dtype)
+    return examples.reduce(
+        rows.to(dtype) if rows.dim() == 2 else rows.flatten(1, -2).sum(1, dtype=dtype)
+    )
 
 
 def linear_factor(

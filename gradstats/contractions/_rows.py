@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradstats._factors import Rows, compute_dtype
+from gradstats.contractions import _triton
 from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 
 
@@ -17,6 +18,8 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the
     workspace.
     """
+    if _triton.runs(factor.grad, factor.grad):
+        return _triton.rows_sqnorm(factor)
     dtype = compute_dtype(factor.grad)
     count, width = factor.grad.shape
     value = factor.grad.new_zeros(factor.examples, dtype=torch.float64)
@@ -44,4 +47,6 @@ def merge(factors: list[Rows]) -> Rows:
     ids = torch.cat([factor.ids for factor in factors])
     grad = torch.cat([factor.grad for factor in factors])
     first = factors[0]
-    return Rows(ids[order], grad[order], example[order], first.examples, first.shape)
+    lengths = [factor.longest for factor in factors if factor.longest is not None]
+    longest = sum(lengths) if len(lengths) == len(factors) else None
+    return Rows(ids[order], grad[order], example[order], first.examples, first.shape, longest)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype
-from gradstats.contractions import _rows
+from gradstats.contractions import _rows, _triton
 from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction, unit_roundoff
 
@@ -57,6 +58,9 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
         rows: factor over the same rows.
         workspace: bytes of scratch.
     """
+    chip = isinstance(factor, Outer) and _triton.serves(factor)
+    if chip and _triton.runs(factor.right, rows.grad):
+        return _triton.inner_with_rows(factor, rows)  # type: ignore[arg-type]
     products = rows.grad.new_empty(rows.ids.numel(), dtype=torch.float64)
     for here, columns in _gathered(factor, rows.ids, rows.example, workspace):
         products[here] = (columns * rows.grad[here]).sum(1, dtype=torch.float64)
@@ -70,6 +74,9 @@ def _gathered(factor, ids: Tensor, example: Tensor, workspace: int) -> Iterator:
     """
     dtype = compute_dtype(factor.left, factor.right)
     counts = torch.bincount(example, minlength=factor.batch).tolist()
+    if isinstance(factor, Outer) and len(set(counts)) == 1:
+        yield from _gathered_together(factor, ids.view(factor.batch, -1), dtype, workspace)
+        return
     start = 0
     for number, count in enumerate(counts):
         left, right = _of_example(factor, number)
@@ -80,6 +87,20 @@ def _gathered(factor, ids: Tensor, example: Tensor, workspace: int) -> Iterator:
             columns = left.index_select(1, ids[here]).to(dtype)  # (T, n)
             yield here, columns.mT @ right.to(dtype)
         start += count
+
+
+def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Iterator:
+    """Yield the same for examples that look up as many rows each, several at a time: ids (B, n)."""
+    left, right = factor.left[:, 0], factor.right[:, 0]  # (B, T, vocabulary), (B, T, width)
+    positions, count = left.shape[1], ids.shape[1]
+    width = 2 * count * (positions + right.shape[2]) + positions * right.shape[2]
+    chunk = _cost.examples_per_chunk(width * torch.finfo(dtype).bits // 8, factor.batch, workspace)
+    for start in range(0, factor.batch, chunk):
+        own = slice(start, min(start + chunk, factor.batch))
+        index = ids[own, None].expand(-1, positions, -1)
+        columns = left[own].gather(2, index).to(dtype)  # (b, T, n)
+        gathered = columns.mT @ right[own].to(dtype)
+        yield slice(own.start * count, own.stop * count), gathered.flatten(0, 1)
 
 
 def _by_example(products: Tensor, example: Tensor, batch: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The CUDA backend of products' contractions: registered operators that launch Triton kernels.
+"""The CUDA backend of contractions: registered operators that launch Triton kernels.
 
 Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
 """
@@ -12,7 +12,7 @@ from functools import cache, reduce
 import torch
 from torch import Tensor
 
-from gradstats._factors import Outer, Ragged
+from gradstats._factors import Outer, Patches, Ragged, Rows
 from gradstats.contractions._result import Contraction, unit_roundoff, well_conditioned
 from gradstats.errors import BackendError
 
@@ -24,11 +24,15 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
-    operands = [operand for factor in factors for operand in (factor.left, factor.right)]
-    dtype = operands[0].dtype
-    if dtype not in DTYPES or any(x.dtype != dtype for x in operands):
+    first = factors[0].left
+    return all(runs(first, x) for factor in factors for x in (factor.left, factor.right))
+
+
+def runs(first: Tensor, second: Tensor) -> bool:
+    """Whether the kernels take these two operands."""
+    if first.dtype != second.dtype or first.dtype not in DTYPES:
         return False
-    if any(x.device.type != "cuda" for x in operands):
+    if first.device.type != "cuda" or second.device.type != "cuda":
         return False
     if os.environ.get(BACKEND_VARIABLE) == "torch":
         return False
@@ -168,6 +172,102 @@ def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, T
     if first is second:
         return [(a, g, a, g) for a, g, _, _ in groups]
     return groups  # type: ignore[return-value]
+
+
+def convolution(factor: Patches) -> Contraction:
+    """Return the squares of gradient tiles, patches addressed and never unfolded."""
+    from gradstats.kernels import operators
+
+    value = operators.convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
+    return well_conditioned(value.double(), torch.float32)
+
+
+def convolution_gram(factor: Patches) -> Contraction:
+    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with the bound eps·Σ|terms|."""
+    from gradstats.kernels import operators
+
+    value, magnitude = operators.convolution_gram_sqnorm(factor.input, factor.grad, *_layer(factor))
+    return Contraction(value.double(), 4 * unit_roundoff(torch.float32) * magnitude.double())
+
+
+def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i from one kernel."""
+    from gradstats.kernels import operators
+
+    gradient, value = operators.convolution_weight_gradient_sqnorm(
+        factor.input, factor.grad, *_layer(factor)
+    )
+    gradient = gradient.reshape(factor.shape)
+    return well_conditioned(value.double(), torch.float32), gradient
+
+
+def _layer(factor: Patches) -> tuple:
+    geometry = factor.geometry
+    return (
+        factor.kernel,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.groups,
+    )
+
+
+def rows_sqnorm(factor: Rows) -> Contraction:
+    """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖², equal ids grouped without a table."""
+    from gradstats.kernels import operators
+
+    value = operators.rows_sqnorm(*_rows(factor))
+    return well_conditioned(value.double(), torch.float32)
+
+
+def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
+    """Return the cross term of an embedding and a projection that share a table, (B,) float64."""
+    from gradstats.kernels import operators
+
+    a, g = _operands(outer)
+    ids, grad, bounds, longest = _rows(rows)
+    if bounds is None:
+        return operators.tied_inner(a, g, ids, grad).double()
+    batch, positions = a.shape[:2]
+    own = torch.arange(batch + 1, device=a.device) * positions
+    value = operators.tied_inner(
+        a.flatten(0, 1), g.flatten(0, 1), ids, grad, own, bounds, positions, longest
+    )
+    return value.double()
+
+
+def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
+    """Return (ids, grad, bounds, longest): (B, T) where all examples have T rows, else packed."""
+    count, longest = factor.ids.numel(), factor.longest
+    if longest is not None and factor.examples * longest == count and count > 0:
+        shape = (factor.examples, longest)
+        return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
+    numbers = torch.arange(factor.examples + 1, device=factor.example.device)
+    bounds = torch.searchsorted(factor.example, numbers)
+    return factor.ids, factor.grad, bounds, count if longest is None else longest
+
+
+def layer_norm_sum(x: Tensor, g: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, D) of rows (B, T, D) normalised over D."""
+    from gradstats.kernels import operators
+
+    return operators.layer_norm_sum(x, g, eps, rms)
+
+
+def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) normalised by groups."""
+    from gradstats.kernels import operators
+
+    return operators.group_norm_sum(x, g, groups, eps)
+
+
+def scale_sum(
+    x: Tensor, g: Tensor, mean: Tensor | None = None, rstd: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) with the statistics (C,)."""
+    from gradstats.kernels import operators
+
+    return operators.scale_sum(x, g, mean, rstd)
 
 
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:

@@ -43,3 +43,67 @@ def operator_samples(dtype, device="cpu"):
     yield "direction_inner", (a, g, weight), {}
     yield "direction_inner", (a, g, weight, bias), {}
     yield "direction_inner", (*packed, weight), segments | {"bias_direction": bias}
+
+    x = random((3, 5, 20), dtype, device, 7)
+    rows = x.flatten(0, 1)
+    mean, rstd = (random((20,), torch.float32, device, seed).abs() for seed in (8, 9))
+    for name in ("scale_sqnorm", "scale_sum"):
+        yield name, (x, g), {}
+        yield name, (x, g, mean, rstd), {}
+        yield name, (g2.mT.contiguous().mT, g2), {}
+        yield name, (rows, packed[1]), segments
+    for name in ("group_norm_sqnorm", "group_norm_sum"):
+        yield name, (x, g, 4, 1e-5), {}
+    for name in ("layer_norm_sqnorm", "layer_norm_sum"):
+        yield name, (x, g, 1e-5), {}
+        yield name, (g2.mT.contiguous().mT, g2, 1e-5), {"rms": True}
+        yield name, (rows, packed[1], 1e-5), segments
+    for weight_or_none in (bias, None):
+        yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {}
+        yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {"rms": True}
+    yield "layer_norm_backward", (rows, packed[1], bias, 1e-5), segments
+
+    ids = torch.tensor([[3, 1, 3, 0, 3], [2, 2, 2, 2, 2], [0, 1, 2, 3, 4]], device=device)
+    ids2 = ids.flatten().repeat(2)[:28].view(4, 7).to(torch.int32)
+    table = random((5, 20), dtype, device, 10)
+    head = random((3, 7, 5), dtype, device, 11), random((3, 7, 20), dtype, device, 12)
+    for padding in ({}, {"padding_idx": 3}):
+        yield "rows_sqnorm", (ids, g), padding
+        yield "rows_sqnorm", (ids.flatten(), packed[1]), segments | padding
+        yield "rows_direction", (ids, g, table), padding
+        yield "rows_direction", (ids.flatten(), packed[1], table), segments | padding
+        yield "rows_inner", (ids, g, ids.flip(0).int(), g.flip(1)), padding
+        yield "pairwise_rows", (ids, g, ids2, g2), padding
+        yield "pairwise_rows", (ids.flatten(), packed[1], ids2.flatten(), packed2[1]), two_segments
+        yield "tied_inner", (head[1], head[0], ids, g), padding
+    both = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
+    yield "rows_inner", (ids.flatten(), packed[1], ids.flatten(), packed[1]), both
+    yield "tied_inner", (packed[1], random((15, 5), dtype, device), ids.flatten(), packed[1]), both
+
+    yield from convolution_samples(dtype, device)
+
+
+def convolution_samples(dtype, device):
+    """One convolution of each kind: with groups, depthwise, in one and three dimensions."""
+    layers = (
+        ((4, 5, 4), (3, 2), (2, 1), (1, 0), (1, 2), 2, 6),
+        ((3, 7), (3,), (1,), (1,), (1,), 3, 6),
+        ((2, 3, 3, 3), (2, 3, 1), (1, 2, 1), (0, 1, 0), (1, 1, 2), 1, 3),
+    )
+    for size, *layer, outputs in layers:
+        kernel, groups = layer[0], layer[-1]
+        x = random((3, *size), dtype, device, 20)
+        weight = random((outputs, size[0] // groups, *kernel), dtype, device, 21)
+        positions = [
+            (length + 2 * pad - spread * (taps - 1) - 1) // step + 1
+            for length, taps, step, pad, spread in zip(size[1:], *layer[:4], strict=True)
+        ]
+        g = random((3, outputs, *positions), dtype, device, 22)
+        x2, g2 = x.flip(0).movedim(1, -1).contiguous().movedim(-1, 1), g.flip(0)
+        lists = [list(values) for values in layer[:4]]
+        yield "convolution_sqnorm", (x, g, *lists, groups), {}
+        yield "convolution_gram_sqnorm", (x2, g2, *lists, groups), {}
+        yield "convolution_weight_gradient_sqnorm", (x, g, *lists, groups), {}
+        yield "convolution_inner", (x, g, x2, g2, *lists, groups), {}
+        yield "pairwise_convolution", (x, g, x2[:2], g2[:2], *lists, groups), {"workspace": 500}
+        yield "convolution_direction", (x, g, weight, *lists, groups), {}

@@ -8,10 +8,10 @@ import torch
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
 
-from benchmarks import bench_linear_kernels, tune_linear_kernels
+from benchmarks import bench_layer_kernels, bench_linear_kernels, tune_linear_kernels
 
 
-@pytest.mark.parametrize("script", [bench_linear_kernels, tune_linear_kernels])
+@pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
 def test_help_and_the_need_for_a_gpu(script, capsys):
     with pytest.raises(SystemExit) as done:
         script.main(["--help"])
@@ -45,3 +45,9 @@ def test_every_shape_has_floors():
     shapes = bench_linear_kernels.SHAPES
     assert len({shape.name for shape in shapes}) == len(shapes)
     assert set(bench_linear_kernels.QUICK) <= {shape.name for shape in shapes}
+
+
+def test_every_layer_has_a_name_of_its_own():
+    names = [layer.name for layer in bench_layer_kernels.LAYERS]
+    assert len(set(names)) == len(names)
+    assert set(bench_layer_kernels.QUICK) <= set(names)

@@ -10,6 +10,18 @@ from gradstats.kernels._table import TABLE
 GPUS = (80, 86, 87, 89, 90, 100, 103, 120)
 SIZES = (1, 15, 16, 17, 100, 768, 4096, 50257)
 PRECISIONS = {2: ("ieee",), 4: ("ieee", "tf32x3", "tf32", "highest")}
+# kernels that only stream, so that the precision of products means nothing to them
+STREAMING = {
+    "rank_one",
+    "vector",
+    "layer_norm",
+    "scale",
+    "scale_positions_adjacent",
+    "statistics",
+    "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
+}
 CLASSES = [
     (itemsize, precision, gpu, aligned)
     for itemsize in (2, 4)
@@ -31,26 +43,40 @@ def test_every_choice_fits_the_gpu(size):
     for itemsize, precision, gpu, aligned in CLASSES:
         matmul = (itemsize, precision, gpu, aligned)
         chosen = [_config.choose_gram(size, *matmul)]
+        chosen.append(_config.choose_gram(size, *matmul, operation="convolution_gram"))
         for other in SIZES:
             chosen.append(_config.choose_direct(size, other, *matmul))
             chosen.append(_config.choose_direct(size, other, *matmul, operation="diagonal"))
             chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
-            chosen.append(_config.choose_pairwise(size, other, *matmul))
+            for operation in ("convolution", "convolution_fused"):
+                chosen.append(_config.choose_direct(size, other, *matmul, operation=operation))
+            for operation in ("pairwise", "pairwise_rows"):
+                chosen.append(_config.choose_pairwise(size, other, *matmul, operation=operation))
             chosen.append(_config.choose_direction(size, other, *matmul))
         for config in chosen:
             check(config, itemsize, gpu)
             assert min(config.rows, config.columns, config.inner) >= 16, "too small for a dot"
         check(_config.choose_rank_one(64, size, itemsize, gpu, aligned), itemsize, gpu)
         check(_config.choose_vector(64, size, itemsize, gpu, aligned), itemsize, gpu)
+        check(_config.choose_layer_norm(size, itemsize, gpu, aligned), itemsize, gpu)
+        for adjacent in (False, True):
+            config = _config.choose_scale(size, 64, itemsize, gpu, aligned, adjacent)
+            check(config, itemsize, gpu)
+        for adjacent in (False, True):
+            config = _config.choose_depthwise(size, itemsize, gpu, aligned, adjacent)
+            check(config, itemsize, gpu)
+        check(_config.choose_rows(size, itemsize, gpu, aligned), itemsize, gpu)
+        check(_config.choose_statistics(1, size, itemsize, gpu, aligned), itemsize, gpu)
 
 
 def test_gram_tiles_are_square():
-    for configs in _config.shipped("gram").values():
+    tables = (_config.shipped("gram"), _config.shipped("convolution_gram"))
+    for configs in itertools.chain.from_iterable(table.values() for table in tables):
         assert all(config.rows == config.columns for config in configs)
 
 
 def test_the_table_is_complete():
-    matmuls = set(_config.OPERATIONS) - {"rank_one", "vector", "weight_gradient_descriptor"}
+    matmuls = set(_config.OPERATIONS) - STREAMING - {"weight_gradient_descriptor"}
     for operation in matmuls:
         wanted = itertools.product(_config.ARCHITECTURES, _config.KINDS, (True, False))
         missing = set(wanted) - set(TABLE[operation])
@@ -61,7 +87,7 @@ def test_the_table_is_complete():
 
 
 def test_candidates_run_from_large_to_small():
-    for operation in set(TABLE) - {"rank_one", "vector"}:
+    for operation in set(TABLE) - STREAMING:
         for key, configs in _config.shipped(operation).items():
             areas = [config.rows * config.columns for config in configs]
             assert areas == sorted(areas, reverse=True), (operation, key)
@@ -129,3 +155,24 @@ def test_rows_are_shared_until_the_machine_is_full():
     assert _config.choose_row_splits(10**6, 80) == 10
     assert _config.choose_row_splits(132, 16) == 4
     assert _config.choose_row_splits(1, 16) == 16
+
+
+def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
+    assert _config.choose_layer_norm(768, 2).columns == 1024
+    assert _config.choose_layer_norm(128, 2).columns == 128
+    assert _config.choose_layer_norm(4096, 2).columns == 4096
+    assert {configs[0].columns for configs in _config.shipped("layer_norm").values()} == {4096}
+
+
+def test_the_axis_that_is_adjacent_in_memory_is_the_long_one():
+    adjacent = _config.choose_scale(3136, 64, 2, positions_adjacent=True)
+    apart = _config.choose_scale(3136, 256, 2)
+    assert adjacent.inner > adjacent.columns and apart.columns > apart.inner
+
+
+def test_a_partition_takes_whole_examples_where_there_are_enough():
+    assert _config.choose_partition(528, 100) == (1, 1)
+    assert _config.choose_partition(4 * 528 + 1, 100) == (5, 1)
+    assert _config.choose_partition(16, 1000) == (1, 33)
+    assert _config.choose_partition(16, 7) == (1, 7)
+    assert _config.choose_partition(1, 0) == (1, 1)

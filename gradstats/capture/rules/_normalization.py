@@ -6,22 +6,35 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._cost import product
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import ExampleLayout, derived, example_view, tap
 from gradstats.capture.rules._common import Examples, locate, plain
+from gradstats.contractions import _triton
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
 SCRATCH = 8 * 1024 * 1024
+
+
+class Normalise(Protocol):
+    """How a layer normalises."""
+
+    def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        """Return x̂."""
+
+    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σ_t g·x̂ and Σ_t g of operands (B, T, features), by the kernels."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class AffineFactors:
 
     Attributes:
         examples: where the examples lie.
-        normalise: returns x̂ from what was saved.
+        normalise: how x̂ comes from what was saved.
         channel_axis: the parameters' axis in the input (channel layers); None where the parameters
             span the last axes.
         scale, shift: which of the two are tracked.
@@ -38,7 +51,7 @@ class AffineFactors:
     """
 
     examples: Examples
-    normalise: Callable[..., Tensor]
+    normalise: Normalise
     channel_axis: int | None
     scale: bool
     shift: bool
@@ -46,6 +59,11 @@ class AffineFactors:
 
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         dtype = compute_dtype(grad)
+        if self._on_chip(grad, x):
+            grad, x = self.examples.first(grad), self.examples.first(x)
+            both = self.normalise.sums(*self._positions(x, grad), *statistics)
+            values = zip((self.scale, self.shift), both, strict=True)
+            return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
         grad, x = self.examples.lead(grad), self.examples.lead(x)
         offsets = self._offsets()
         # x̂ and its product with the gradient are used at once and dropped.
@@ -61,6 +79,19 @@ class AffineFactors:
             if self.shift:
                 shifts.append(self._sum(g, bounds))
         return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
+
+    def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
+        rows = self.examples.segments is None
+        if self.channel_axis is not None:
+            rows = self.examples.plain
+        return rows and _triton.runs(grad, x)
+
+    def _positions(self, *operands: Tensor) -> list[Tensor]:
+        """Return the operands as (B, T, features), channels that come first as a view."""
+        if self.channel_axis is None:
+            features = product(self.shape)
+            return [operand.reshape(len(operand), -1, features) for operand in operands]
+        return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
 
     def _offsets(self) -> Sequence[int]:
         """Return where each example's rows begin, once sorted by example."""
@@ -130,6 +161,9 @@ class LayerNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, self.shape, None, None, self.eps)
 
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, False)
+
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
@@ -149,6 +183,9 @@ class RootMeanSquareNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, True)
+
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
     """Normalisation over groups of channels and all positions."""
@@ -165,6 +202,9 @@ class GroupNormalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.group_norm(x, self.groups, None, None, self.eps)
+
+    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _triton.group_norm_sum(x, g, self.groups, self.eps)
 
 
 def instance_norm(
@@ -185,8 +225,8 @@ def instance_norm(
         input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
     )
     if use_input_stats:
-        normalise: Callable[..., Tensor] = GroupNormalise(input.shape[1], eps)
-        return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
+        own = GroupNormalise(input.shape[1], eps)
+        return _attach(tracker, func, result, weight, bias, examples, own, 1, input)
     normalise = RunningNormalise(eps)
     return _attach(
         tracker,
@@ -241,10 +281,15 @@ def batch_norm(
 class RunningNormalise:
     eps: float
 
-    def __call__(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        mean, variance = statistics
         return functional.batch_norm(
             x, mean.to(x.dtype), variance.to(x.dtype), None, None, False, 0.0, self.eps
         )
+
+    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = statistics
+        return _triton.scale_sum(x, g, mean.float(), (variance.float() + self.eps).rsqrt())
 
 
 RULES = {

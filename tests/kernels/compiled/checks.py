@@ -24,6 +24,36 @@ ALLOWED_SPILLS = {
     ("vector", 80, "1x128x64w8s1"): 28,
 }
 
+# a row that is normalised on chip and its sums are held at once; a few words of them spill, outside
+# the loop over positions
+ALLOWED_SPILLS |= {
+    ("layer_norm", architecture, tile): 32
+    for architecture in (80, 90, 100)
+    for tile in (
+        "1x4096x1w16s1",
+        "1x2048x1w8s1",
+        "2x1024x1w8s1",
+        "4x512x1w8s1",
+        "8x128x1w4s1",
+    )
+}
+
+# sums are held while 64-bit addresses of the next tile are formed
+ALLOWED_SPILLS |= {
+    (operation, architecture, tile): 24
+    for architecture in (80, 90, 100)
+    for operation, tile in (
+        ("depthwise", "16x4x64w8s1"),
+        ("depthwise_channels_adjacent", "4x32x32w8s1"),
+        ("rows", "1x64x16w4s1"),
+    )
+}
+
+# the division that keeps running means
+ALLOWED_SPILLS |= {
+    ("statistics", 80, tile): 12 for tile in ("1x2048x1w8s1", "1x512x1w4s1", "1x128x1w2s1")
+}
+
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 WARP_LEVEL = r"\bmma\.sync"
 

@@ -8,13 +8,20 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    convolution,
+    convolution_gram,
+    depthwise,
     diagonal,
     direct,
     direction,
     gram,
+    normalization,
     pairwise,
     pairwise_direct,
     rank_one,
+    rows,
+    rows_pairs,
+    scale,
     vector,
     weight_gradient,
 )
@@ -43,6 +50,13 @@ def factor(dtype, aligned, layout, batch=8, positions=1024):
     return a.flatten(0, 1), g.flatten(0, 1), cu_seqlens, positions
 
 
+def layouts(operation: str) -> tuple[str, ...]:
+    """The layouts of operands that an operation's kernels differ by."""
+    if operation.endswith("_descriptor") or operation.startswith("depthwise"):
+        return ("dense",)
+    return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
+
+
 def launches(
     operation: str,
     config: _config.TileConfig,
@@ -56,7 +70,8 @@ def launches(
     two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
     two["config"] = config
     modules = (rank_one, vector, gram, diagonal, direct, weight_gradient)
-    modules = (*modules, pairwise, pairwise_direct, direction)
+    modules = (*modules, pairwise, pairwise_direct, direction, normalization, scale)
+    modules = (*modules, rows, rows_pairs, convolution, convolution_gram, depthwise)
     with (
         aot.recorded(*modules) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
@@ -69,6 +84,42 @@ def launches(
             vector.vector_sqnorm(g, **one)
             vector.vector_inner(g, g, **one)
             vector.vector_sum(g, **one)
+        elif operation.startswith(("convolution", "depthwise")):
+            convolution_launches(operation, config, dtype, aligned, layout)
+        elif operation in ("rows", "pairwise_rows", "tied"):
+            ids = torch.empty(g.shape[:-1], dtype=torch.int64, device="meta")
+            if operation == "pairwise_rows":
+                rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
+            elif operation == "tied":
+                rows_pairs.tied_inner(g, a, ids, g, padding_idx=0, **two)
+            else:
+                for longest in (0, 10**6):
+                    rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
+                rows.rows_inner(ids, g, ids.int(), g, **two)
+                rows.rows_direction(ids, g, g.flatten(0, -2), **one)
+        elif operation == "layer_norm":
+            width = config.columns if aligned else config.columns - 7
+            shape = (*a.shape[:-1], width)
+            x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+            weight = torch.empty(width, dtype=dtype, device="meta")
+            for rms in (False, True):
+                normalization.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
+            normalization.layer_norm_sum(x, g, 1e-5, splits=4, **one)
+            normalization.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+        elif operation in ("scale", "scale_positions_adjacent"):
+            if operation == "scale_positions_adjacent" and layout == "dense":
+                a, g = (operand.transpose(1, 2) for operand in (a, g))
+            channels = torch.empty(a.shape[-1], device="meta")
+            scale.scale_sum(a, g, **one)
+            scale.scale_sqnorm(a, g, mean=channels, rstd=channels, **one)
+        elif operation == "statistics":
+            scale.row_statistics(a, 1e-5, False)
+            if layout == "dense":
+                scale.group_statistics(a.transpose(1, 2), 16, 1e-5)
+                segments = _check.check_pair(a, g)
+                scale.scale_products(
+                    a, g, segments, scale.row_statistics(a, 1e-5, True), None, sums=False
+                )
         elif operation == "gram":
             gram.gram_sqnorm(a, g, bias=True, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
@@ -94,3 +145,28 @@ def launches(
         else:
             raise AssertionError(operation)
     return recorded
+
+
+def convolution_launches(operation, config, dtype, aligned, layout):
+    """Channels last where aligned, else first. Layout: "dense", or "stem" with three channels."""
+    format_ = torch.channels_last if aligned else torch.contiguous_format
+    channels = 3 if layout == "stem" else 128
+    x, g = (
+        torch.empty((8, count, 28, 28), dtype=dtype, device="meta").to(memory_format=format_)
+        for count in (channels, 128)
+    )
+    layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
+    if operation == "convolution_gram":
+        convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+        return
+    if operation != "convolution":
+        convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config, splits=1)
+    if operation != "convolution" and layout == "dense":
+        convolution.convolution_inner(x, g, x, g, *layer, config=config)
+    if operation != "convolution_fused":
+        convolution.convolution_sqnorm(x, g, *layer, config=config)
+    if operation != "convolution_fused" and layout == "dense":
+        shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
+        weight = torch.empty(shape, dtype=dtype, device="meta")
+        convolution.convolution_direction(x, g, weight, *layer, config=config)
+        convolution.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)

@@ -13,25 +13,53 @@ MATMULS = {
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
+    "pairwise_rows",
     "direction",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
+}
+
+# kernels that take the tiles of another operation
+SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
+
+# kernels without matrix products, alike on all architectures: the subset compiles them for one
+STREAMING = {
+    "layer_norm",
+    "scale",
+    "scale_positions_adjacent",
+    "statistics",
+    "rows",
+    "depthwise",
+    "depthwise_channels_adjacent",
+}
+
+PATCHES_AND_ROWS = {
+    "tied",
+    "pairwise_rows",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
 }
 
 
 def cases():
     """(operation, architecture, kind, aligned, configuration, layout, in the default subset)."""
-    # the tiles of pairwise_direct are those of direct, in a kernel that stores them
-    for operation in (*TABLE, "example_tiles"):
-        entries = _config.shipped("direct" if operation == "example_tiles" else operation)
+    for operation in (*TABLE, *SHARED_TILES):
+        entries = _config.shipped(SHARED_TILES.get(operation, operation))
         for (architecture, kind, aligned), configs in entries.items():
             for rank, config in enumerate(configs):
-                for layout in ("dense", "ragged"):
-                    if layout == "ragged" and operation.endswith("_descriptor"):
-                        continue
-                    other = layout == ("ragged" if aligned else "dense")
+                layouts = launches.layouts(operation)
+                for layout in layouts:
+                    other = layout == layouts[-1 if aligned else 0]
                     default = rank == 0 and (
                         (kind == "half" and (other or operation.endswith("_descriptor")))
                         or (kind == "tf32x3" and architecture == 90 and layout == "dense")
                     )
+                    if operation in STREAMING:
+                        default = default and architecture == 90
+                    elif operation in PATCHES_AND_ROWS:
+                        default = default and kind == "half" and (aligned or architecture == 90)
                     yield operation, architecture, kind, aligned, config, layout, default
 
 
@@ -58,7 +86,9 @@ def test_shipped_configuration(case):
         checks.check_spills(compiled, checks.allowed_spills(operation, config, architecture))
         checks.check_no_atomics(compiled)
         checks.check_offsets(compiled)
-        matmul = operation in MATMULS and not compiled.name.startswith("segment_sum")
+        matmul = SHARED_TILES.get(operation, operation) in MATMULS and not compiled.name.startswith(
+            "segment_sum"
+        )
         if matmul and kind != "ieee":
             checks.check_tensor_cores(compiled, architecture, config.rows)
 

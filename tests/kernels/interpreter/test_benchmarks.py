@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from benchmarks import bench_layer_kernels
+from benchmarks.bench_layer_kernels import Layer
 from benchmarks.bench_linear_kernels import Shape, error, operands, providers
 
 SHAPES = [Shape("one position", 5, 1, 32, 48), Shape("sequence", 2, 9, 32, 48)]
@@ -23,3 +25,28 @@ def test_every_provider_runs_and_is_right(shape):
     shared = {"weight_gradient", "direction", "pairwise_gram"}
     own = {"rank_one"} if shape.positions == 1 else {"gram", "direct", "vector", "pairwise_direct"}
     assert checked == shared | own
+
+
+LAYERS = (
+    Layer("grouped", "convolution", 2, (4, 6, 5, 3, 1, 1, 2)),
+    Layer("convolution", "convolution", 2, (3, 5, 6, 3, 2, 1, 1)),
+    Layer("layer", "layer_norm", 2, (3, 20)),
+    Layer("rms", "rms_norm", 2, (3, 20)),
+    Layer("group", "group_norm", 2, (5, 12, 3)),
+    Layer("embedding", "embedding", 2, (7, 20, 11)),
+)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_every_provider_of_a_layer_runs_and_is_right(layer):
+    for channels_last in (False, True) if layer.kind == "convolution" else (False,):
+        inputs = bench_layer_kernels.operands(layer, torch.float32, 0, "cpu", channels_last)
+        ours = 0
+        for provider in bench_layer_kernels.providers(layer, torch.float32):
+            off = bench_layer_kernels.error(provider, inputs)
+            if off is None:
+                assert torch.is_tensor(provider.call(*inputs))
+                continue
+            assert off < 1e-5, (provider.operation, provider.name, off)
+            ours += provider.name.startswith("gradstats")
+        assert ours >= (1 if layer.kind == "group_norm" else 2)

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
-from gradstats.kernels import _tile, direct, gram, weight_gradient
+from gradstats.kernels import (
+    _patches,
+    _reference,
+    _tile,
+    convolution,
+    direct,
+    gram,
+    normalization,
+    rows,
+    weight_gradient,
+)
 from gradstats.kernels._config import TileConfig
 
-from tests.kernels import reference
-from tests.kernels.cases import CASES
+from tests.kernels import normalization_reference, reference
+from tests.kernels.cases import CASES, random
 from tests.kernels.mutants import mutant
 from tests.kernels.reference import assert_close
 
@@ -43,6 +53,38 @@ def check_gram(module, case):
     assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
 
 
+def check_layer_norm(module, case):
+    x, g, bounds = normalization_reference.operands(operands(case))
+    tile = TileConfig(4, 64, 1, num_warps=1, num_stages=1)
+    got = module.layer_norm_sqnorm(x, g, 1e-5, cu_seqlens=bounds, config=tile, splits=1)
+    want = normalization_reference.layer_norm(x, g, bounds, 1e-5, False)
+    normalization_reference.check_squares(got, want)
+
+
+def check_rows(module, longest_compared):
+    g = operands("one example")[1]
+    ids = torch.arange(g.shape[1]).expand(g.shape[:2]) * 5 % 3
+    tile = TileConfig(1, 64, 4, num_warps=1, num_stages=1)
+    got = module.rows_sqnorm(ids, g, config=tile, longest_compared=longest_compared)
+    want = _reference.rows_sqnorm(ids, g.double())
+    assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
+
+
+def check_convolution(module, fused):
+    layer = ([2, 3], [1, 2], [1, 1], [1, 1], 1)
+    x, g = (
+        random((2, 18, 4, 5), torch.float32, "cpu", 1),
+        random((2, 5, 5, 3), torch.float32, "cpu"),
+    )
+    options = {"config": TILE}
+    if fused:
+        _, got = module.convolution_weight_gradient_sqnorm(x, g, *layer, **options, splits=1)
+    else:
+        got = module.convolution_sqnorm(x, g, *layer, **options)
+    want = _reference.convolution_sqnorm(x.double(), g.double(), *layer)
+    assert_close(got, want)
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -54,6 +96,11 @@ def test_the_checks_accept_what_is_shipped():
         check_fused_norm(weight_gradient, case)
         check_fused_gradient(weight_gradient, case)
         check_gram(gram, case)
+        check_layer_norm(normalization, case)
+    for longest_compared in (0, 100):
+        check_rows(rows, longest_compared)
+    for fused in (False, True):
+        check_convolution(convolution, fused)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -110,3 +157,57 @@ def test_an_example_that_reads_its_neighbours_rows(tmp_path):
         tmp_path,
     )
     rejects(check_fused_norm, broken, "ragged in padding")
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("tl.where(inside[None, :], x - mean[:, None], 0.0)", "x - mean[:, None]"),
+        ("tl.sum(scale_sums, axis=0) + poison", "tl.sum(scale_sums, axis=0) + scale_total"),
+    ],
+    ids=["lanes past the features", "sums that run on into the next example"],
+)
+def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
+    monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(normalization, right, wrong, tmp_path)
+    rejects(check_layer_norm, broken, "prime")
+
+
+@pytest.mark.parametrize(
+    "longest_compared, right, wrong",
+    [
+        (100, "takes_part & (earlier == 0)", "takes_part"),
+        (0, "takes_part & (before != own)", "takes_part"),
+        (0, "more = tl.sum(tl.where(equal, 1, 0)) == INNER", "more = False"),
+    ],
+    ids=["every row answers", "every sorted row answers", "a run cut short"],
+)
+def test_broken_groups_of_ids(tmp_path, longest_compared, right, wrong):
+    broken = mutant(rows, right, wrong, tmp_path)
+    rejects(check_rows, broken, longest_compared)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("& (w >= 0) & (w < width)\n        mask = inside", "& (w >= 0)\n        mask = inside"),
+        ("d = (rest // out_height) * WINDOW[3]", "d = position * 0 + WINDOW[3]"),
+        ("    tap_w = (tap % WINDOW[2]) * WINDOW[11]", "    tap_w = tap % WINDOW[1]"),
+    ],
+    ids=["an image row that runs into the next", "a shifted axis", "taps of the wrong axis"],
+)
+def test_broken_patches(tmp_path, monkeypatch, right, wrong):
+    broken = mutant(_patches, right, wrong, tmp_path)
+    monkeypatch.setattr(convolution, "patch_tile", broken.patch_tile)
+    rejects(check_convolution, convolution, False)
+
+
+def test_a_convolution_without_example_boundaries(tmp_path):
+    broken = mutant(
+        convolution,
+        "            total += gradient\n"
+        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
+        "            total = gradient\n",
+        tmp_path,
+    )
+    rejects(check_convolution, broken, True)

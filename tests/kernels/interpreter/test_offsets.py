@@ -6,13 +6,18 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import (
+    _reference,
+    convolution,
     diagonal,
     direct,
     direction,
     gram,
+    normalization,
     pairwise,
     pairwise_direct,
     rank_one,
+    rows,
+    scale,
     vector,
     weight_gradient,
 )
@@ -82,6 +87,34 @@ def test_offsets_are_64_bit(axis):
             a[:, 0], g[:, 0], config=TileConfig(4, 1, 16, num_warps=1, num_stages=1)
         )
         assert_close(first, reference.sqnorm_reference(a[:, :1], g[:, :1]))
+
+
+@pytest.mark.parametrize("axis", STRIDES)
+def test_offsets_of_streams_and_patches_are_64_bit(axis):
+    x = far_apart((3, 2, 17), STRIDES[axis], 1)
+    g = random((3, 2, 17), torch.float16, "cpu", 2)
+    want = _reference.layer_norm_sqnorm(x.double(), g, 1e-5)
+    got = normalization.layer_norm_sqnorm(x, g, 1e-5, config=TileConfig(4, 32, 1, 1, 1))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+    want = _reference.group_norm_sqnorm(x.double(), g, 17, 1e-5)
+    got = scale.group_norm_sqnorm(x, g, 17, 1e-5, config=TileConfig(1, 16, 8, 1, 1))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+    ids = torch.tensor([[1, 1], [0, 1], [2, 2]])
+    got = rows.rows_sqnorm(ids, x, config=TileConfig(1, 32, 4, 1, 1))
+    assert_close(got, _reference.rows_sqnorm(ids, x.double()), _reference.rows_sqnorm(ids, x.abs()))
+    # two channels of images in one dimension: channels take the place of positions
+    layer = ([3], [1], [1], [1])
+    for groups, outputs in ((1, 3), (2, 2)):
+        gradient = random((3, outputs, 17), torch.float16, "cpu", 4)
+        own = (x, gradient, *layer, groups)
+        absolute = (x.double().abs(), gradient.double().abs(), *layer, groups)
+        tile = TileConfig(4, 4, 16, 1, 1) if groups == 2 else TILE
+        got = convolution.convolution_sqnorm(*own, config=tile)
+        assert_close(
+            got, _reference.convolution_sqnorm(*own), _reference.convolution_sqnorm(*absolute)
+        )
 
 
 @triton.jit

@@ -1,0 +1,337 @@
+"""Kernels of convolutions, embeddings and norm layers on one GPU: checked first, then timed.
+
+    python -m benchmarks.bench_layer_kernels --out benchmarks/results/layer_kernels.csv
+
+Floors, timing and columns as in `bench_linear_kernels`. Rivals: the backend's own backward alone,
+unfolded patches multiplied example by example, and vmap of a gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from benchmarks.bench_linear_kernels import (
+    CACHE_BYTES,
+    DTYPES,
+    Provider,
+    append,
+    ceilings,
+    environment,
+    measure,
+    show,
+)
+
+EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A named layer: what kind, how many examples, and its sizes.
+
+    Convolution: (channels, outputs, image side, kernel side, stride, padding, groups).
+    Norm layer: (positions, features); with groups: (positions, channels, groups).
+    Embedding: (positions, width, rows of the table).
+    """
+
+    name: str
+    kind: str
+    batch: int
+    sizes: tuple[int, ...]
+
+
+LAYERS = (
+    Layer("resnet50_stem", "convolution", 64, (3, 64, 224, 7, 2, 3, 1)),
+    Layer("resnet50_stage1", "convolution", 64, (64, 64, 56, 3, 1, 1, 1)),
+    Layer("resnet50_stage2", "convolution", 64, (128, 128, 28, 3, 1, 1, 1)),
+    Layer("resnet50_stage3", "convolution", 64, (256, 256, 14, 3, 1, 1, 1)),
+    Layer("resnet50_stage4", "convolution", 64, (512, 512, 7, 3, 1, 1, 1)),
+    Layer("resnet50_shortcut", "convolution", 64, (256, 512, 56, 1, 2, 0, 1)),
+    Layer("resnext50_stage2", "convolution", 64, (256, 256, 28, 3, 1, 1, 32)),
+    Layer("convnext_t_stage1", "convolution", 64, (96, 96, 56, 7, 1, 3, 96)),
+    Layer("convnext_t_stage3", "convolution", 64, (384, 384, 14, 7, 1, 3, 384)),
+    Layer("vit_b_patches", "convolution", 64, (3, 768, 224, 16, 16, 0, 1)),
+    Layer("gpt2_layer_norm", "layer_norm", 16, (1024, 768)),
+    Layer("llama_7b_rms_norm", "rms_norm", 4, (2048, 4096)),
+    Layer("resnet50_group_norm", "group_norm", 64, (3136, 256, 32)),
+    Layer("gpt2_embedding", "embedding", 16, (1024, 768, 50257)),
+)
+QUICK = ("resnet50_stage2", "convnext_t_stage1", "gpt2_layer_norm", "gpt2_embedding")
+
+
+def operands(
+    layer: Layer, dtype: torch.dtype, seed: int, device: str = "cuda", channels_last: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """(x, g, weight) of random data; ids stand in place of x for an embedding."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def random(*size):
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    if layer.kind == "convolution":
+        channels, outputs, side, kernel, stride, padding, groups = layer.sizes
+        out = (side + 2 * padding - kernel) // stride + 1
+        x, g = random(layer.batch, channels, side, side), random(layer.batch, outputs, out, out)
+        if channels_last:
+            x, g = (each.to(memory_format=torch.channels_last) for each in (x, g))
+        return x, g, random(outputs, channels // groups, kernel, kernel)
+    positions, features, *rest = layer.sizes
+    g = random(layer.batch, positions, features)
+    if layer.kind == "embedding":
+        # frequencies fall with rank, as words do
+        share = torch.rand(layer.batch, positions, generator=generator, device=device)
+        ids = (rest[0] ** share).long() - 1
+        return ids, g, random(rest[0], features)
+    x = random(layer.batch, positions, features)
+    if layer.kind == "group_norm":
+        x, g = (each.mT.contiguous().mT for each in (x, g))
+    return x, g, random(features)
+
+
+def providers(layer: Layer, dtype: torch.dtype) -> Iterator[Provider]:
+    """The kernels that serve this layer, beside what they compete with."""
+    size = torch.empty((), dtype=dtype).element_size()
+    if layer.kind == "convolution":
+        yield from _convolution(layer, size)
+    elif layer.kind == "embedding":
+        yield from _embedding(layer, size)
+    else:
+        yield from _norm_layer(layer, size)
+
+
+def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
+    from gradstats.kernels import convolution, convolution_gram
+
+    channels, outputs, side, kernel, stride, padding, groups = layer.sizes
+    out = (side + 2 * padding - kernel) // stride + 1
+    positions, weights = out * out, outputs * (channels // groups) * kernel**2
+    own = ([kernel] * 2, [stride] * 2, [padding] * 2, [1, 1], groups)
+    read = size * layer.batch * (channels * side**2 + outputs * positions)
+    product = 2.0 * layer.batch * positions * weights
+
+    def native(x, g, w):
+        return torch.ops.aten.convolution_backward(
+            g, x, w, None, own[1], own[2], own[3], False, [0, 0], groups, [False, True, False]
+        )[1]
+
+    def exact(x, g, w):
+        each = zip(x.split(1), g.split(1), strict=True)
+        return torch.stack([native(a, b, w).square().sum() for a, b in each])
+
+    def loss(w, x, g):
+        y = functional.conv2d(x[None], w, None, stride, padding, 1, groups)
+        return (y * g[None]).sum()
+
+    per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+
+    def same(result):
+        return result
+
+    yield Provider(
+        "direct", "gradstats", lambda x, g, w: convolution.convolution_sqnorm(x, g, *own),
+        product, read, same, exact,
+    )  # fmt: skip
+    if positions <= 1024 and groups == 1:
+        yield Provider(
+            "gram", "gradstats",
+            lambda x, g, w: convolution_gram.convolution_gram_sqnorm(x, g, *own),
+            layer.batch * positions * (positions + 1.0) * (weights / outputs + outputs), read,
+            lambda result: result[0], exact,
+        )  # fmt: skip
+    if groups == 1 and size * layer.batch * positions * channels * kernel**2 < 16 * 2**30:
+
+        def unfolded(x, g, w):
+            patches = functional.unfold(x, kernel, 1, padding, stride)
+            return (g.flatten(2) @ patches.mT).float().square().sum((1, 2))
+
+        yield Provider("direct", "unfold and bmm", unfolded, product, read, same, exact)
+    if 4 * layer.batch * weights < 16 * 2**30:
+        yield Provider(
+            "direct", "vmap",
+            lambda x, g, w: per_example(w, x, g).float().flatten(1).square().sum(1),
+            product, read, same, exact,
+        )  # fmt: skip
+    yield Provider("weight_gradient", "cudnn", native, product, read + size * weights)
+    yield Provider(
+        "weight_gradient", "gradstats",
+        lambda x, g, w: convolution.convolution_weight_gradient_sqnorm(x, g, *own),
+        product, read + size * weights, lambda result: result[1], exact,
+    )  # fmt: skip
+    yield Provider(
+        "direction", "gradstats",
+        lambda x, g, w: convolution.convolution_direction(x, g, w, *own),
+        product, read, same,
+        lambda x, g, w: (functional.conv2d(x, w, None, stride, padding, 1, groups) * g).sum(
+            (1, 2, 3)
+        ),
+    )  # fmt: skip
+    if weights * layer.batch * 4 < 2**31:
+        yield Provider(
+            "pairwise", "gradstats",
+            lambda x, g, w: convolution.pairwise_convolution(x, g, x, g, *own),
+            product + 2.0 * layer.batch**2 * weights, read, lambda result: result.diagonal(), exact,
+        )  # fmt: skip
+
+
+def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
+    from gradstats.kernels import _reference, rows, rows_pairs
+
+    positions, width, table = layer.sizes
+    read = layer.batch * positions * (size * width + 8)
+
+    def exact(ids, g, w):
+        return _reference.rows_sqnorm(ids.cpu(), g.cpu()).to(g.device)
+
+    def same(result):
+        return result
+
+    for name, longest in (("gradstats compared", 10**6), ("gradstats sorted", 0)):
+        yield Provider(
+            "norms", name,
+            lambda ids, g, w, longest=longest: rows.rows_sqnorm(ids, g, longest_compared=longest),
+            0.0, read, same, exact,
+        )  # fmt: skip
+
+    def native(ids, g, w):
+        return torch.ops.aten.embedding_dense_backward(g, ids, table, -1, False)
+
+    def gram(ids, g, w):
+        same_id = ids[:, :, None] == ids[:, None, :]
+        return ((g @ g.mT) * same_id).sum((1, 2), dtype=torch.float32)
+
+    yield Provider("norms", "backward alone", native, 0.0, read + size * table * width)
+    yield Provider("norms", "opacus formula", gram, 0.0, read, same, exact)
+    yield Provider(
+        "direction", "gradstats", lambda ids, g, w: rows.rows_direction(ids, g, w),
+        0.0, 2.0 * read, same,
+        lambda ids, g, w: (g * functional.embedding(ids, w)).sum((1, 2)),
+    )  # fmt: skip
+    yield Provider(
+        "pairwise", "gradstats", lambda ids, g, w: rows_pairs.pairwise_rows(ids, g, ids, g),
+        0.0, read, lambda result: result.diagonal(), exact,
+    )  # fmt: skip
+
+
+def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
+    from gradstats.kernels import normalization, scale
+
+    features = layer.sizes[1]
+    elements = float(layer.batch * math.prod(layer.sizes[:2]))
+    rms = layer.kind == "rms_norm"
+
+    def normalised(x):
+        if layer.kind == "group_norm":
+            return functional.group_norm(x.mT, layer.sizes[2], eps=EPS).mT
+        function = functional.rms_norm if rms else functional.layer_norm
+        return function(x, (features,), eps=EPS)
+
+    def exact(x, g, w):
+        return (normalised(x) * g).sum(1).square().sum(1)
+
+    def first(result):
+        return result[0]
+
+    def native(x, g, w):
+        if rms:
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = functional.rms_norm(leaf, (features,), w, EPS)
+            return torch.autograd.grad(y, leaf, g)[0]
+        y, mean, rstd = torch.ops.aten.native_layer_norm(x, (features,), w, w, EPS)
+        return torch.ops.aten.native_layer_norm_backward(
+            g, x, (features,), mean, rstd, w, w, [True, True, True]
+        )[0]
+
+    if layer.kind == "group_norm":
+        yield Provider(
+            "norms", "gradstats",
+            lambda x, g, w: scale.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
+            0.0, 2 * size * elements, first, exact,
+        )  # fmt: skip
+    else:
+        yield Provider(
+            "norms", "gradstats",
+            lambda x, g, w: normalization.layer_norm_sqnorm(x, g, EPS, rms=rms),
+            0.0, 2 * size * elements, first, exact,
+        )  # fmt: skip
+        yield Provider(
+            "backward", "gradstats",
+            lambda x, g, w: normalization.layer_norm_backward(x, g, w, EPS, rms=rms),
+            0.0, 3 * size * elements, lambda result: result[3], exact,
+        )  # fmt: skip
+        yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
+    yield Provider(
+        "norms", "torch", lambda x, g, w: (normalised(x) * g).float().sum(1).square().sum(1),
+        0.0, 2 * size * elements, lambda result: result, exact,
+    )  # fmt: skip
+
+
+def error(provider: Provider, inputs, examples: int = 4) -> float | None:
+    """Largest relative error over the first examples, of random data, against fp64."""
+    if provider.result is None or provider.reference is None:
+        return None
+    got = provider.result(provider.call(*inputs))[:examples].double()
+    x, g, weight = inputs
+    x = x[:examples].double() if x.is_floating_point() else x[:examples]
+    want = provider.reference(x, g[:examples].double(), weight.double())
+    return float(((got - want).abs() / want.abs().clamp_min(want.abs().mean())).max())
+
+
+def bench(
+    layer: Layer, dtype_name: str, limits: tuple[float, float], channels_last: bool
+) -> Iterator[dict]:
+    """One row per operation and provider."""
+    dtype = DTYPES[dtype_name]
+    inputs = operands(layer, dtype, 0, channels_last=channels_last)
+    own = sum(operand.numel() * operand.element_size() for operand in inputs)
+    count = max(2, min(16, -(-CACHE_BYTES // own)))
+    sets = [
+        inputs,
+        *(operands(layer, dtype, seed, channels_last=channels_last) for seed in range(1, count)),
+    ]
+    row = dataclasses.asdict(layer) | {"dtype": dtype_name, "channels_last": channels_last}
+    for provider in providers(layer, dtype):
+        yield row | measure(provider, inputs, sets, limits, error)
+
+
+COLUMNS = (
+    "operation provider name kind batch sizes channels_last dtype ms ms_20 ms_80 floor_ms "
+    "percent_of_floor tflops gigabytes_per_second peak_bytes error flops bytes note "
+    "gpu driver torch triton commit date"
+).split()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="CSV file to append to")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--layers", nargs="+", choices=[layer.name for layer in LAYERS])
+    parser.add_argument("--quick", action="store_true", help="four layers alone")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    names = options.layers or (QUICK if options.quick else [layer.name for layer in LAYERS])
+
+    stamp = environment()
+    print(", ".join(f"{key} {value}" for key, value in stamp.items()))
+    rows = []
+    for dtype_name in options.dtypes:
+        limits = ceilings(DTYPES[dtype_name])
+        for layer in LAYERS:
+            if layer.name not in names:
+                continue
+            for channels_last in (False, True) if layer.kind == "convolution" else (False,):
+                for row in bench(layer, dtype_name, limits, channels_last):
+                    rows.append(row | stamp)
+                    show(f"{layer.name}{' last' if channels_last else ''}", row)
+    append(options.out, COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()

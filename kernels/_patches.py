@@ -1,0 +1,223 @@
+"""Image patches addressed where they are needed: geometry on the host, tiles on the device.
+
+Everything is lifted to three spatial axes. The columns of a patch are its taps, and within a tap
+the channels, so that a tile of columns reads adjacent channels under one tap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check
+
+
+@triton.jit
+def patch_tile(
+    base,  # pointer to the first channel of one group of one example
+    position,  # [INNER] positions
+    positions,  # positions at or past this index read as zero
+    column,  # [COLUMNS] channels if ONE_TAP, else tap * channels + channel
+    tap,  # the tap, if ONE_TAP
+    channels,
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    WINDOW: tl.constexpr,  # kernel, stride, padding, dilation: three numbers each
+    ONE_TAP: tl.constexpr,
+):
+    """The [INNER, COLUMNS] tile of the patches at `position`; zero in the padding and outside."""
+    rest = position // out_width
+    d = (rest // out_height) * WINDOW[3] - WINDOW[6]
+    h = (rest % out_height) * WINDOW[4] - WINDOW[7]
+    w = (position % out_width) * WINDOW[5] - WINDOW[8]
+    if ONE_TAP:
+        channel = column
+        inside_columns = column < channels
+    else:
+        tap = column // channels
+        channel = column - tap * channels
+        inside_columns = tap < WINDOW[0] * WINDOW[1] * WINDOW[2]
+    tap_d = (tap // (WINDOW[1] * WINDOW[2])) * WINDOW[9]
+    tap_h = (tap // WINDOW[2] % WINDOW[1]) * WINDOW[10]
+    tap_w = (tap % WINDOW[2]) * WINDOW[11]
+    if ONE_TAP:
+        d += tap_d
+        h += tap_h
+        w += tap_w
+        inside = (position < positions) & (d >= 0) & (d < depth)
+        inside = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        mask = inside[None, :] & inside_columns[:, None]
+        columns = tl.cast(channel, tl.int64) * stride_xc
+    else:
+        mask = (position < positions)[None, :]
+        mask = mask & inside_columns[:, None]
+        at = h[None, :] + tap_h[:, None]
+        mask = mask & (at >= 0) & (at < height)
+        at = w[None, :] + tap_w[:, None]
+        mask = mask & (at >= 0) & (at < width)
+        at = d[None, :] + tap_d[:, None]
+        mask = mask & (at >= 0) & (at < depth)
+        columns = (
+            tl.cast(channel, tl.int64) * stride_xc
+            + tl.cast(tap_d, tl.int64) * stride_xd
+            + tl.cast(tap_h, tl.int64) * stride_xh
+            + tl.cast(tap_w, tl.int64) * stride_xw
+        )
+    rows = (
+        tl.cast(d, tl.int64) * stride_xd
+        + tl.cast(h, tl.int64) * stride_xh
+        + tl.cast(w, tl.int64) * stride_xw
+    )
+    # Positions are the last axis: where channels come first the compiler cannot see that positions
+    # are adjacent, and lets lanes run along the last axis.
+    offsets = rows[None, :] + columns[:, None]
+    return tl.load(base + offsets, mask=mask, other=0.0).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A checked convolution: x (B, C, D, H, W), g (B, O, T), and how patches are cut.
+
+    Attributes:
+        x: input, lifted to three spatial axes, any strides.
+        g: output gradient, positions flattened.
+        window: kernel, stride, padding and dilation, three numbers each.
+        out: sizes of the three axes of positions.
+        groups: how channels divide.
+        kernel: sizes of the kernel's own axes, as the caller gave them.
+    """
+
+    x: torch.Tensor
+    g: torch.Tensor
+    window: tuple[int, ...]
+    out: tuple[int, int, int]
+    groups: int
+    kernel: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return self.g.shape[2]
+
+    @property
+    def channels(self) -> int:
+        """Input channels of one group."""
+        return self.x.shape[1] // self.groups
+
+    @property
+    def outputs(self) -> int:
+        """Output channels of one group."""
+        return self.g.shape[1] // self.groups
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.window[:3])
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.g.shape[1], self.channels, *self.kernel)
+
+    @property
+    def channels_last(self) -> bool:
+        return self.x.stride(1) == 1 and self.x.shape[1] > 1
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both operands have rows that can be copied in whole vectors."""
+        rows = self.g.mT if self.g.stride(1) == 1 else self.g
+        x = self.x.permute(0, 2, 3, 4, 1)
+        return self.channels_last and _check.is_aligned(rows) and _check.is_aligned(x)
+
+    def arguments(self) -> tuple:
+        """What every kernel takes after its pointers."""
+        return (
+            *self.x.stride(),
+            *self.g.stride(),
+            *self.x.shape[2:],
+            self.out[1],
+            self.out[2],
+            self.positions,
+            self.channels,
+            self.outputs,
+            self.groups,
+        )
+
+    def select(self, groups: slice, rows: slice) -> Convolution:
+        """The part of the weight of some whole groups, or of some rows of a single group."""
+        x = self.x.unflatten(1, (self.groups, self.channels))[:, groups]
+        g = self.g.unflatten(1, (self.groups, self.outputs))[:, groups, rows]
+        count = x.shape[1]
+        return dataclasses.replace(self, x=x.flatten(1, 2), g=g.flatten(1, 2), groups=count)
+
+
+def check_convolution(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Convolution:
+    """Checks a convolution's operands and lifts them to three spatial axes.
+
+    Raises: KernelInputError for anything that no kernel serves.
+    """
+    dims = len(kernel)
+    if not 1 <= dims <= 3 or x.dim() != dims + 2 or g.dim() != dims + 2:
+        raise _check.KernelInputError(
+            f"expected x (B, C, *spatial) and g (B, O, *positions) with as many axes as the kernel "
+            f"{tuple(kernel)}, one to three; got {tuple(x.shape)} and {tuple(g.shape)}"
+        )
+    if any(len(values) != dims for values in (stride, padding, dilation)):
+        raise _check.KernelInputError(
+            f"stride, padding and dilation need {dims} numbers each; got {tuple(stride)}, "
+            f"{tuple(padding)} and {tuple(dilation)}"
+        )
+    if groups < 1 or x.shape[1] % groups or g.shape[1] % groups:
+        raise _check.KernelInputError(
+            f"groups must divide the {x.shape[1]} input and {g.shape[1]} output channels; got "
+            f"{groups}"
+        )
+    if x.shape[0] != g.shape[0]:
+        raise _check.KernelInputError(
+            f"x and g must have one batch; got {x.shape[0]} and {g.shape[0]}: pass the input and "
+            "the output gradient of one layer call"
+        )
+    _check.check_tensors(x, g)
+    expected = tuple(
+        (size + 2 * pad - spread * (taps - 1) - 1) // step + 1
+        for size, taps, step, pad, spread in zip(
+            x.shape[2:], kernel, stride, padding, dilation, strict=True
+        )
+    )
+    if tuple(g.shape[2:]) != expected:
+        raise _check.KernelInputError(
+            f"an input of shape {tuple(x.shape)} has {expected} positions for kernel "
+            f"{tuple(kernel)}, stride {tuple(stride)}, padding {tuple(padding)} and dilation "
+            f"{tuple(dilation)}; got gradients of shape {tuple(g.shape)}: pass the input and the "
+            "output gradient of one layer call"
+        )
+    lead = 3 - dims
+    ones, zeros = (1,) * lead, (0,) * lead
+    window = (*ones, *kernel, *ones, *stride, *zeros, *padding, *ones, *dilation)
+    for _ in range(lead):
+        x = x.unsqueeze(2)
+    out = (*ones, *g.shape[2:])
+    return Convolution(
+        x, g.flatten(2), tuple(map(int, window)), out, groups, tuple(map(int, kernel))
+    )

@@ -1,0 +1,575 @@
+"""Convolutions: per-example weight gradients tile by tile, patches addressed and never unfolded.
+
+G_i[k] = sum_t g_i[k, t] patch_t(x_i[k])^T for each group k. A transposed convolution is the same
+with its input and its output gradient exchanged. One input channel in each group (depthwise) is
+memory-bound and has a kernel of its own, `depthwise.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config, depthwise
+from gradstats.kernels._patches import Convolution, check_convolution, patch_tile
+from gradstats.kernels._tile import dot, load_tile
+
+WORKSPACE = 256 * 2**20
+
+
+@triton.jit
+def weight_tile(
+    index,  # which tile of the weight
+    channels,
+    outputs,
+    TAPS: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """(group, first row, tap, first column) of a tile; columns are channels if ONE_TAP."""
+    row_tiles = tl.cdiv(outputs, ROWS)
+    if ONE_TAP:
+        column_tiles = tl.cdiv(channels, COLUMNS)
+        tiles = row_tiles * column_tiles * TAPS
+    else:
+        column_tiles = tl.cdiv(channels * TAPS, COLUMNS)
+        tiles = row_tiles * column_tiles
+    group = index // tiles
+    index -= group * tiles
+    # neighbours share the rows of g, and their patches overlap
+    row = index // (tiles // row_tiles)
+    index -= row * (tiles // row_tiles)
+    return group, row * ROWS, index // column_tiles, (index % column_tiles) * COLUMNS
+
+
+@triton.jit
+def weight_offsets(rows, column, tap, channels, outputs, TAPS: tl.constexpr, ONE_TAP: tl.constexpr):
+    """(offsets, mask), [ROWS, COLUMNS], in one group's weight (outputs, channels, taps)."""
+    if ONE_TAP:
+        channel = column
+        inside = column < channels
+    else:
+        tap = column // channels
+        channel = column - tap * channels
+        inside = tap < TAPS
+    columns = tl.cast(channel, tl.int64) * TAPS + tap
+    offsets = tl.cast(rows, tl.int64)[:, None] * channels * TAPS + columns[None, :]
+    return offsets, (rows < outputs)[:, None] & inside[None, :]
+
+
+@triton.jit
+def convolution_gradient(
+    x_base,  # pointer to one group of one example of x
+    g_base,  # pointer to one group of one example of g
+    rows,  # [ROWS] output channels
+    column,  # [COLUMNS] channels if ONE_TAP, else tap * channels + channel
+    tap,
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    channels,
+    outputs,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[ROWS, COLUMNS] tile of the weight gradient of one group of one example."""
+    inner = tl.arange(0, INNER)
+    gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, positions, INNER):
+        position = start + inner
+        g = load_tile(g_base, rows, stride_gc, outputs, position, stride_gt, positions)
+        patches = patch_tile(
+            x_base, position, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
+            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
+        )  # fmt: skip
+        gradient = dot(g, patches, gradient, PRECISION)
+    return gradient
+
+
+@triton.jit(do_not_specialize=["groups"])
+def convolution_kernel(
+    x1_ptr,  # (B, C, D, H, W)
+    g1_ptr,  # (B, O, T)
+    x2_ptr,  # a second factor of the same shapes, read if MODE is "inner"
+    g2_ptr,
+    weight_ptr,  # (O, C / groups, taps) contiguous, read if MODE is "direction"
+    output_ptr,  # fp32 (B, tiles); (B, O, C / groups, taps) if MODE is "store"
+    stride_x1b,
+    stride_x1c,
+    stride_x1d,
+    stride_x1h,
+    stride_x1w,
+    stride_g1b,
+    stride_g1c,
+    stride_g1t,
+    stride_x2b,
+    stride_x2c,
+    stride_x2d,
+    stride_x2h,
+    stride_x2w,
+    stride_g2b,
+    stride_g2c,
+    stride_g2t,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    channels,
+    outputs,
+    groups,
+    MODE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """Of one tile of one example's weight gradient: its squares, its products, or itself."""
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    index = tl.program_id(0)
+    tiles = groups * tl.cdiv(outputs, ROWS)
+    if ONE_TAP:
+        tiles *= tl.cdiv(channels, COLUMNS) * TAPS
+    else:
+        tiles *= tl.cdiv(channels * TAPS, COLUMNS)
+    example = tl.cast(index // tiles, tl.int64)
+    group, first_row, tap, first_column = weight_tile(
+        index % tiles, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
+    )
+    rows = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    x_channel = tl.cast(group, tl.int64) * channels
+    g_channel = tl.cast(group, tl.int64) * outputs
+    gradient = convolution_gradient(
+        x1_ptr + example * stride_x1b + x_channel * stride_x1c,
+        g1_ptr + example * stride_g1b + g_channel * stride_g1c,
+        rows, column, tap, stride_x1c, stride_x1d, stride_x1h, stride_x1w, stride_g1c, stride_g1t,
+        depth, height, width, out_height, out_width, positions, channels, outputs, WINDOW, ONE_TAP,
+        PRECISION, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
+    if MODE == "square":
+        tl.store(output_ptr + index, tl.sum(gradient * gradient))
+    elif MODE == "inner":
+        second = convolution_gradient(
+            x2_ptr + example * stride_x2b + x_channel * stride_x2c,
+            g2_ptr + example * stride_g2b + g_channel * stride_g2c,
+            rows, column, tap, stride_x2c, stride_x2d, stride_x2h, stride_x2w, stride_g2c,
+            stride_g2t, depth, height, width, out_height, out_width, positions, channels, outputs,
+            WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+        tl.store(output_ptr + index, tl.sum(gradient * second))
+    else:
+        offsets, mask = weight_offsets(rows, column, tap, channels, outputs, TAPS, ONE_TAP)
+        offsets += g_channel * channels * TAPS
+        if MODE == "direction":
+            direction = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+            tl.store(output_ptr + index, tl.sum(gradient * direction.to(tl.float32)))
+        else:
+            output = output_ptr + example * groups * outputs * channels * TAPS
+            tl.store(output + offsets, gradient, mask=mask)
+
+
+@triton.jit(do_not_specialize=["batch", "groups", "examples_per_split"])
+def convolution_weight_gradient_kernel(
+    x_ptr,  # (B, C, D, H, W)
+    g_ptr,  # (B, O, T)
+    gradient_ptr,  # (splits, O, C / groups, taps) contiguous: sums over each range of examples
+    partial_ptr,  # fp32 (B, tiles)
+    stride_xb,
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gb,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    channels,
+    outputs,
+    groups,
+    batch,
+    examples_per_split,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One tile of sum_b G_b over a range of examples, and partial[b, tile] = |tile of G_b|^2.
+
+    One flat loop over (example, block of positions), as for linear layers.
+    """
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    index = tl.program_id(0)
+    tiles = groups * tl.cdiv(outputs, ROWS)
+    if ONE_TAP:
+        tiles *= tl.cdiv(channels, COLUMNS) * TAPS
+    else:
+        tiles *= tl.cdiv(channels * TAPS, COLUMNS)
+    split = index // tiles
+    tile = index - split * tiles
+    group, first_row, tap, first_column = weight_tile(
+        tile, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
+    )
+    rows = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    g_channel = tl.cast(group, tl.int64) * outputs
+    x_group = x_ptr + tl.cast(group, tl.int64) * channels * stride_xc
+    g_group = g_ptr + g_channel * stride_gc
+
+    example = split * examples_per_split
+    last_example = tl.minimum(example + examples_per_split, batch)
+    start = 0
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(0, (last_example - example) * tl.cdiv(positions, INNER)):
+        position = start + inner
+        g_base = g_group + tl.cast(example, tl.int64) * stride_gb
+        x_base = x_group + tl.cast(example, tl.int64) * stride_xb
+        g = load_tile(g_base, rows, stride_gc, outputs, position, stride_gt, positions)
+        patches = patch_tile(
+            x_base, position, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
+            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
+        )  # fmt: skip
+        gradient = dot(g, patches, gradient, PRECISION)
+
+        ends = start + INNER >= positions
+        if ends:
+            squares = tl.sum(gradient * gradient)
+            tl.store(partial_ptr + tl.cast(example, tl.int64) * tiles + tile, squares)
+            total += gradient
+            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
+        # where the walk stands is kept apart from the sums, so that loads can run ahead of them
+        start = tl.where(ends, 0, start + INNER)
+        example = tl.where(ends, example + 1, example)
+
+    offsets, mask = weight_offsets(rows, column, tap, channels, outputs, TAPS, ONE_TAP)
+    offsets += (tl.cast(split, tl.int64) * groups * outputs + g_channel) * channels * TAPS
+    tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+def convolution_sqnorm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> torch.Tensor:
+    """Squared norms of the per-example weight gradients of a convolution, tile by tile.
+
+    sqnorm_i = sum_k |sum_t g_i[k, t] patch_t(x_i[k])^T|_F^2 over the groups k
+
+    Args:
+        x: inputs (B, C, *spatial), one to three spatial axes; bf16, fp16 or fp32, any strides,
+            channels last or first.
+        g: gradients with respect to the outputs, (B, O, *positions), same dtype. Positions that
+            cannot be addressed as one axis are copied.
+        kernel, stride, padding, dilation: one number for each spatial axis.
+        groups: how channels divide.
+        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
+            torch.get_float32_matmul_precision().
+        config: overrides the tile table.
+    Returns:
+        fp32 (B,).
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 4 bytes per
+    tile.
+    """
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    if layer.channels == 1:
+        return depthwise.squares(layer, config)
+    return _reduce(_launch(layer, layer, None, "square", precision, config))
+
+
+def convolution_inner(
+    x1: torch.Tensor,
+    g1: torch.Tensor,
+    x2: torch.Tensor,
+    g2: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> torch.Tensor:
+    """Inner products of the i-th per-example weight gradients of a convolution in two batches.
+
+    Args, returns, raises: as `convolution_sqnorm`, for two factors of equal shapes.
+    Cost: twice that of `convolution_sqnorm`.
+    """
+    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
+    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
+    check_same_layer(first, second)
+    if first.x.shape != second.x.shape:
+        raise _check.KernelInputError(
+            "diagonal pairs need equal batches of images of one size; got inputs "
+            f"{tuple(first.x.shape)} and {tuple(second.x.shape)}"
+        )
+    if first.channels == 1:
+        return depthwise.inner(first, second, config)
+    return _reduce(_launch(first, second, None, "inner", precision, config))
+
+
+def convolution_direction(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    direction: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> torch.Tensor:
+    """Inner products of every per-example weight gradient with one direction in weight space.
+
+    Args, raises: as `convolution_sqnorm`, and
+        direction: (O, C / groups, *kernel), bf16, fp16 or fp32.
+    Returns:
+        fp32 (B,).
+    Cost: that of `convolution_sqnorm`, and one read of the direction for each example.
+    """
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    if tuple(direction.shape) != layer.weight_shape or direction.device != x.device:
+        raise _check.KernelInputError(
+            f"direction must be {layer.weight_shape} on {x.device}; got {tuple(direction.shape)} "
+            f"on {direction.device}"
+        )
+    if layer.channels == 1:
+        return depthwise.along(layer, direction, config)
+    return _reduce(_launch(layer, layer, direction, "direction", precision, config))
+
+
+def convolution_weight_gradient_sqnorm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight gradient of the summed loss and the squared norm of every example's share in it.
+
+    Args, raises: as `convolution_sqnorm`, and
+        gradient_dtype: dtype of the gradient; None means that of x. Sums are fp32 either way.
+        splits: overrides the number of ranges that the examples are split into.
+    Returns:
+        (gradient (O, C / groups, *kernel), sqnorm fp32 (B,)).
+    Cost: that of the weight gradient alone, positions rounded up to a multiple of the
+    configuration's `inner`; workspace 4 bytes per example and tile, and 4 bytes per split and
+    weight where the examples are split.
+    """
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    gradient_dtype = gradient_dtype or x.dtype
+    if layer.channels == 1:
+        return depthwise.summed(layer, gradient_dtype, config, splits)
+    config, one_tap, tiles = _choose(layer, layer, precision, config, "convolution_fused")
+    batch, shape = layer.batch, layer.weight_shape
+    partial = torch.empty((batch, tiles), dtype=torch.float32, device=x.device)
+    if not partial.numel() or not layer.positions:
+        gradient = torch.zeros(shape, dtype=gradient_dtype, device=x.device)
+        return gradient, torch.zeros(batch, dtype=torch.float32, device=x.device)
+    architecture = _check.architecture(x.device)
+    splits = min(splits or _config.choose_splits(tiles, batch, architecture), batch)
+    examples_per_split = triton.cdiv(batch, splits)
+    splits = triton.cdiv(batch, examples_per_split)
+    gradient = torch.empty(
+        (splits, *shape),
+        dtype=gradient_dtype if splits == 1 else torch.float32,
+        device=x.device,
+    )
+    convolution_weight_gradient_kernel[(_check.check_programs(tiles * splits),)](
+        layer.x,
+        layer.g,
+        gradient,
+        partial,
+        *layer.arguments(),
+        batch,
+        examples_per_split,
+        WINDOW=layer.window,
+        ONE_TAP=one_tap,
+        PRECISION=config.precision,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        INNER=config.inner,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
+    return summed, partial.sum(1, dtype=torch.float64).float()
+
+
+def pairwise_convolution(
+    x1: torch.Tensor,
+    g1: torch.Tensor,
+    x2: torch.Tensor,
+    g2: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    workspace: int = WORKSPACE,
+    config: _config.TileConfig | None = None,
+) -> torch.Tensor:
+    """Inner products of all pairs of per-example weight gradients, chunk by chunk of the weight.
+
+    K[i, j] = sum over chunks c of <G1_i[c], G2_j[c]>: the per-example gradients of some output
+    channels are formed in fp32, multiplied over examples, and overwritten by the next ones'.
+
+    Args, raises: as `convolution_sqnorm`, for two factors of one layer, and
+        workspace: bytes for the chunks of both factors; a chunk is at least one output channel.
+            The product over examples follows torch's fp32 matmul precision.
+    Returns:
+        fp32 (B1, B2); chunks are summed in fp64.
+    Cost: that of both weight gradients, 2 B1 B2 flops per weight, and one write and read of every
+    chunk.
+    """
+    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
+    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
+    check_same_layer(first, second)
+    total = torch.zeros((first.batch, second.batch), dtype=torch.float64, device=x1.device)
+    if total.numel() == 0:
+        return total.float()
+    same = x1 is x2 and g1 is g2
+    row_bytes = 4 * (first.batch + second.batch) * max(1, first.channels * first.taps)
+    rows = max(1, workspace // row_bytes)
+    groups_at_once = max(1, rows // max(1, first.outputs))
+    rows_at_once = max(1, min(rows, first.outputs))
+    for group in range(0, groups, groups_at_once):
+        chosen = slice(group, min(group + groups_at_once, groups))
+        for row in range(0, first.outputs, rows_at_once):
+            part = slice(row, min(row + rows_at_once, first.outputs))
+            left = _stored(first.select(chosen, part), precision, config)
+            right = left if same else _stored(second.select(chosen, part), precision, config)
+            total += left @ right.T
+    return total.float()
+
+
+def check_same_layer(first: Convolution, second: Convolution) -> None:
+    """Checks that two factors are of one weight."""
+    _check.check_tensors(first.x, second.x)
+    if first.weight_shape != second.weight_shape:
+        raise _check.KernelInputError(
+            f"the two factors must be of one weight; got {first.weight_shape} and "
+            f"{second.weight_shape}: both must come from the same layer"
+        )
+
+
+def _stored(
+    layer: Convolution, precision: str | None, config: _config.TileConfig | None
+) -> torch.Tensor:
+    """Per-example gradients of the layer's weight, fp32 (B, weights)."""
+    if layer.channels == 1:
+        return depthwise.stored(layer, config)
+    return _launch(layer, layer, None, "store", precision, config)
+
+
+def _choose(
+    first: Convolution,
+    second: Convolution,
+    precision: str | None,
+    config: _config.TileConfig | None,
+    operation: str,
+) -> tuple[_config.TileConfig, bool, int]:
+    """(configuration, whether tiles stay within one tap, number of tiles of the weight)."""
+    # few channels would leave most of a tile of one tap empty
+    one_tap = first.channels >= 16
+    columns = first.channels if one_tap else first.channels * first.taps
+    config = config or _config.choose_direct(
+        first.outputs,
+        columns,
+        first.x.element_size(),
+        _check.check_precision(first.x.dtype, precision),
+        _check.architecture(first.x.device),
+        first.aligned and second.aligned,
+        operation,
+    )
+    tiles = triton.cdiv(first.outputs, config.rows) * triton.cdiv(columns, config.columns)
+    return config, one_tap, first.groups * tiles * (first.taps if one_tap else 1)
+
+
+def _launch(
+    first: Convolution,
+    second: Convolution,
+    direction: torch.Tensor | None,
+    mode: str,
+    precision: str | None,
+    config: _config.TileConfig | None,
+) -> torch.Tensor:
+    operation = "convolution_fused" if mode == "inner" else "convolution"
+    config, one_tap, tiles = _choose(first, second, precision, config, operation)
+    shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
+    output = torch.empty(shape, dtype=torch.float32, device=first.x.device)
+    if output.numel():
+        arguments = first.arguments()
+        convolution_kernel[(_check.check_programs(first.batch * tiles),)](
+            first.x,
+            first.g,
+            second.x,
+            second.g,
+            None if direction is None else direction.contiguous(),
+            output,
+            *arguments[:8],
+            *second.arguments()[:8],
+            *arguments[8:],
+            MODE=mode,
+            WINDOW=first.window,
+            ONE_TAP=one_tap,
+            PRECISION=config.precision,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return output.flatten(1)
+
+
+def _reduce(partial: torch.Tensor) -> torch.Tensor:
+    return partial.sum(1, dtype=torch.float64).float()

@@ -1,0 +1,158 @@
+"""Convolutions with few positions: squared norms through products of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config
+from gradstats.kernels._patches import check_convolution, patch_tile
+from gradstats.kernels._tile import dot, triangle
+from gradstats.kernels.gram import gram_tile
+
+
+@triton.jit(do_not_specialize=["batch", "groups", "pairs"])
+def convolution_gram_kernel(
+    x_ptr,  # (B, C, D, H, W)
+    g_ptr,  # (B, O, T)
+    partial_ptr,  # fp32 (2, B, groups * pairs): sums of terms, then of absolute terms
+    stride_xb,
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gb,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    channels,
+    outputs,
+    groups,
+    batch,
+    pairs,  # tiles of the lower triangle
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One tile (r, c), c <= r, of sum_{t,s} (patch_t . patch_s)(g_t . g_s) of one group.
+
+    The matrix of terms is symmetric, so a tile below the diagonal stands for its mirror image too.
+    """
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    index = tl.program_id(0)
+    row_tile, column_tile = triangle(index % pairs)
+    block = index // pairs
+    example = tl.cast(block // groups, tl.int64)
+    group = tl.cast(block % groups, tl.int64)
+    rows = row_tile * BLOCK + tl.arange(0, BLOCK)
+    columns = column_tile * BLOCK + tl.arange(0, BLOCK)
+    inner = tl.arange(0, INNER)
+    x_base = x_ptr + example * stride_xb + group * channels * stride_xc
+    g_base = g_ptr + example * stride_gb + group * outputs * stride_gc
+
+    products = tl.zeros((BLOCK, BLOCK), tl.float32)
+    if ONE_TAP:
+        steps_per_tap = tl.cdiv(channels, INNER)
+        steps = steps_per_tap * TAPS
+    else:
+        steps_per_tap = tl.cdiv(channels * TAPS, INNER)
+        steps = steps_per_tap
+    for step in range(0, steps):
+        tap = step // steps_per_tap
+        column = (step % steps_per_tap) * INNER + inner
+        left = patch_tile(
+            x_base, rows, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
+            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
+        )  # fmt: skip
+        right = patch_tile(
+            x_base, columns, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
+            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
+        )  # fmt: skip
+        products = dot(left, right.T, products, PRECISION)
+    g_products = gram_tile(
+        g_base,
+        g_base,
+        rows,
+        columns,
+        stride_gt,
+        stride_gc,
+        stride_gt,
+        stride_gc,
+        positions,
+        positions,
+        outputs,
+        PRECISION,
+        BLOCK,
+        INNER,
+    )
+    terms = products * g_products
+    weight = tl.where(row_tile == column_tile, 1.0, 2.0)
+    tl.store(partial_ptr + index, weight * tl.sum(terms))
+    stride_output = tl.cast(batch, tl.int64) * groups * pairs
+    tl.store(partial_ptr + stride_output + index, weight * tl.sum(tl.abs(terms)))
+
+
+def convolution_gram_sqnorm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared norms of the per-example weight gradients of a convolution, through Gram matrices.
+
+    sqnorm_i = sum over groups and positions t, s of (patch_t . patch_s)(g_it . g_is),
+    magnitude_i = the same of absolute terms
+
+    The rounding error is about eps * magnitude_i; where that is too much use `convolution_sqnorm`.
+
+    Args, raises: as `convolution.convolution_sqnorm`.
+    Returns:
+        (sqnorm, magnitude), each fp32 (B,).
+    Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group;
+    workspace 8 bytes per tile pair.
+    """
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    config = config or _config.choose_gram(
+        layer.positions,
+        x.element_size(),
+        _check.check_precision(x.dtype, precision),
+        _check.architecture(x.device),
+        layer.aligned,
+        "convolution_gram",
+    )
+    side = triton.cdiv(layer.positions, config.rows)
+    pairs = side * (side + 1) // 2
+    partial = torch.empty((2, layer.batch, groups * pairs), dtype=torch.float32, device=x.device)
+    if partial.numel():
+        convolution_gram_kernel[(_check.check_programs(partial[0].numel()),)](
+            layer.x,
+            layer.g,
+            partial,
+            *layer.arguments(),
+            layer.batch,
+            pairs,
+            WINDOW=layer.window,
+            ONE_TAP=layer.channels >= 16,
+            PRECISION=config.precision,
+            BLOCK=config.rows,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    sqnorm, magnitude = partial.sum(2, dtype=torch.float64).float().unbind(0)
+    return sqnorm, magnitude

@@ -1,0 +1,258 @@
+"""Depthwise convolutions: one input channel in each group, so that nothing is a matrix product.
+
+G_i[o, tap] = sum_t g_i[o, t] x_i[channel of o, position t under the tap]. The kernels stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config
+from gradstats.kernels._patches import Convolution
+
+
+@triton.jit
+def depthwise_gradient(
+    x_base,  # pointer to one example of x
+    g_base,  # pointer to one example of g
+    tap,  # [TAPS]
+    row,  # [CHANNELS] output channels
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    outputs,  # output channels of one group
+    rows,  # output channels of all groups
+    WINDOW: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[TAPS, CHANNELS] tile of the weight gradient of one example."""
+    inside_rows = (row < rows)[:, None]
+    inside_taps = (tap < WINDOW[0] * WINDOW[1] * WINDOW[2])[:, None]
+    g_rows = (tl.cast(row, tl.int64) * stride_gc)[:, None]
+    x_rows = (tl.cast(row // outputs, tl.int64) * stride_xc)[None, :, None]
+    tap_d = (tap // (WINDOW[1] * WINDOW[2]) * WINDOW[9] - WINDOW[6])[:, None]
+    tap_h = (tap // WINDOW[2] % WINDOW[1] * WINDOW[10] - WINDOW[7])[:, None]
+    tap_w = (tap % WINDOW[2] * WINDOW[11] - WINDOW[8])[:, None]
+
+    # lanes are summed once at the end: a reduction inside the loop would stall every load
+    sums = tl.zeros((TAPS, CHANNELS, INNER), tl.float32)
+    for start in range(0, positions, INNER):
+        position = start + tl.arange(0, INNER)
+        inside = (position < positions)[None, :]
+        g = tl.load(
+            g_base + g_rows + tl.cast(position, tl.int64)[None, :] * stride_gt,
+            mask=inside_rows & inside,
+            other=0.0,
+        )
+        rest = position // out_width
+        d = ((rest // out_height) * WINDOW[3])[None, :] + tap_d
+        h = ((rest % out_height) * WINDOW[4])[None, :] + tap_h
+        w = ((position % out_width) * WINDOW[5])[None, :] + tap_w
+        inside = inside & inside_taps & (d >= 0) & (d < depth)
+        inside = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        places = (
+            tl.cast(d, tl.int64) * stride_xd
+            + tl.cast(h, tl.int64) * stride_xh
+            + tl.cast(w, tl.int64) * stride_xw
+        )
+        x = tl.load(
+            x_base + places[:, None, :] + x_rows,
+            mask=inside[:, None, :] & inside_rows[None, :, :],
+            other=0.0,
+        )
+        sums += x.to(tl.float32) * g.to(tl.float32)[None, :, :]
+    return tl.sum(sums, axis=2)
+
+
+@triton.jit(do_not_specialize=["batch", "examples_per_program"])
+def depthwise_kernel(
+    x1_ptr,  # (B, C, D, H, W)
+    g1_ptr,  # (B, O, T)
+    x2_ptr,  # a second factor of the same shapes, read if MODE is "inner"
+    g2_ptr,
+    weight_ptr,  # (O, taps) contiguous, read if MODE is "direction"
+    output_ptr,  # fp32 (B, tiles); (B, O, taps) if MODE is "store"
+    total_ptr,  # (programs / tiles, O, taps): sums over examples, written if MODE is "sum"
+    stride_x1b,
+    stride_x1c,
+    stride_x1d,
+    stride_x1h,
+    stride_x1w,
+    stride_g1b,
+    stride_g1c,
+    stride_g1t,
+    stride_x2b,
+    stride_x2c,
+    stride_x2d,
+    stride_x2h,
+    stride_x2w,
+    stride_g2b,
+    stride_g2c,
+    stride_g2t,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    outputs,
+    rows,
+    batch,
+    examples_per_program,
+    MODE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One tile of a range of examples' weight gradients: squares, products, sums, or all of it."""
+    ALL_TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    TAP_TILES: tl.constexpr = (ALL_TAPS + TAPS - 1) // TAPS
+    index = tl.program_id(0)
+    tiles = tl.cdiv(rows, CHANNELS) * TAP_TILES
+    part = index // tiles
+    tile = index - part * tiles
+    tap = (tile % TAP_TILES) * TAPS + tl.arange(0, TAPS)
+    row = (tile // TAP_TILES) * CHANNELS + tl.arange(0, CHANNELS)
+    offsets = tl.cast(row, tl.int64)[None, :] * ALL_TAPS + tap[:, None]
+    mask = (row < rows)[None, :] & (tap < ALL_TAPS)[:, None]
+    if MODE == "direction":
+        direction = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+    total = tl.zeros((TAPS, CHANNELS), tl.float32)
+    first = part * examples_per_program
+    for number in range(first, tl.minimum(first + examples_per_program, batch)):
+        example = tl.cast(number, tl.int64)
+        gradient = depthwise_gradient(
+            x1_ptr + example * stride_x1b, g1_ptr + example * stride_g1b, tap, row, stride_x1c,
+            stride_x1d, stride_x1h, stride_x1w, stride_g1c, stride_g1t, depth, height, width,
+            out_height, out_width, positions, outputs, rows, WINDOW, TAPS, CHANNELS, INNER,
+        )  # fmt: skip
+        output = output_ptr + example * tiles + tile
+        if MODE == "store":
+            tl.store(output_ptr + example * rows * ALL_TAPS + offsets, gradient, mask=mask)
+        elif MODE == "inner":
+            second = depthwise_gradient(
+                x2_ptr + example * stride_x2b, g2_ptr + example * stride_g2b, tap, row, stride_x2c,
+                stride_x2d, stride_x2h, stride_x2w, stride_g2c, stride_g2t, depth, height, width,
+                out_height, out_width, positions, outputs, rows, WINDOW, TAPS, CHANNELS, INNER,
+            )  # fmt: skip
+            tl.store(output, tl.sum(gradient * second))
+        elif MODE == "direction":
+            tl.store(output, tl.sum(gradient * direction))
+        else:
+            tl.store(output, tl.sum(gradient * gradient))
+            total += gradient
+    if MODE == "sum":
+        target = total_ptr + tl.cast(part, tl.int64) * rows * ALL_TAPS + offsets
+        tl.store(target, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+def squares(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
+    """Squared norms of per-example weight gradients, fp32 (B,)."""
+    output, _ = _launch(layer, layer, None, "square", config)
+    return output.sum(1, dtype=torch.float64).float()
+
+
+def inner(
+    first: Convolution, second: Convolution, config: _config.TileConfig | None
+) -> torch.Tensor:
+    """Inner products of the i-th per-example weight gradients of two factors, fp32 (B,)."""
+    output, _ = _launch(first, second, None, "inner", config)
+    return output.sum(1, dtype=torch.float64).float()
+
+
+def along(
+    layer: Convolution, direction: torch.Tensor, config: _config.TileConfig | None
+) -> torch.Tensor:
+    """Inner products of per-example weight gradients with a direction, fp32 (B,)."""
+    output, _ = _launch(layer, layer, direction.contiguous(), "direction", config)
+    return output.sum(1, dtype=torch.float64).float()
+
+
+def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
+    """Per-example weight gradients, fp32 (B, weights)."""
+    output, _ = _launch(layer, layer, None, "store", config)
+    return output.flatten(1)
+
+
+def summed(
+    layer: Convolution,
+    gradient_dtype: torch.dtype,
+    config: _config.TileConfig | None,
+    splits: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed weight gradient and squared norms, fp32 (B,)."""
+    output, total = _launch(layer, layer, None, "sum", config, splits)
+    shape = layer.weight_shape
+    # without examples there is nothing to sum
+    summed = total.sum(0).view(shape).to(gradient_dtype)
+    return summed, output.sum(1, dtype=torch.float64).float()
+
+
+def _launch(
+    first: Convolution,
+    second: Convolution,
+    direction: torch.Tensor | None,
+    mode: str,
+    config: _config.TileConfig | None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partial results of every example, sums of every range of examples)."""
+    batch, rows, device = first.batch, first.g.shape[1], first.x.device
+    architecture = _check.architecture(device)
+    config = config or _config.choose_depthwise(
+        first.positions,
+        first.x.element_size(),
+        architecture,
+        channels_adjacent=first.channels_last and first.g.stride(1) == 1,
+    )
+    tiles = triton.cdiv(rows, config.columns) * triton.cdiv(first.taps, config.rows)
+    parts = batch
+    if mode == "sum":
+        parts = min(splits or _config.choose_row_splits(tiles, batch, architecture), batch)
+    per_program = triton.cdiv(batch, max(parts, 1))
+    parts = triton.cdiv(batch, max(per_program, 1))
+    shape = (batch, rows, first.taps) if mode == "store" else (batch, tiles)
+    output = torch.empty(shape, dtype=torch.float32, device=device)
+    total = torch.empty(
+        (parts if mode == "sum" else 0, rows, first.taps), dtype=torch.float32, device=device
+    )
+    if output.numel():
+        arguments = first.arguments()
+        depthwise_kernel[(_check.check_programs(parts * tiles),)](
+            first.x,
+            first.g,
+            second.x,
+            second.g,
+            direction,
+            output,
+            total,
+            *arguments[:8],
+            *second.arguments()[:8],
+            *arguments[8:14],
+            first.outputs,
+            rows,
+            batch,
+            per_program,
+            MODE=mode,
+            WINDOW=first.window,
+            TAPS=config.rows,
+            CHANNELS=config.columns,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return output, total

@@ -1,0 +1,307 @@
+"""LayerNorm and RMSNorm: per-example gradients of scale and shift, and the whole backward.
+
+Rows are normalised on chip: the normalised input is computed again from the input and never stored.
+One pass over the data yields the input gradient, the summed gradients and the squared norms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config
+from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels.scale import row_statistics, scale_products, squares
+
+WIDEST = 4096  # features that one program holds
+
+
+@triton.jit
+def normalised(x, inside, valid, features, eps, RMS: tl.constexpr):
+    """(x_hat, 1 / deviation) of the rows of a tile; zero past the features and past the rows."""
+    if not RMS:
+        mean = tl.sum(x, axis=1) / features
+        x = tl.where(inside[None, :], x - mean[:, None], 0.0)
+    # without eps the zeros past the end have no deviation
+    variance = tl.where(valid, tl.sum(x * x, axis=1) / features + eps, 1.0)
+    rstd = 1.0 / tl.sqrt(variance)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit(
+    do_not_specialize=["batch", "positions", "total_rows", "examples_per_program", "splits"]
+)
+def layer_norm_kernel(
+    x_ptr,  # (B, T, D) or packed (N, D)
+    g_ptr,  # (B, T, D) or packed (N, D)
+    weight_ptr,  # (D,) contiguous, read if WEIGHT
+    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
+    input_gradient_ptr,  # (B, T, D) or (N, D) contiguous, written if INPUT_GRADIENT
+    sums_ptr,  # fp32 (2, programs, D): sums of every program, written if SUMS
+    sqnorm_ptr,  # fp32 (2, B), written if SQUARES
+    stride_xb,
+    stride_xt,
+    stride_xd,
+    stride_gb,
+    stride_gt,
+    stride_gd,
+    batch,
+    positions,
+    total_rows,
+    features,
+    examples_per_program,
+    splits,
+    eps,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    INPUT_GRADIENT: tl.constexpr,
+    SUMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # at least the number of features
+):
+    """Sums over positions of g x_hat and of g, of a range of examples or a part of one example.
+
+    A program takes either whole examples, and squares their sums on chip, or one of `splits`
+    interleaved parts of a single example, and leaves its sums to be added.
+    """
+    index = tl.program_id(0)
+    split = index % splits
+    first_example = (index // splits) * examples_per_program
+    last_example = tl.minimum(first_example + examples_per_program, batch)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < features
+    lanes = tl.arange(0, ROWS)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+    scale_total = tl.zeros((COLUMNS,), tl.float32)
+    shift_total = tl.zeros((COLUMNS,), tl.float32)
+    for example in range(first_example, last_example):
+        first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
+        x_base = example_base(x_ptr, example, stride_xb, first_row, stride_xt)
+        g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
+        output_row = first_row
+        if not RAGGED:
+            output_row += tl.cast(example, tl.int64) * positions
+        # lanes are summed once an example: a reduction over rows in the loop would stall loads
+        scale_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        shift_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for row in range(split * ROWS, length, splits * ROWS):
+            rows = row + lanes
+            x = load_tile(x_base, rows, stride_xt, length, columns, stride_xd, features)
+            g = load_tile(g_base, rows, stride_gt, length, columns, stride_gd, features)
+            g = g.to(tl.float32)
+            x_hat, rstd = normalised(x.to(tl.float32), inside, rows < length, features, eps, RMS)
+            scale_sums += g * x_hat
+            shift_sums += g
+            if INPUT_GRADIENT:
+                if WEIGHT:
+                    g = g * weight[None, :]
+                g -= x_hat * (tl.sum(g * x_hat, axis=1) / features)[:, None]
+                if not RMS:
+                    # x_hat sums to zero over a row, so the mean is still that of g * weight
+                    g -= (tl.sum(g, axis=1) / features)[:, None]
+                g = g * rstd[:, None]
+                target = (output_row + rows)[:, None] * features + columns[None, :]
+                tl.store(
+                    input_gradient_ptr + target,
+                    g.to(input_gradient_ptr.dtype.element_ty),
+                    mask=(rows < length)[:, None] & inside[None, :],
+                )
+        scale_sum = tl.sum(scale_sums, axis=0) + poison
+        shift_sum = tl.sum(shift_sums, axis=0) + poison
+        if SQUARES:
+            # poison reaches lanes past the features too: they must not count as zeros then
+            tl.store(sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
+            tl.store(sqnorm_ptr + batch + example, tl.sum(shift_sum * shift_sum))
+        scale_total += scale_sum
+        shift_total += shift_sum
+    if SUMS:
+        output = sums_ptr + tl.cast(index, tl.int64) * features + columns
+        stride_output = tl.cast(tl.num_programs(0), tl.int64) * features
+        tl.store(output, scale_total, mask=inside)
+        tl.store(output + stride_output, shift_total, mask=inside)
+
+
+def layer_norm_sqnorm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    eps: float,
+    *,
+    rms: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared norms of the per-example gradients of the scale and the shift of a LayerNorm.
+
+    scale_sqnorm_i = |sum_t g_it x_hat_it|^2,  shift_sqnorm_i = |sum_t g_it|^2,
+    x_hat = (x - mean(x)) / sqrt(var(x) + eps), for RMSNorm x / sqrt(mean(x^2) + eps)
+
+    Args:
+        x: inputs (B, T, D), or packed (N, D) with cu_seqlens; bf16, fp16 or fp32, any strides.
+        g: gradients with respect to the outputs, same shape and dtype.
+        eps: what the layer adds to the variance.
+        rms: the layer is an RMSNorm.
+        cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
+        max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
+        config: overrides the tile table.
+        splits: overrides into how many parts the positions of an example are divided.
+    Returns:
+        (scale_sqnorm, shift_sqnorm), each fp32 (B,).
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: one read of both operands; workspace of a few sums for each processor of the device.
+    Rows too long to be held on chip take two reads of x.
+    """
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
+    if x.shape[-1] > WIDEST and config is None:
+        statistics = row_statistics(x, eps, rms)
+        return squares(scale_products(x, g, segments, statistics, None, sums=False))
+    _, _, sqnorm = _launch(x, g, None, eps, rms, segments, config, splits, sums=False)
+    return sqnorm[0], sqnorm[1]
+
+
+def layer_norm_sum(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    eps: float,
+    *,
+    rms: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-example gradients of the scale and the shift of a LayerNorm.
+
+    scale_i = sum_t g_it x_hat_it,  shift_i = sum_t g_it
+
+    Args, raises and cost: as `layer_norm_sqnorm`.
+    Returns:
+        (scale, shift), each fp32 (B, D).
+    """
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
+    if x.shape[-1] > WIDEST and config is None:
+        scale, shift = scale_products(x, g, segments, row_statistics(x, eps, rms), None, sums=True)
+        return scale, shift
+    _, sums, _ = _launch(x, g, None, eps, rms, segments, config, splits, examples_per_program=1)
+    parts = sums.shape[1] // max(segments.batch, 1)
+    per_example = sums.view(2, segments.batch, parts, x.shape[-1])
+    scale, shift = per_example[:, :, 0] if parts == 1 else per_example.sum(2)
+    return scale, shift
+
+
+def layer_norm_backward(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    rms: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The whole backward of a LayerNorm and the squared norm of every example's share in it.
+
+    Args, raises: as `layer_norm_sqnorm`, and
+        weight: (D,) the layer's scale; None for 1.
+    Returns:
+        (input_gradient like x, scale_gradient fp32 (D,), shift_gradient fp32 (D,),
+        scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)). Rows outside every segment have input
+        gradient zero.
+    Cost: one read of both operands and one write of the input gradient, those of the backward
+    alone; workspace as `layer_norm_sqnorm`.
+    """
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
+    if weight is not None and (tuple(weight.shape) != (x.shape[-1],) or weight.device != x.device):
+        raise _check.KernelInputError(
+            f"weight must be ({x.shape[-1]},) on {x.device}; got {tuple(weight.shape)} on "
+            f"{weight.device}: pass the scale of the layer that was called"
+        )
+    gradient, sums, sqnorm = _launch(
+        x, g, weight, eps, rms, segments, config, splits, input_gradient=True
+    )
+    assert gradient is not None
+    scale, shift = sums.sum(1, dtype=torch.float64).float()
+    return gradient, scale, shift, sqnorm[0], sqnorm[1]
+
+
+def _launch(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    segments: _check.Segments,
+    config: _config.TileConfig | None,
+    splits: int | None,
+    *,
+    sums: bool = True,
+    input_gradient: bool = False,
+    examples_per_program: int | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(input gradient, sums fp32 (2, programs, D), sqnorm fp32 (2, B)) as far as asked for."""
+    batch, features = segments.batch, x.shape[-1]
+    architecture = _check.architecture(x.device)
+    config = config or _config.choose_layer_norm(
+        features, x.element_size(), architecture, _check.is_aligned(x, g)
+    )
+    if features > config.columns:
+        raise _check.KernelInputError(
+            f"rows of at most {config.columns} features are normalised on chip; got {features}: "
+            "leave this backward to PyTorch"
+        )
+    blocks = triton.cdiv(segments.positions, config.rows)
+    per_program, parts = _config.choose_partition(batch, blocks, architecture)
+    splits = max(1, min(splits or parts, max(blocks, 1)))
+    per_program = 1 if splits > 1 else examples_per_program or per_program
+    programs = triton.cdiv(batch, per_program) * splits
+    store = sums or splits > 1
+    partial = torch.empty(
+        (2, programs if store else 0, features), dtype=torch.float32, device=x.device
+    )
+    sqnorm = torch.empty((2, batch), dtype=torch.float32, device=x.device)
+    gradient = None
+    if input_gradient:
+        # rows that belong to no example are written by no program
+        allocate = torch.zeros if segments.ragged else torch.empty
+        gradient = allocate(x.shape, dtype=x.dtype, device=x.device)
+    if batch:
+        layer_norm_kernel[(_check.check_programs(programs),)](
+            x,
+            g,
+            None if weight is None else weight.contiguous(),
+            segments.cu_seqlens,
+            gradient,
+            partial,
+            sqnorm,
+            *segments.strides(x),
+            *segments.strides(g),
+            batch,
+            segments.positions,
+            segments.total_rows,
+            features,
+            per_program,
+            splits,
+            eps,
+            RMS=rms,
+            WEIGHT=weight is not None,
+            INPUT_GRADIENT=input_gradient,
+            SUMS=store,
+            SQUARES=splits == 1,
+            RAGGED=segments.ragged,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    if splits > 1:
+        per_example = partial.view(2, batch, splits, features).sum(2, dtype=torch.float64)
+        sqnorm = per_example.square().sum(2).float()
+    return gradient, partial, sqnorm

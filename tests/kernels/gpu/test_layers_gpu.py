@@ -1,0 +1,173 @@
+"""Norm layers, embeddings and convolutions on a real GPU: every case and shipped tile, twice."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from tests.kernels import convolution_reference, normalization_reference
+from tests.kernels.cases import CASES, ragged, random
+from tests.kernels.gpu.test_linear_gpu import DEVICE, FACTOR, twice
+from tests.kernels.reference import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BLOCK = 64
+EPS = 1e-5
+NORMS = {
+    "GPT-2": (4, 1024, 768),
+    "Llama 7B": (2, 100, 4096),
+    "too long for one program": (2, 5, 20000),
+    "unaligned": (3, 333, 1001),
+    "many examples": (1500, 3, 200),
+}
+# input sizes, output channels, (kernel, stride, padding, dilation, groups)
+CONVOLUTIONS = {
+    "stem of ResNet": ([3, 64, 64], 64, ([7, 7], [2, 2], [3, 3], [1, 1], 1)),
+    "stage 1 of ResNet": ([64, 28, 28], 64, ([3, 3], [1, 1], [1, 1], [1, 1], 1)),
+    "stage 4 of ResNet": ([256, 7, 7], 128, ([3, 3], [1, 1], [1, 1], [1, 1], 1)),
+    "strided": ([128, 14, 14], 100, ([3, 3], [2, 2], [1, 1], [1, 1], 1)),
+    "one tap": ([96, 14, 14], 160, ([1, 1], [2, 2], [0, 0], [1, 1], 1)),
+    "ResNeXt": ([128, 14, 14], 128, ([3, 3], [1, 1], [1, 1], [1, 1], 32)),
+    "ConvNeXt": ([96, 28, 28], 96, ([7, 7], [1, 1], [3, 3], [1, 1], 96)),
+    "MobileNet": ([40, 14, 14], 80, ([3, 3], [2, 2], [1, 1], [1, 1], 40)),
+    "patches of ViT": ([3, 64, 64], 192, ([16, 16], [16, 16], [0, 0], [1, 1], 1)),
+    "dilated sequence": ([48, 500], 33, ([5], [1], [4], [2], 1)),
+    "video": ([20, 6, 12, 10], 24, ([3, 3, 3], [1, 2, 1], [1, 1, 0], [1, 1, 2], 2)),
+}
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", [*CASES, *NORMS])
+def test_layer_norm(dtype, name):
+    from gradstats.kernels import normalization
+
+    if name in NORMS:
+        case = random(NORMS[name], dtype, DEVICE, 1), None, None
+    else:
+        case = CASES[name](dtype, BLOCK, DEVICE)
+    x, g, bounds = normalization_reference.operands(case)
+    for rms in (False, True):
+        want = normalization_reference.layer_norm(x, g, bounds, EPS, rms)
+        options = {"rms": rms, "cu_seqlens": bounds}
+        got = twice(functools.partial(normalization.layer_norm_sum, x, g, EPS, **options))
+        normalization_reference.check_sums(got, want, FACTOR)
+        got = twice(functools.partial(normalization.layer_norm_sqnorm, x, g, EPS, **options))
+        normalization_reference.check_squares(got, want, FACTOR)
+        if x.shape[-1] > normalization.WIDEST:
+            continue
+        weight = random(x.shape[-1:], dtype, DEVICE, 5)
+        backward = normalization.layer_norm_backward
+        got = twice(functools.partial(backward, x, g, weight, EPS, **options))
+        normalization_reference.check_backward(got, x, g, weight, bounds, EPS, rms, FACTOR)
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+@pytest.mark.parametrize(
+    "sizes, groups", [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12)]
+)
+def test_channel_norms(dtype, sizes, groups, channels_first):
+    from gradstats.kernels import scale
+
+    x, g = random(sizes, dtype, DEVICE, 1), random(sizes, dtype, DEVICE, 2)
+    if channels_first:
+        x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
+    want = normalization_reference.group_norm(x, g, groups, EPS)
+    got = twice(lambda: scale.group_norm_sum(x, g, groups, EPS))
+    normalization_reference.check_sums(got, want, FACTOR)
+    got = twice(lambda: scale.group_norm_sqnorm(x, g, groups, EPS))
+    normalization_reference.check_squares(got, want, FACTOR)
+    mean = random(sizes[2:], torch.float32, DEVICE, 3)
+    rstd = random(sizes[2:], torch.float32, DEVICE, 4).abs()
+    want = normalization_reference.scale(x, g, None, mean, rstd)
+    got = twice(lambda: scale.scale_sqnorm(x, g, mean=mean, rstd=rstd))
+    normalization_reference.check_squares(got, want, FACTOR)
+
+
+@pytest.mark.parametrize("table", [50, 50257])
+@pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
+def test_embeddings(dtype, name, table):
+    from gradstats.kernels import _reference, rows, rows_pairs
+
+    if name == "ragged":
+        _, g, bounds = ragged([511, 0, 700, 3], 16, 384, front=3, back=9)(dtype, BLOCK, DEVICE)
+    else:
+        g, bounds = random(NORMS[name], dtype, DEVICE, 1)[:, :300], None
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(table, g.shape[:-1], generator=generator)
+    host = g.double().cpu()
+    on_device = ids.to(DEVICE)
+    for padding_idx, longest in itertools.product((None, int(ids.flatten()[5])), (0, 10**6)):
+        got = twice(
+            lambda padding_idx=padding_idx, longest=longest: rows.rows_sqnorm(
+                on_device, g, cu_seqlens=bounds, padding_idx=padding_idx, longest_compared=longest
+            )
+        )
+        want = _reference.rows_sqnorm(ids, host, bounds, padding_idx=padding_idx)
+        scale = _reference.rows_sqnorm(ids, host.abs(), bounds)
+        assert_close(got, want, scale, FACTOR)
+    both = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
+    factors, exact = (on_device, g, on_device.int(), g), (ids, host, ids, host)
+    absolute = (ids, host.abs(), ids, host.abs())
+    want, scale = (_reference.pairwise_rows(*each, **both) for each in (exact, absolute))
+    got = twice(lambda: rows_pairs.pairwise_rows(*factors, **both))
+    assert_close(got, want, scale, FACTOR)
+    got = twice(lambda: rows.rows_inner(*factors, **both))
+    assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
+    direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
+    got = twice(lambda: rows.rows_direction(on_device, g, direction, cu_seqlens=bounds))
+    want = _reference.rows_direction(ids, host, direction.cpu(), bounds)
+    scale = _reference.rows_direction(ids, host.abs(), direction.cpu().abs(), bounds)
+    assert_close(got, want, scale, FACTOR)
+    if table == 50:
+        head, a = random((*ids.shape, table), dtype, DEVICE, 7), random(g.shape, dtype, DEVICE, 8)
+        got = twice(lambda: rows_pairs.tied_inner(a, head, on_device, g, **both))
+        operands = [operand.double().cpu() for operand in (a, head)]
+        want = _reference.tied_inner(*operands, ids, host, **both)
+        scale = _reference.tied_inner(*(o.abs() for o in operands), ids, host.abs(), **both)
+        assert_close(got, want, scale, FACTOR)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(dtype, name, layout):
+    sizes, outputs, layer = CONVOLUTIONS[name]
+    x, g = convolution_reference.build(sizes, outputs, layer, layout, dtype, 3, device=DEVICE)
+    convolution_reference.check_norms(x, g, layer, factor=FACTOR, run=twice)
+    x2, g2 = convolution_reference.build(sizes, outputs, layer, "first", dtype, 3, 7, DEVICE)
+    convolution_reference.check_pairs(x, g, x2, g2, layer, factor=FACTOR, run=twice)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("kind", ["half", "ieee", "tf32x3", "tf32"])
+def test_every_shipped_tile_of_convolutions(kind, layout):
+    from gradstats.kernels import _check, _config, _reference, convolution, convolution_gram
+
+    family = _config.family(_check.architecture(torch.device(DEVICE)))
+    dtype = torch.bfloat16 if kind == "half" else torch.float32
+    # tf32 keeps 10 bits of every fp32 input, so products err by 2^13 times more
+    factor = 2.0**15 if kind == "tf32" else FACTOR
+    for sizes in ([144, 12, 10], [3, 12, 10]):
+        layer = ([3, 3], [1, 2], [1, 1], [1, 1], 1)
+        x, g = convolution_reference.build(sizes, 160, layer, layout, dtype, device=DEVICE)
+        want = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
+        _, scale = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+        for aligned in (True, False):
+            key = (family, kind, aligned)
+            for config in _config.shipped("convolution").get(key, ()):
+                got = convolution.convolution_sqnorm(x, g, *layer, config=config)
+                assert_close(got, want, scale, factor)
+            for config in _config.shipped("convolution_fused").get(key, ()):
+                _, got = convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config)
+                assert_close(got, want, scale, factor)
+            for config in _config.shipped("convolution_gram").get(key, ()):
+                got, _ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+                assert_close(got, want, scale, factor)

@@ -1,0 +1,133 @@
+"""Convolutions of every geometry against float64, on tiles of 16."""
+
+import pytest
+import torch
+from gradstats.kernels import _check, convolution
+from gradstats.kernels._config import TileConfig
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.convolution_reference import (
+    absolute,
+    build,
+    check_norms,
+    check_pairs,
+    exact,
+)
+from tests.kernels.reference import assert_close
+
+TILE = TileConfig(16, 32, 16, num_warps=1, num_stages=1)
+GRAM = TileConfig(16, 16, 32, num_warps=1, num_stages=1)
+DEPTHWISE = TileConfig(4, 4, 16, num_warps=1, num_stages=1)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@st.composite
+def layers(draw):
+    """(sizes of x, output channels, kernel, stride, padding, dilation, groups, layout)."""
+    dims = draw(st.integers(1, 3))
+    per_axis = st.lists(st.integers(1, 3), min_size=dims, max_size=dims)
+    kernel, stride, dilation = draw(per_axis), draw(per_axis), draw(per_axis)
+    padding = draw(st.lists(st.integers(0, 2), min_size=dims, max_size=dims))
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    channels = groups * draw(st.sampled_from((1, 2, 5, 17)))
+    outputs = groups * draw(st.sampled_from((1, 3, 18)))
+    longest = {1: 20, 2: 5, 3: 3}[dims]
+    size = [
+        max(draw(st.integers(1, longest)), spread * (taps - 1) + 1 - 2 * pad, 1)
+        for taps, pad, spread in zip(kernel, padding, dilation, strict=True)
+    ]
+    layout = draw(st.sampled_from(("first", "last", "sliced", "expanded")))
+    return [channels, *size], outputs, (kernel, stride, padding, dilation, groups), layout
+
+
+def check(sizes, outputs, layer, layout, dtype):
+    x, g = build(sizes, outputs, layer, layout, dtype)
+    config = DEPTHWISE if sizes[0] == layer[-1] else TILE
+    check_norms(x, g, layer, config, config, GRAM, splits=2)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(layer=layers(), dtype=st.sampled_from(DTYPES))
+def test_norms_and_the_weight_gradient(layer, dtype):
+    check(*layer, dtype)
+
+
+NAMED = {
+    "stem": ([3, 9, 8], 17, ([5, 5], [2, 2], [2, 2], [1, 1], 1)),
+    "one tap, strided": ([34, 7, 6], 17, ([1, 1], [2, 2], [0, 0], [1, 1], 1)),
+    "several tiles of channels": ([35, 3, 4], 18, ([2, 2], [1, 1], [1, 1], [1, 1], 1)),
+    "grouped": ([36, 4, 4], 6, ([2, 2], [1, 1], [1, 0], [1, 2], 2)),
+    "depthwise": ([5, 6, 5], 5, ([5, 3], [1, 2], [2, 1], [1, 1], 5)),
+    "depthwise with several outputs": ([3, 20], 12, ([5], [1], [2], [2], 3)),
+    "patches of three axes": ([4, 4, 5, 3], 6, ([2, 3, 2], [2, 1, 1], [1, 1, 0], [1, 1, 2], 2)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_layers(name):
+    layout = "first" if len(name) % 2 else "last"
+    check(*NAMED[name], layout, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["one tap, strided", "depthwise", "patches of three axes"])
+def test_pairs_and_directions(name):
+    sizes, outputs, layer = NAMED[name]
+    dtype = torch.bfloat16 if name.startswith("one") else torch.float32
+    x1, g1 = build(sizes, outputs, layer, "first", dtype)
+    x2, g2 = build(sizes, outputs, layer, "last", dtype, seed=5)
+    config = DEPTHWISE if sizes[0] == layer[-1] else TILE
+    for workspace in (1, 10**8) if outputs == 6 else (3000,):
+        check_pairs(x1, g1, x2, g2, layer, config, workspace)
+
+
+def test_pairs_of_a_batch_with_itself():
+    sizes, outputs, layer = NAMED["patches of three axes"]
+    x, g = build(sizes, outputs, layer, "sliced", torch.float32)
+    want, terms = exact(x, g, layer), absolute(x, g, layer)
+    got = convolution.pairwise_convolution(x, g, x, g, *layer, config=TILE)
+    assert_close(got, want @ want.T, terms @ terms.T)
+
+
+def test_pairs_of_images_of_two_sizes():
+    sizes, outputs, layer = NAMED["grouped"]
+    x1, g1 = build(sizes, outputs, layer, "first", torch.float32)
+    x2, g2 = build([36, 3, 5], outputs, layer, "first", torch.float32, 3)
+    got = convolution.pairwise_convolution(x1, g1, x2, g2, *layer, config=TILE)
+    limit = absolute(x1, g1, layer) @ absolute(x2, g2, layer).T
+    assert_close(got, exact(x1, g1, layer) @ exact(x2, g2, layer).T, limit)
+
+
+def test_an_empty_batch():
+    sizes, outputs, layer = NAMED["grouped"]
+    x, g = (operand[:0] for operand in build(sizes, outputs, layer, "first", torch.float32))
+    assert convolution.convolution_sqnorm(x, g, *layer).shape == (0,)
+    gradient, sqnorm = convolution.convolution_weight_gradient_sqnorm(x, g, *layer)
+    assert sqnorm.shape == (0,) and (gradient == 0).all()
+    sizes, outputs, layer = NAMED["depthwise"]
+    x, g = (operand[:0] for operand in build(sizes, outputs, layer, "first", torch.float32))
+    gradient, sqnorm = convolution.convolution_weight_gradient_sqnorm(x, g, *layer)
+    assert sqnorm.shape == (0,) and gradient.shape == (5, 1, 5, 3) and (gradient == 0).all()
+
+
+def test_what_no_kernel_serves_is_refused():
+    sizes, outputs, layer = NAMED["grouped"]
+    x, g = build(sizes, outputs, layer, "first", torch.float32)
+    with pytest.raises(_check.KernelInputError, match=r"has \(6, 2\) positions .* got gradients"):
+        convolution.convolution_sqnorm(x, g, [1, 2], *layer[1:])
+    with pytest.raises(_check.KernelInputError, match="groups must divide the 36 input and 6"):
+        convolution.convolution_sqnorm(x, g, *layer[:4], 5)
+    with pytest.raises(_check.KernelInputError, match="one batch; got 2 and 1"):
+        convolution.convolution_sqnorm(x, g[:1], *layer)
+    with pytest.raises(_check.KernelInputError, match="as many axes as the kernel"):
+        convolution.convolution_sqnorm(x, g, [3], [1], [1], [1], 2)
+    with pytest.raises(_check.KernelInputError, match="need 2 numbers each"):
+        convolution.convolution_sqnorm(x, g, [2, 2], [1], [1, 0], [1, 2], 2)
+    with pytest.raises(_check.KernelInputError, match="float64"):
+        convolution.convolution_sqnorm(x.double(), g.double(), *layer)
+    with pytest.raises(_check.KernelInputError, match="images of one size"):
+        convolution.convolution_inner(x, g, x[:, :, :3], g[:, :, :4], *layer)
+    with pytest.raises(_check.KernelInputError, match="must be of one weight"):
+        convolution.pairwise_convolution(x, g, x, g[:, :4], *layer)
+    with pytest.raises(_check.KernelInputError, match=r"direction must be \(6, 18, 2, 2\)"):
+        convolution.convolution_direction(x, g, torch.zeros(6, 36, 2, 2), *layer)

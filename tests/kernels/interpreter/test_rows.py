@@ -1,0 +1,130 @@
+"""Embeddings against float64 tables, on tiles of 16."""
+
+import pytest
+import torch
+from gradstats.kernels import _check, _reference, rows, rows_pairs
+from gradstats.kernels._config import TileConfig
+
+from tests.kernels.cases import CASES, random
+from tests.kernels.reference import assert_close
+
+BLOCK = 16
+ROWS = TileConfig(1, 32, 4, num_warps=1, num_stages=1)
+TILE = TileConfig(BLOCK, BLOCK, BLOCK, num_warps=1, num_stages=1)
+TABLE = 7
+
+
+NAMES = ("one position", "block + 1", "transposed", "expanded", "sliced", "all empty")
+RAGGED = ("ragged with empty", "ragged int64")
+
+
+@pytest.fixture(params=[*NAMES, *RAGGED])
+def case(request, monkeypatch):
+    monkeypatch.setattr(rows, "CHUNK", 16)
+    dtype = torch.bfloat16 if request.param == "sliced" else torch.float32
+    _, g, bounds = CASES[request.param](dtype, BLOCK, "cpu")
+    index_dtype = torch.int32 if bounds is None else torch.int64
+    return ids_for(g, 1).to(index_dtype), g, bounds
+
+
+def ids_for(g, seed):
+    """Ids of few values, so that many meet, every other element of a larger tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*g.shape[:-2], 2 * g.shape[-2])
+    return torch.randint(TABLE, shape, generator=generator)[..., ::2]
+
+
+def limit(ids1, g1, ids2, g2, bounds1=None, bounds2=None):
+    return _reference.pairwise_rows(
+        ids1, g1.double().abs(), ids2, g2.double().abs(), bounds1, bounds2
+    )
+
+
+@pytest.mark.parametrize("padding_idx, longest_compared", [(None, 0), (3, 0), (3, 10**6)], ids=str)
+def test_norms(case, padding_idx, longest_compared):
+    ids, g, bounds = case
+    got = rows.rows_sqnorm(
+        ids, g, cu_seqlens=bounds, padding_idx=padding_idx, longest_compared=longest_compared,
+        config=ROWS,
+    )  # fmt: skip
+    want = _reference.rows_sqnorm(ids, g.double(), bounds, padding_idx=padding_idx)
+    assert_close(got, want, limit(ids, g, ids, g, bounds, bounds).diagonal())
+
+
+@pytest.mark.parametrize("padding_idx", [3])
+def test_pairs_and_directions(case, padding_idx):
+    ids, g, bounds = case
+    ids2, g2 = ids_for(g, 2), random(g.shape, g.dtype, "cpu", 3)
+    factors = (ids, g, ids2, g2)
+    options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds, "padding_idx": padding_idx}
+    want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
+    scale = limit(*factors, bounds, bounds)
+    for splits in (1, 2):
+        got = rows_pairs.pairwise_rows(*factors, **options, config=TILE, splits=splits)
+        assert_close(got, want, scale)
+    got = rows.rows_inner(*factors, **options, config=ROWS)
+    assert_close(got, want.diagonal(), scale.diagonal())
+
+    table = random((g.shape[-1], TABLE), torch.float32, "cpu", 4).T
+    got = rows.rows_direction(
+        ids, g, table, cu_seqlens=bounds, padding_idx=padding_idx, config=ROWS
+    )
+    want = _reference.rows_direction(ids, g.double(), table, bounds, padding_idx=padding_idx)
+    scale = _reference.rows_direction(ids, g.double().abs(), table.abs(), bounds)
+    assert_close(got, want, scale)
+
+
+@pytest.mark.parametrize("padding_idx", [3])
+def test_the_cross_term_with_a_tied_projection(case, padding_idx):
+    ids, g, bounds = case
+    a = random(g.shape, g.dtype, "cpu", 5)
+    head = random((*g.shape[:-1], TABLE), g.dtype, "cpu", 6)
+    if bounds is not None:
+        a[: bounds[0]] = float("nan")
+        head[bounds[-1] :] = float("nan")
+    options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
+    got = rows_pairs.tied_inner(a, head, ids, g, **options, padding_idx=padding_idx, config=TILE)
+    operands = (a.double(), head.double(), ids, g.double())
+    want = _reference.tied_inner(*operands, **options, padding_idx=padding_idx)
+    absolute = (a.double().abs(), head.double().abs(), ids, g.double().abs())
+    assert_close(got, want, _reference.tied_inner(*absolute, **options))
+
+
+def test_a_projection_over_other_positions_than_the_look_up():
+    ids, g = ids_for(torch.empty(3, 5, 1), 1), random((3, 5, 20), torch.float32, "cpu", 2)
+    a, head = (
+        random((3, 19, 20), torch.float32, "cpu", 3),
+        random((3, 19, TABLE), torch.float32, "cpu"),
+    )
+    got = rows_pairs.tied_inner(a, head, ids, g, config=TILE)
+    want = _reference.tied_inner(a.double(), head.double(), ids, g.double())
+    assert_close(
+        got,
+        want,
+        _reference.tied_inner(a.double().abs(), head.double().abs(), ids, g.double().abs()),
+    )
+
+
+def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch):
+    monkeypatch.setattr(_check, "check_segments", lambda cu_seqlens, rows, max_seqlen: max_seqlen)
+    g = random((20, 17), torch.float32, "cpu")
+    ids = ids_for(g, 1)
+    for bounds, valid in (((0, 5, 9, 20), [True] * 3), ((0, 1, 20, 20), [True, False, True])):
+        options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": 17, "config": ROWS}
+        for longest in (0, 100):
+            got = rows.rows_sqnorm(ids, g, longest_compared=longest, **options)
+            assert got.isfinite().tolist() == valid
+    options = {"cu_seqlens": torch.tensor((0, 5, 3, 20)), "max_seqlen": 17, "config": ROWS}
+    assert rows.rows_sqnorm(ids, g, **options).isnan().all()
+
+
+def test_what_no_kernel_serves_is_refused():
+    ids, g = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, 3)
+    with pytest.raises(_check.KernelInputError, match="int32 or int64; got"):
+        rows.rows_sqnorm(ids.float(), g)
+    with pytest.raises(_check.KernelInputError, match=r"got \(2, 5\) on cpu and \(2, 4, 3\)"):
+        rows.rows_sqnorm(ids, g[:, :4])
+    with pytest.raises(_check.KernelInputError, match="equal batches; got 2 and 1"):
+        rows.rows_inner(ids, g, ids[:1], g[:1])
+    with pytest.raises(_check.KernelInputError, match=r"direction must be \(rows, 3\)"):
+        rows.rows_direction(ids, g, torch.zeros(7, 4))

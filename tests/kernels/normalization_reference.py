@@ -1,0 +1,108 @@
+"""Float64 references of scales and norm layers, by autograd, one example at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tests.kernels.cases import random
+from tests.kernels.reference import FLOAT32_EPS, assert_close, examples_of
+
+
+def operands(case):
+    """(x, g, cu_seqlens) of one shape out of a case's (a, g, cu_seqlens)."""
+    x, _, bounds = case
+    # features apart in one of the two, so that strides cannot be mixed up
+    g = random((*x.shape[:-2], x.shape[-1], x.shape[-2]), x.dtype, x.device, 21).mT
+    if bounds is not None:
+        g[: bounds[0]] = float("nan")
+        g[bounds[-1] :] = float("nan")
+    return x, g, bounds
+
+
+def _sums(rows_of_x, rows_of_g, normalise):
+    """((scale, shift), (their sums of absolute terms)), each float64 (B, C)."""
+    scales, shifts, absolute = [], [], []
+    for example, (x, g) in enumerate(zip(rows_of_x, rows_of_g, strict=True)):
+        x_hat = normalise(example, x)
+        scales.append((x_hat * g).sum(0))
+        shifts.append(g.sum(0))
+        # where the mean is subtracted, x_hat rounds by eps of the mean over the deviation
+        spread = x.std(correction=0) if x.numel() > 1 else 1.0
+        rounded = x_hat.abs() + x.abs() / max(float(spread), 1e-3)
+        absolute.append(((rounded * g.abs()).sum(0), g.abs().sum(0)))
+    scale_terms, shift_terms = (torch.stack(terms) for terms in zip(*absolute, strict=True))
+    return (torch.stack(scales), torch.stack(shifts)), (scale_terms, shift_terms)
+
+
+def scale(x, g, bounds, mean=None, rstd=None):
+    def normalise(example, rows):
+        if mean is None:
+            return rows
+        own = ... if mean.dim() == 1 else example
+        return (rows - mean[own].double().cpu()) * rstd[own].double().cpu()
+
+    return _sums(examples_of(x, bounds), examples_of(g, bounds), normalise)
+
+
+def layer_norm(x, g, bounds, eps, rms):
+    shape = x.shape[-1:]
+    function = functional.rms_norm if rms else functional.layer_norm
+
+    def normalise(example, rows):
+        return function(rows, shape, eps=eps) if len(rows) else rows
+
+    return _sums(examples_of(x, bounds), examples_of(g, bounds), normalise)
+
+
+def group_norm(x, g, groups, eps):
+    def normalise(example, rows):
+        return functional.group_norm(rows.T[None], groups, eps=eps)[0].T
+
+    return _sums(examples_of(x, None), examples_of(g, None), normalise)
+
+
+def check_sums(got, want, factor=32.0):
+    sums, terms = want
+    for index in range(2):
+        assert_close(got[index], sums[index], terms[index], factor)
+
+
+def check_squares(got, want, factor=32.0):
+    sums, terms = want
+    for index in range(2):
+        # an element's error is eps of its terms; squared and summed, twice their product and more
+        size = 2 * (terms[index] * sums[index].abs()).sum(1)
+        assert_close(
+            got[index], sums[index].square().sum(1),
+            size + factor * FLOAT32_EPS * terms[index].square().sum(1), factor,
+        )  # fmt: skip
+
+
+def check_backward(got, x, g, weight, bounds, eps, rms, factor=32.0):
+    """Checks (input gradient, scale and shift gradients, squared norms) of a whole backward."""
+    function = functional.rms_norm if rms else functional.layer_norm
+    host, shape = x.double().cpu(), x.shape[-1:]
+    used = torch.ones(host.shape[:-1], dtype=torch.bool)
+    if bounds is not None:
+        used[: bounds[0]], used[bounds[-1] :] = False, False
+    leaf = torch.where(used[..., None], host, 0.0).requires_grad_()
+    scale_ = None if weight is None else weight.double().cpu()
+    output = function(leaf, shape, weight=scale_, eps=eps)
+    upstream = torch.where(used[..., None], g.double().cpu(), 0.0)
+    (want,) = torch.autograd.grad(output, leaf, upstream)
+    want = torch.where(used[..., None], want, 0.0)
+    rounding = torch.finfo(x.dtype).eps
+    # what is subtracted from g may be as large as g, in units of the deviation
+    spread = host if rms else host - host.mean(-1, keepdim=True)
+    rstd = (spread.square().mean(-1, keepdim=True) + eps).rsqrt()
+    weighted = upstream if scale_ is None else upstream * scale_
+    size = torch.where(used[..., None], weighted.norm(dim=-1, keepdim=True) * rstd, 0.0)
+    limit = 4 * rounding * want.abs() + factor * FLOAT32_EPS * size
+    assert got[0].dtype == x.dtype and got[0].is_contiguous()
+    assert ((got[0].double().cpu() - want).abs() <= limit).all()
+
+    sums, terms = layer_norm(x, g, bounds, eps, rms)
+    for index in range(2):
+        assert_close(got[1 + index], sums[index].sum(0), terms[index].sum(0), factor)
+    check_squares(got[3:], (sums, terms), factor)
