@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradstats import _cost, contractions
-from gradstats._factors import Factor, Outer, Patches, Rows, Vector, map_tensors
-from gradstats.contractions import _inner, _outer_pairs, _row_pairs, _tiles
+from gradstats._factors import Factor, Outer, Patches, Path, Rows, Vector, map_tensors
+from gradstats.contractions import _outer_pairs, _row_pairs, _tiles
 from tests.test_contractions import TINY, WORKSPACE, normal, outer, patches, rows
 from tests.test_precision import ADVERSARIAL, cancelling
 
@@ -290,11 +290,17 @@ def test_fold_keeps_the_smaller():
 
 
 def test_pieces_of_one_split_never_meet():
-    assert _inner._disjoint((("chunk", "3", 0),), (("chunk", "3", 1),))
-    assert _inner._disjoint((("chunk", "3", 0), ("t", "", None)), (("chunk", "3", 2),))
-    assert not _inner._disjoint((("chunk", "3", 0),), (("chunk", "2", 1),))
-    assert not _inner._disjoint((("t", "", None),), (("view", "", None),))
-    assert not _inner._disjoint((("chunk", "3", 0),), ())
+    def path(*steps, first=0, last=9):
+        return Path(steps, first, last)
+
+    third = path(("chunk", "3", 0))
+    assert third.is_disjoint(path(("chunk", "3", 1)))
+    assert path(("chunk", "3", 0), ("t", "", None)).is_disjoint(path(("chunk", "3", 2)))
+    assert not third.is_disjoint(path(("chunk", "2", 1)))
+    assert not path(("t", "", None)).is_disjoint(path(("view", "", None)))
+    # Other places in memory, however they were reached.
+    assert third.is_disjoint(path(("select", "1", None), first=10, last=12))
+    assert not third.is_disjoint(path(("select", "1", None), first=9, last=12))
 
 
 def test_runs_of_equal_ids():

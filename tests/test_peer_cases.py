@@ -263,20 +263,33 @@ def test_autocast_and_grad_scaler():
     assert_sqnorms(tracker.stats, expected, 0.05)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.table = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        # Segments that run backward on their own cannot share a parameter.
+        for block in (*self.blocks, *([] if self.reentrant else [self.blocks[0]])):
+            x = x + checkpoint(lambda x, b=block: b(x).tanh(), x, use_reentrant=self.reentrant)
+        return x
+
+
 def test_checkpoints():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(7, WIDTH)
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    check_layer(Checkpointed(reentrant=False), tokens())
+    model, ids = Checkpointed(reentrant=True).double(), tokens()
 
-        def forward(self, ids):
-            x = self.table(ids)
-            for block in (*self.blocks, self.blocks[0]):
-                x = x + checkpoint(lambda x, b=block: b(x).tanh(), x, use_reentrant=False)
-            return x
+    def without_checkpoints(model, ids):
+        x = model.table(ids)
+        for block in model.blocks:
+            x = x + block(x).tanh()
+        return x.square().flatten(1).sum(1)
 
-    check_layer(Checkpointed(), tokens())
+    stats = gs.per_example_norms(model, ids, lambda m, b: m(b).square().flatten(1).sum(1))
+    assert_sqnorms(stats, oracle_sqnorms(model, ids, without_checkpoints), 1e-9)
 
 
 def test_gradient_accumulation():
@@ -337,11 +350,15 @@ def _step_of_one_process(rank, folder):
         "gradients": [parameter.grad for parameter in model.parameters()],
         "refused": "",
     }
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     sharded = copy.deepcopy(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.distributed.fsdp.fully_shard(sharded, mesh=mesh)
+    result["sharded"] = gs.per_example_norms(sharded, mine, classify).by_parameter
+    split = copy.deepcopy(model)
+    plan = {"0": torch.distributed.tensor.parallel.ColwiseParallel()}
+    torch.distributed.tensor.parallel.parallelize_module(split, mesh, plan)
     try:
-        gs.per_example_norms(sharded, mine, classify)
+        gs.per_example_norms(split, mine, classify)
     except gs.UnsupportedOperationError as error:
         result["refused"] = str(error)
     torch.save(result, f"{folder}/{rank}.pt")
@@ -349,7 +366,7 @@ def _step_of_one_process(rank, folder):
 
 
 def test_distributed(tmp_path):
-    """DDP: each process measures its own examples. Sharded parameters are refused by name."""
+    """Each process measures its own examples; tensor parallelism is refused by name."""
     torch.multiprocessing.spawn(_step_of_one_process, (str(tmp_path),), nprocs=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -359,7 +376,7 @@ def test_distributed(tmp_path):
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for rank, result in enumerate(results):
         for name, value in expected.items():
-            for kind in ("sqnorms", "alone"):
+            for kind in ("sqnorms", "alone", "sharded"):
                 got = result[kind][name]
                 torch.testing.assert_close(got, value[2 * rank : 2 * rank + 2], rtol=1e-10, atol=0)
         for got, want in zip(result["gradients"], model.parameters(), strict=True):

@@ -134,13 +134,17 @@ class Root(Node):
         # deliveries carry another task's number and are dropped.
         self._delivered.append((torch._C._current_graph_task_id(), kept))
 
-    def settle(self, report: Tensor) -> Tensor:
-        """Return the final report; called once all uses in the graph have delivered."""
+    def check_open(self) -> None:
+        """Raise if the context has closed."""
         if self.tracker.closed:
             raise TrackingError(
                 f"a backward reached {self.describe()} after its tracking context was closed; run "
                 "the backward inside the context."
             )
+
+    def settle(self, report: Tensor) -> Tensor:
+        """Return the final report; called once all uses in the graph have delivered."""
+        self.check_open()
         if self.reported:
             raise CoverageError(
                 f"the gradient of {self.describe()} arrived in two backwards within one context. "

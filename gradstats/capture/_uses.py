@@ -79,6 +79,7 @@ class Use:
         reports: list[Tensor | None] = []
         for root in self.roots:
             report: Tensor | None = None
+            root.check_open()
             tracker = root.tracker
             for node, factor in zip(self.nodes, factors, strict=True):
                 if factor is None or root not in node.roots:

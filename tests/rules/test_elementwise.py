@@ -198,7 +198,9 @@ def test_changing_a_parameter_in_place_is_refused():
     )
 
 
-@pytest.mark.parametrize("mixed", [torch.cat, torch.concat, torch.concatenate], ids=["cat", "concat", "concatenate"])
+@pytest.mark.parametrize(
+    "mixed", [torch.cat, torch.concat, torch.concatenate], ids=["cat", "concat", "concatenate"]
+)
 def test_class_token_before_the_patches(mixed):
     def function(m, x):
         token = m.token.expand(x.shape[0], -1, -1)
