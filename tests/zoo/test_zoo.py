@@ -1,6 +1,7 @@
 """Every model of the zoo, exact or refused by name."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def test_zoo(case: Case):
 
 def test_names_are_distinct():
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_readme_shows_every_model():
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    section = readme.partition("## Models that are checked")[2].partition("\n## ")[0]
+    shown = [line.split(" | ")[0].strip("| ") for line in section.splitlines() if line[:2] == "| "]
+    assert shown[1:] == [case.name for case in CASES]
+    for case in CASES:
+        refused = f"| {case.name} | 0 of" in section
+        assert refused == (case.refused is not None), case.name
 
 
 def test_the_table(capsys):
