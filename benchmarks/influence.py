@@ -259,7 +259,6 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}")
-    rows = []
     for name in options.models or MODELS:
         for width in options.widths:
             for count in options.train:
@@ -268,6 +267,7 @@ def main() -> None:
                     elements = sum(p.numel() for p in task.model.parameters())
                     print(f"\n{name} width {width}, d = {elements:,}, N = {count}, "
                           f"Q = {options.queries}")  # fmt: skip
+                    rows = []
                     for row in measure(task, options.rounds):
                         print(
                             f"  {row['implementation']:21} {row['milliseconds']:>9} ms   "
@@ -277,8 +277,9 @@ def main() -> None:
                         )
                         size = {"model": name, "width": width, "parameters": elements}
                         rows.append({**size, "train": count, "queries": options.queries, **row})
-    if not options.no_csv:
-        print(f"\nappended to {write_csv('influence', rows).name}")
+                # Case by case: the slowest take many minutes, and a run may be cut short.
+                if not options.no_csv:
+                    write_csv("influence", rows)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,21 @@ _nodes       what is tracked: parameters (roots) and what is computed from them 
 _tensors     the tensor classes whose operations are seen
 _lineage     pulling a derived tensor's factors back to its parameters
 _constants   which other tensors belong to no example
-_layout      where the examples lie in tensors of data
+_data        whose every row of a tensor of data is, followed with the rules of
+_layout      where the examples lie after each operation
+_sequences   the same for packed sequences of recurrent layers
+_selection   which parameters are measured
 _sharded     parameters that fully_shard shards
 _dispatch    what happens to an operation that touches a tracked tensor
 rules/       one file for each family of operations
-_uses        the autograd Functions that turn output gradients into factors
+_uses        what the autograd Functions share that turn output gradients into factors; they are
+_linear      products with a weight matrix
+_convolution convolutions
+_views       everything that broadcasts
+_recomputed  operations that backward takes apart
+_registered  users' own operations
+_consumers   what is done with the factors beside norms
+_coverage    what the autograd graph says about uses that were not seen
+_survey      one forward that finds out what happens to every parameter
 _tracker     one context: entering, leaving, coverage, results
 """

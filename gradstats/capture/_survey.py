@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._coverage import check_coverage
 from gradstats.capture._nodes import flatten, function_name, operands_of, rebuild
+from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of
-from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker, check_trackable
+from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError
 
@@ -60,7 +62,8 @@ class Survey(Tracker):
         """Note the parameters that operations take which no context can see."""
         while losses.grad_fn is not None:
             try:
-                return self.check_coverage([losses.grad_fn])
+                check_coverage(self, [losses.grad_fn])
+                return
             except GradStatsError as error:
                 self._note(error)
                 self.roots = [root for root in self.roots if root.name not in error.parameters]

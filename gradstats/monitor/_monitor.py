@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._tracker import select_parameters
+from gradstats.capture._selection import select_parameters
 from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._layers import Layers

@@ -9,7 +9,7 @@ from numbers import Real
 
 from torch import nn
 
-from gradstats.capture._tracker import clean_name
+from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import ParameterGroup
 

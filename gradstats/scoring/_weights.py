@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._tracker import clean_name
+from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gradstats.capture._tracker import select_parameters
+from gradstats.capture._selection import select_parameters
 from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints

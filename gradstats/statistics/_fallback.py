@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import compute_dtype
+from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
-from gradstats.capture._tracker import select_parameters
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 from gradstats.statistics._batches import Division, State, map_tensors
 from gradstats.statistics._loss import check_losses, tensors_in

@@ -24,7 +24,8 @@ from gradstats.capture._consumers import (
     storages_of,
 )
 from gradstats.capture._nodes import VALUE
-from gradstats.capture._tracker import Tracker, clean_name, select_parameters
+from gradstats.capture._selection import clean_name, select_parameters
+from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
 from gradstats.statistics._loss import check_losses, examples_in, tensors_in

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
-from gradstats.capture._tracker import (
-    DEFAULT_WORKSPACE,
-    SharedInGraphError,
-    Tracker,
-    is_compiled,
-)
+from gradstats.capture._selection import is_compiled
+from gradstats.capture._tracker import DEFAULT_WORKSPACE, SharedInGraphError, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
 from gradstats.statistics._batches import State

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._tracker import select_parameters
+from gradstats.capture._selection import select_parameters
 from gradstats.statistics._batches import State
 from gradstats.statistics._fallback import sqnorm_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
-from gradstats.capture._tracker import select_parameters
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._batches import (
     Division,

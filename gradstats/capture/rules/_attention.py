@@ -14,7 +14,8 @@ from torch.nn import functional
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import node_of
-from gradstats.capture._uses import ExampleLayout, example_view, tap
+from gradstats.capture._uses import tap
+from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
 from gradstats.capture.rules._products import BroadcastFactors
 

@@ -11,8 +11,9 @@ from torch.nn import functional
 from gradstats._factors import Vector
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
+from gradstats.capture._linear import bias_gradient, linear_factor
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import bias_gradient, linear_factor, tap
+from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
 
 

@@ -12,7 +12,7 @@ from gradstats.capture._layout import Examples as Examples
 from gradstats.capture._layout import same_rows
 from gradstats.capture._nodes import Node, function_name, operands_of
 from gradstats.capture._tensors import node_of
-from gradstats.capture._uses import ExampleLayout, example_view
+from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
 

@@ -10,15 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Vector
+from gradstats.capture._convolution import ConvolutionUse, channel_gradient, convolution_factor
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import (
-    ConvolutionUse,
-    carriers_for,
-    channel_gradient,
-    convolution_factor,
-    tap,
-)
+from gradstats.capture._uses import carriers_for, tap
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
 

@@ -19,7 +19,8 @@ from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import ExampleLayout, derived, example_view, tap
+from gradstats.capture._uses import derived, tap
+from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import _triton
 

@@ -14,18 +14,11 @@ from gradstats._cost import product
 from gradstats._factors import Outer, Vector
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
+from gradstats.capture._linear import LinearUse, bias_gradient, linear_factor
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import (
-    ExampleLayout,
-    LinearUse,
-    bias_gradient,
-    carriers_for,
-    derived,
-    example_view,
-    linear_factor,
-    tap,
-)
+from gradstats.capture._uses import carriers_for, derived, tap
+from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
 

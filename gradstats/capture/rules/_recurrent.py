@@ -19,11 +19,11 @@ from torch.nn import functional
 from gradstats._factors import Factor, Vector
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
+from gradstats.capture._linear import bias_gradient, linear_factor
 from gradstats.capture._nodes import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import bias_gradient, linear_factor
 from gradstats.capture.rules._common import Examples, as_data, autocast_dtype, plain, rows_along
 from gradstats.errors import ExampleAxisError
 

@@ -1,0 +1,129 @@
+"""Convolutions: one backward for weight gradient and norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import ConvolutionGeometry, Factor, Outer, Patches, Vector, compute_dtype
+from gradstats.capture._layout import Examples
+from gradstats.capture._uses import Use, derived, reports_of, unseen
+from gradstats.contractions import Fused, sqnorm_and_sum
+
+
+def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _, examples = ctx.tracked
+    if not ctx.needs_input_grad[4]:
+        return ()
+    call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
+    if not weight_tracked:
+        return ((4, torch.ops.aten.convolution(grad, weight, None, *call)),)
+    node = ctx.use.nodes[0]
+    if node.value.dtype != grad.dtype:
+        node = derived(node, Tensor.to, grad.dtype)
+    use = Use([node])
+    gradient = ConvolutionUse.apply(
+        use, ctx.settings, (True, False, examples), call, grad, node.value, None, *use.carriers
+    )
+    return ((4, gradient),)
+
+
+def adjoint_convolution(call, input, kernel, output):
+    """Return the call that maps a convolution's output gradient to its input gradient.
+
+    Args:
+        call: (stride, padding, dilation, transposed, output padding, groups).
+        input, kernel, output: spatial sizes.
+    """
+    stride, padding, dilation, transposed, _, groups = call
+    rest = [
+        0 if transposed else i - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
+        for i, k, o, s, p, d in zip(
+            input, kernel, output, stride, padding, dilation, strict=True
+        )
+    ]  # fmt: skip
+    return stride, padding, dilation, not transposed, tuple(rest), groups
+
+
+class ConvolutionUse(torch.autograd.Function):
+    """A convolution with a backward that makes weight gradient and squared norms in one pass.
+
+    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), transposed (C, O / groups,
+    *kernel).
+    """
+
+    @staticmethod
+    def forward(ctx, use, settings, tracked, call, x, weight, bias, *carriers):
+        ctx.use, ctx.settings, ctx.tracked, ctx.call = use, settings, tracked, call
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return torch.ops.aten.convolution(x, weight, bias, *call)
+
+    @staticmethod
+    @unseen(_convolution_again)
+    def backward(ctx, grad, x, weight):
+        use, settings = ctx.use, ctx.settings
+        weight_tracked, bias_tracked, examples = ctx.tracked
+        wanted = [
+            ctx.needs_input_grad[4],
+            ctx.needs_input_grad[5] and settings.weight_gradients,
+            False,
+        ]
+        factors: list[Factor | Fused] = []
+        grad_weight = grad_bias = None
+        if weight_tracked:
+            patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
+            sole = use is not None and use.is_sole(use.nodes[0])
+            if sole and wanted[1] and settings.fused:
+                result, total = sqnorm_and_sum(patches, settings.workspace)
+                grad_weight = total.to(weight.dtype)
+                wanted[1] = False
+                factors.append(Fused(patches, result, total))
+            else:
+                factors.append(patches)
+        if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
+            values = channel_gradient(examples, grad)
+            if bias_tracked:
+                factors.append(Vector(values, (grad.shape[1],)))
+            if settings.weight_gradients and ctx.needs_input_grad[6]:
+                grad_bias = values.sum(0).to(ctx.bias_dtype)
+        reports = reports_of(use, settings, factors)
+        stride, padding, dilation, transposed, output_padding, groups = ctx.call
+        grad_x = None
+        if wanted[0] or wanted[1]:
+            grad_x, native, _ = torch.ops.aten.convolution_backward(
+                grad, x, weight, None, stride, padding, dilation, transposed, output_padding,
+                groups, wanted,
+            )  # fmt: skip
+            grad_weight = native if wanted[1] else grad_weight
+        return (None, None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return the sum over positions of (rows, C, *) for each example: (B, C)."""
+    return examples.reduce(grad.to(compute_dtype(grad)).flatten(2).sum(2))
+
+
+def convolution_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...], call
+) -> Factor:
+    """Return the factor of a convolution's weight; 1×1 convolutions are plain products."""
+    stride, padding, dilation, transposed, output_padding, groups = call
+    if transposed:
+        x, grad = grad, x
+        if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
+            # With the same padding on both sides there would be more positions than in the input.
+            sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
+            x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
+            padding = (0,) * len(padding)
+    if examples.fold != 1:
+        # An example's frames are one more axis, along which the kernel has size 1.
+        x, grad = (examples.first(side).transpose(1, 2) for side in (x, grad))
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
+    if pointwise:
+        left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
+        right = x.flatten(2).unflatten(1, (groups, -1)).mT
+        return Outer(left, right, shape)
+    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    return Patches(x, grad, shape, geometry)

@@ -1,0 +1,99 @@
+"""What the autograd graph of the losses says about how parameters were used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from gradstats.capture._nodes import Root
+from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+ACCUMULATE_GRAD = type(
+    torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
+)
+
+REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+
+
+def check_coverage(tracker: Tracker, start: list) -> bool:
+    """Raise if the graph from ``start`` uses a tracked parameter in a way that was not seen.
+
+    Also where losses depend on operations in which examples met.
+
+    Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
+    show in the autograd graph as an edge to the parameter that does not come from its alias.
+
+    Returns:
+        Whether there is a reentrant checkpoint, whose own graph appears in its backward only.
+    """
+    roots = {id(root.parameter): root for root in tracker.roots}
+    # Tracked uses lead to an alias or a carrier; there the walk can stop.
+    known = {root.alias_node for root in tracker.roots} | {root.hub_node for root in tracker.roots}
+    stack = list(start)
+    seen = set(start)
+    reentrant = False
+    while stack:
+        node = stack.pop()
+        reentrant |= type(node) is REENTRANT_CHECKPOINT
+        if node in tracker.coupled:
+            raise CoupledExamplesError(
+                f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
+                f"{tracker.batch_size} products of trained values, as contrastive losses form "
+                "them): each loss depends on several examples, and their gradients cannot be "
+                "told apart. Expected losses that depend on one example each: detach one "
+                "side, or multiply each example with its own partner by (x * y).sum(-1)."
+            )
+        for child, _ in node.next_functions:
+            if child is None or child in known or child in seen:
+                continue
+            if type(child) is not ACCUMULATE_GRAD:
+                seen.add(child)
+                stack.append(child)
+                continue
+            tracker.sharded.check_known(child.variable)  # type: ignore[attr-defined]
+            root = roots.get(id(child.variable))  # type: ignore[attr-defined]
+            if root is not None and not _reports_inside(node, root):
+                raise UnsupportedOperationError(
+                    f"{node.name()} uses {root.describe()} without passing through a PyTorch "
+                    "operation that can be tracked (a custom autograd Function?), so its "
+                    "per-example gradient is not known. Add a rule for it with "
+                    "gs.register_rule, write the operation with PyTorch's own, have "
+                    'per_example_norms compute it one example at a time with fallback="vmap", '
+                    f"or exclude the parameter by name with exclude=[{root.name!r}].",
+                    [root.name],
+                )
+    return reentrant
+
+
+def _reports_inside(node, root: Root) -> bool:
+    """Whether a node is a compiled graph that takes a parameter and reports its use as well.
+
+    Such a graph takes the parameter itself: uses inside it were tracked when it was traced, save
+    those that tracing could not see. They leave the graph without the parameter's probe.
+    """
+    inputs = (child for child, _ in node.next_functions if child is not None)
+    return node.name() == "CompiledFunctionBackward" and any(
+        child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
+    )
+
+
+def leaves_of(total: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward from ``total`` would add gradients to."""
+    stack = [total.grad_fn]
+    seen = set(stack)
+    leaves = []
+    while stack:
+        node = stack.pop()
+        if type(node) is ACCUMULATE_GRAD:
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for child, _ in node.next_functions if node is not None else ():
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return leaves

@@ -1,0 +1,114 @@
+"""Products of data with a weight matrix: one backward for gradients and norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors import Factor, Outer, Ragged, Vector, compute_dtype
+from gradstats.capture._layout import Examples
+from gradstats.capture._uses import Use, derived, reports_of, unseen
+from gradstats.contractions import Fused, sqnorm_and_sum
+
+
+def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    weight_tracked, _, examples = ctx.tracked
+    if not ctx.needs_input_grad[3]:
+        return ()
+    if not weight_tracked:
+        return ((3, grad.matmul(weight.to(grad.dtype))),)
+    (node, *_) = ctx.use.nodes
+    transposed = derived(node, Tensor.t)
+    if node.value.dtype != grad.dtype:
+        transposed = derived(transposed, Tensor.to, grad.dtype)
+    use = Use([transposed])
+    tracked = (True, False, examples)
+    gradient = LinearUse.apply(
+        use, ctx.settings, tracked, grad, transposed.value, None, *use.carriers
+    )
+    return ((3, gradient),)
+
+
+class LinearUse(torch.autograd.Function):
+    """y = x Wᵀ + b with a backward that contracts while it makes the weight gradient.
+
+    Shapes: x (B, *, d_in), weight (d_out, d_in), bias (d_out,) or None.
+    """
+
+    @staticmethod
+    def forward(ctx, use, settings, tracked, x, weight, bias, *carriers):
+        ctx.use, ctx.settings, ctx.tracked = use, settings, tracked
+        ctx.save_for_backward(x, weight)
+        ctx.shapes = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
+        result = torch.nn.functional.linear(x, weight, bias)
+        # For more than two axes PyTorch returns a view, which a later relu_ could not change.
+        return torch.ops.aten._unsafe_view(result, result.shape)
+
+    @staticmethod
+    @unseen(_linear_again)
+    def backward(ctx, grad, x, weight):
+        use, settings = ctx.use, ctx.settings
+        weight_tracked, bias_tracked, examples = ctx.tracked
+        shape, weight_dtype, bias_dtype = ctx.shapes
+        grad_weight = grad_bias = None
+        want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
+        want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
+        factors: list[Factor | Fused] = []
+        if weight_tracked:
+            factor = linear_factor(examples, grad, x, tuple(shape))
+            sole = use is not None and use.is_sole(use.nodes[0])
+            if sole and want_weight and settings.fused:
+                result, total = sqnorm_and_sum(factor, settings.workspace)
+                grad_weight = total.to(weight_dtype)
+                factors.append(Fused(factor, result, total))
+            else:
+                factors.append(factor)
+        if want_weight and grad_weight is None:
+            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
+        if bias_tracked:
+            values = bias_gradient(examples, grad)
+            factors.append(Vector(values, (shape[0],)))
+            if want_bias:
+                grad_bias = values.sum(0).to(bias_dtype)
+        elif want_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        reports = reports_of(use, settings, factors)
+        # Last, so that the layer below finds its gradient still in the cache.
+        grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
+        return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return Σ_t g_t for each example: (B, width) in the accumulation dtype."""
+    rows = examples.lead(grad)
+    if rows.dim() == 2 and examples.plain:
+        return rows
+    dtype = compute_dtype(grad)
+    if examples.segments is None:
+        return examples.first(grad).flatten(1, -2).sum(1, dtype=dtype)
+    return examples.reduce(
+        rows.to(dtype) if rows.dim() == 2 else rows.flatten(1, -2).sum(1, dtype=dtype)
+    )
+
+
+def linear_factor(
+    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...]
+) -> Outer | Ragged:
+    """Return the factor of a weight that multiplies x (…, d_in) to give grad (…, d_out)."""
+    if examples.segments is None:
+        return Outer(as_positions(examples.first(grad)), as_positions(examples.first(x)), shape)
+    left, right = examples.segments.sorted(examples.lead(grad)), examples.lead(x)
+    right = examples.segments.sorted(right)
+    positions = product(left.shape[1:-1])
+    offsets = tuple(bound * positions for bound in examples.segments.offsets)
+    return Ragged(left.flatten(0, -2), right.flatten(0, -2), offsets, shape)
+
+
+def as_positions(tensor: Tensor) -> Tensor:
+    """Return (B, *, width) as (B, 1, T, width), an ``Outer`` operand with one group."""
+    if tensor.dim() == 2:
+        return tensor[:, None, None]
+    if tensor.dim() == 3:
+        return tensor[:, None]
+    return tensor.flatten(1, -2)[:, None]

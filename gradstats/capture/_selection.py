@@ -1,0 +1,111 @@
+"""Which parameters of a model are measured, and what is to be known of them beforehand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from gradstats.capture._nodes import Root
+from gradstats.capture._tensors import TrackedParameter
+from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
+
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+def select_parameters(
+    model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
+) -> dict[str, nn.Parameter]:
+    """Return the parameters to track by name, in the model's order, each under its first name."""
+    trainable = {
+        clean_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if not trainable:
+        raise CoverageError(
+            "the model has no parameter that requires grad, so there is no gradient to measure. "
+            "Set requires_grad on the parameters whose gradients you want."
+        )
+    include = _patterns(parameters) if parameters is not None else ("*",)
+    leave_out = _patterns(exclude)
+    for pattern in (*include, *leave_out):
+        if not any(fnmatchcase(name, pattern) for name in trainable):
+            raise CoverageError(
+                f"the pattern {pattern!r} matches no parameter that requires grad. Expected a "
+                f"pattern of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
+            )
+    selected = {
+        name: parameter
+        for name, parameter in trainable.items()
+        if _matches(name, include) and not _matches(name, leave_out)
+    }
+    if not selected:
+        raise CoverageError(
+            f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure."
+        )
+    return selected
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name as the unwrapped model knows it."""
+    for prefix in WRAPPER_PREFIXES:
+        if name.startswith(prefix):
+            return clean_name(name[len(prefix) :])
+    return name.replace("._orig_mod.", ".")
+
+
+def check_trackable(root: Root) -> None:
+    """Raise for parameters whose class cannot be changed for the duration of a context."""
+    parameter = root.parameter
+    if type(parameter) is TrackedParameter:
+        raise TrackingError(
+            f"{root.describe()} is already tracked by another open context. Close that one first."
+        )
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedOperationError(
+            f"{root.describe()} is a {type(parameter).__name__}, expected a plain "
+            "torch.nn.Parameter: a subclass may compute with hidden values. If it is a lazy "
+            f"parameter, run one forward first; otherwise exclude it by name with "
+            f"exclude=[{root.name!r}].",
+            [root.name],
+        )
+    if not parameter.is_floating_point():
+        raise UnsupportedOperationError(
+            f"{root.describe()} has dtype {parameter.dtype}, expected a real floating-point dtype. "
+            f"Exclude it by name with exclude=[{root.name!r}].",
+            [root.name],
+        )
+
+
+def has_tied_parameters(model: nn.Module) -> bool:
+    """Whether a trained parameter has several names in the model."""
+    seen: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) in seen:
+            return True
+        seen.add(id(parameter))
+    return False
+
+
+def compiler_is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it was given to torch.compile."""
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
+def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

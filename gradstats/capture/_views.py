@@ -1,0 +1,94 @@
+"""A parameter as each example sees it, for everything that broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Vector, compute_dtype
+from gradstats.capture._layout import Examples
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import carriers_for, reports_of
+
+
+class ExampleView(torch.autograd.Function):
+    """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
+
+    The operation that follows is PyTorch's own, and so is the gradient that comes back: one slice
+    for each example.
+    """
+
+    @staticmethod
+    def forward(ctx, use, settings, layout, value, *carriers):
+        ctx.use, ctx.settings, ctx.layout = use, settings, layout
+        ctx.shape = tuple(value.shape)
+        return layout.view(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        layout = ctx.layout
+        factor = layout.factor(grad.detach(), ctx.shape)
+        reports = reports_of(ctx.use, ctx.settings, [factor])
+        grad_value = None
+        if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
+            grad_value = layout.total(grad, ctx.shape)
+        return (None, None, None, grad_value, *reports)
+
+
+@dataclass(frozen=True)
+class ExampleLayout:
+    """How a tensor of some shape lines up with the examples of an operation's result.
+
+    Attributes:
+        dims: number of axes of the operation's result.
+        examples: where the result's examples lie.
+    """
+
+    dims: int
+    examples: Examples
+
+    def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (1,) * (self.dims - len(shape)) + tuple(shape)
+
+    def own_slices(self, shape: Sequence[int]) -> bool:
+        """Whether each row sees its own slice of the tensor rather than the whole."""
+        rows = self.examples.rows
+        return self.padded(shape)[self.examples.axis] == rows and rows != 1
+
+    def serves(self, shape: Sequence[int]) -> bool:
+        """Whether the factor of a tensor of this shape can be told."""
+        return self.examples.plain or not self.own_slices(shape)
+
+    def view(self, value: Tensor) -> Tensor:
+        shape = list(self.padded(value.shape))
+        viewed = value.view(shape) if len(shape) != value.dim() else value.view_as(value)
+        if self.own_slices(value.shape):
+            return viewed
+        shape[self.examples.axis] = self.examples.rows
+        return viewed.expand(shape)
+
+    def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
+        slices = self.examples.lead(grad)
+        batch = self.examples.batch
+        if self.own_slices(shape):
+            axis = self.examples.axis - (self.dims - len(shape))
+            rest = shape[:axis] + shape[axis + 1 :]
+            return Vector(slices.reshape(batch, *rest), shape, axis)
+        if not self.examples.plain:
+            slices = self.examples.reduce(slices.to(compute_dtype(slices)))
+        return Vector(slices.reshape(batch, *shape), shape)
+
+    def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not self.own_slices(shape):
+            grad = grad.sum(self.examples.axis, keepdim=True)
+        return grad.reshape(shape)
+
+
+def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
+    """Return the node's value as each example sees it, with its statistics attached."""
+    use, carriers = carriers_for([node])
+    value = node.value if use is not None else node.parameter  # type: ignore[attr-defined]
+    return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
