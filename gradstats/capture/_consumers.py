@@ -21,6 +21,7 @@ from torch import Tensor
 from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture._lineage import Pulled
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
+from gradstats.contractions._result import squared_norms
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ class Together:
             if whole is None or whole.dtype not in (torch.float32, torch.float64):
                 whole = total(factors)
             self.with_sum[name] = direction_inner(factors, whole, arrival.workspace)
-            norm = torch.linalg.vector_norm(whole.flatten(), dtype=torch.float64)
-            self.sum_sqnorm[name] = norm.square()
+            rows = whole.reshape(1, -1, whole.shape[-1]) if whole.dim() else whole.reshape(1, 1)
+            self.sum_sqnorm[name] = squared_norms(rows, rows.dtype)[0]
 
 
 def storages_of(factors: Iterable) -> dict[int, int]:
