@@ -144,6 +144,11 @@ class Root(Node):
 
     def settle(self, report: Tensor) -> Tensor:
         """Return the final report; called once all uses in the graph have delivered."""
+        # Nothing that a contraction computes has to be followed.
+        with torch._C.DisableTorchFunction():
+            return self._settle(report)
+
+    def _settle(self, report: Tensor) -> Tensor:
         self.check_open()
         if self.reported:
             raise CoverageError(
