@@ -33,6 +33,8 @@ from gradstats.contractions import (
     Contraction,
     Fused,
     Projected,
+    fold,
+    on_chip,
     project,
     sqnorm,
     tied_sqnorm,
@@ -219,7 +221,12 @@ class Tracker(Data):
         total = None
         if isinstance(fused, Fused) and len(delivered) == 1:
             norms, total = fused.norms, fused.total
-        elif consumer is None or consumer.needs_norms:
+        elif consumer is None:
+            norms = self._sqnorm(factors)
+        elif consumer.needs_norms:
+            if not any(map(on_chip, factors)):
+                # Gradients smaller than their factors are formed once, for norms and products.
+                factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
             norms = Contraction(self.nothing[0], self.nothing[0])

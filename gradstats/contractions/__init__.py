@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
-from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _tied, _vector
+from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _tied, _triton, _vector
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._inner import by_path
@@ -46,6 +46,13 @@ CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _tied.inner_with_rows,
     (Ragged, Rows): _tied.inner_with_rows,
 }
+
+
+def on_chip(factor: Factor) -> bool:
+    """Whether kernels contract a factor without writing its gradients."""
+    if isinstance(factor, Patches):
+        return _triton.runs(factor.input, factor.grad)
+    return isinstance(factor, (Outer, Ragged)) and _triton.serves(factor)
 
 
 def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Contraction:
