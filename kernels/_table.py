@@ -255,7 +255,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (80, "tf32x3", False): "64x64x16w4s3 32x32x32w4s3 16x16x32w2s3",
         (80, "tf32x3", True): "64x64x32w4s3 32x32x32w4s3 16x16x64w2s3",
         (90, "half", False): "64x64x32w8s2 32x32x64w4s3 16x16x128w2s3",
-        (90, "half", True): "64x64x64w4s3 32x32x64w4s3 16x16x64w2s3",
+        (90, "half", True): "64x64x32w8s2 32x32x64w4s3 16x16x64w2s3",
         (90, "ieee", False): "64x64x16w4s3 32x32x32w4s3 16x16x32w2s3",
         (90, "ieee", True): "64x64x32w4s3 32x32x32w4s3 16x16x32w2s2",
         (90, "tf32", False): "64x64x16w4s3 32x32x32w4s3 16x16x32w2s3",

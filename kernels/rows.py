@@ -147,7 +147,7 @@ def rows_kernel(
         place = g1_base + tl.cast(position, tl.int64) * stride_g1t
         mine = tl.load(
             g1_ptr + place + tl.cast(columns, tl.int64) * stride_g1d,
-            mask=(columns < features) & takes_part,
+            mask=columns < tl.where(takes_part, features, 0),
             other=0.0,
         )
         total += tl.sum(sums * mine.to(tl.float32))

@@ -28,7 +28,7 @@ from gradstats.capture._selection import clean_name, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
-from gradstats.statistics._loss import check_losses, examples_in, tensors_in
+from gradstats.statistics._loss import differentiate_losses, examples_in, tensors_in
 from gradstats.statistics._norms import check_choice, check_workspace
 from gradstats.statistics._result import check_finite
 
@@ -402,15 +402,7 @@ def run(
         parameters=parameters,
         exclude=exclude,
     )
-    with torch.enable_grad():
-        tracker.open()
-        try:
-            losses = check_losses(loss_fn(model, batch), batch_size)
-            tracker.note_losses(losses)
-            tracker.backward_without_gradients(losses.sum())
-        finally:
-            tracker.close()
-    return tracker, losses
+    return tracker, differentiate_losses(tracker, model, batch, loss_fn)
 
 
 def shapes_of(

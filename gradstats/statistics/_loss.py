@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._tensors import DerivedTensor
+from gradstats.capture._tracker import Tracker
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
+
+
+def differentiate_losses(
+    tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+) -> Tensor:
+    """Run forward and backward inside a context, without weight gradients; return the losses."""
+    with torch.enable_grad():
+        tracker.open()
+        try:
+            losses = check_losses(loss_fn(model, batch), tracker.batch_size)
+            tracker.note_losses(losses)
+            tracker.backward_without_gradients(losses.sum())
+        finally:
+            tracker.close()
+    return losses
 
 
 def check_losses(losses, batch_size: int) -> Tensor:

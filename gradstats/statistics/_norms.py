@@ -19,6 +19,7 @@ from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
     check_losses,
+    differentiate_losses,
     examples_in,
     loss_weights,
     packed_segments,
@@ -99,14 +100,7 @@ def per_example_norms(
             consumer=_together(alignment, gram),
         )
         tracker = Tracker(model, settings=settings, **options)
-        with torch.enable_grad():
-            tracker.open()
-            try:
-                losses = check_losses(loss_fn(model, batch), batch_size)
-                tracker.note_losses(losses)
-                tracker.backward_without_gradients(losses.sum())
-            finally:
-                tracker.close()
+        losses = differentiate_losses(tracker, model, batch, loss_fn)
         return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
     if fallback is None:
