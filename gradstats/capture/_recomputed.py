@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradstats._factors import Factor
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Settings, Use
+from gradstats.capture._uses import Settings, Use, free_of_views
 from gradstats.contractions import Fused, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
@@ -144,11 +144,6 @@ def recomputed(
     return Recomputed.apply(
         use, settings, operation, tracked, len(tensors), *tensors, *use.carriers
     )
-
-
-def free_of_views(tensor: Tensor) -> Tensor:
-    """Return the same tensor as one that user code may change in place."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
 
 
 def _refuse_derivatives(use: Use) -> None:

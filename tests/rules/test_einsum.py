@@ -108,6 +108,23 @@ def test_einsum_sweep(data):
     )
 
 
+@pytest.mark.parametrize(
+    "equation, data, weight",
+    [
+        ("bfd,ec->bfce", (3, 4, 1), (3, 4)),
+        ("bdef,cf->bced", (2, 3, 4, 1), (3, 1)),
+        ("bdec,d->bed", (3, 4, 3, 1), (4,)),
+        ("bcfde,dce->becf", (2, 4, 4, 1, 4), (1, 4, 4)),
+        ("bfdec,fe->bdfc", (1, 4, 4, 1, 2), (4, 1)),
+    ],
+)
+def test_results_that_are_views_keep_every_bit(equation, data, weight):
+    """With ``fused=False`` gradients are PyTorch's own, whatever the layout of the result."""
+    for seed in (12, 41, 124, 144, 237):
+        torch.manual_seed(seed)
+        check_operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": weight}, normal(*data))
+
+
 def test_einsum_with_one_weight_for_each_example_is_refused():
     check_refused(
         lambda m, x: torch.einsum("btd,bde->bte", x, m.w),
