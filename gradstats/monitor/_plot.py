@@ -82,6 +82,11 @@ def plot(monitor: Monitor) -> Figure:
     known = (value + spread)[np.isfinite(value + spread)]
     if len(known):
         noise.set_ylim(0, 1.2 * np.percentile(known, 90))
+    else:
+        noise.set_yticks([])
+        noise.text(
+            0.5, 0.5, "no estimate has a meaning yet", ha="center", transform=noise.transAxes
+        )
     noise.set_ylabel("examples")
     noise.set_xlabel("optimizer step")
     noise.legend(fontsize=8)
