@@ -213,13 +213,15 @@ def tap(
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)
-    if use is not None:
-        # A view that is marked as changed passes its gradient on through a copy of its base, laid
-        # out in another way: sums over it would come out in other bits.
-        result = free_of_views(result)
     return Tap.apply(use, tracker.settings, factors_of, len(carriers), result, *carriers, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
-    """Return the same tensor as one that user code may change in place."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+    """Return a result that is nobody's view as one that may be changed in place.
+
+    A view that is marked as changed passes its gradient on through a copy of its base, laid out in
+    another way: sums over it would come out in other bits.
+    """
+    if torch.compiler.is_compiling() or not tensor._is_view():
+        return tensor
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)

@@ -17,7 +17,7 @@ from gradstats.capture._einsum import parse_equation
 from gradstats.capture._linear import LinearUse, bias_gradient, linear_factor
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import carriers_for, derived, tap
+from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
 
@@ -48,7 +48,7 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
         factors = LinearFactors(*tracked, tuple(weight.shape))
-        result = tap(tracker, nodes, native(x), factors, x)
+        result = tap(tracker, nodes, free_of_views(native(x)), factors, x)
     else:
         use, carriers = carriers_for(nodes)
         result = LinearUse.apply(
@@ -145,7 +145,8 @@ def _summed(tracker, func, result, x, parts, *terms):
         if node is not None:
             parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
     factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
-    return tap(tracker, [part.node for part in parts], result, factors, x)
+    nodes = [part.node for part in parts]
+    return tap(tracker, nodes, free_of_views(result), factors, x)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
     input, other = _cast_data(input), _cast_data(other)
     node, x, factors = _product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
-    return tap(tracker, [node], result, factors, x)
+    return tap(tracker, [node], free_of_views(result), factors, x)
 
 
 def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
@@ -295,7 +296,7 @@ def einsum(tracker, func, equation, *operands):
     spec = ProductFactor.between(
         tracker, func, node, operands[param].shape, inputs[param], x, inputs[data], out
     )
-    return tap(tracker, [node], result, spec, x)
+    return tap(tracker, [node], free_of_views(result), spec, x)
 
 
 @dataclass(frozen=True)
