@@ -362,6 +362,8 @@ def _step_of_one_process(rank, folder):
     except gs.UnsupportedOperationError as error:
         result["refused"] = str(error)
     torch.save(result, f"{folder}/{rank}.pt")
+    # Whoever leaves first would break what the other is still receiving.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -40,6 +40,8 @@ def process(rank: int, port: int, body) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     try:
         body(rank)
+        # Whoever leaves first would break what the other is still receiving.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

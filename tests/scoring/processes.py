@@ -155,6 +155,8 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", folder / "matrix", parameters="0.*")
     except gs.StoreError as error:
         (folder / f"refused-{rank}").write_text(str(error))
+    # Whoever leaves first would break what the other is still receiving.
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
