@@ -138,9 +138,7 @@ class Data:
                 alone = all(sum(s == self.batch_size for s in shape) == 1 for shape in both)
                 if alone and layout.plain and self.has_example_axis(result):
                     return
-        if after != self.by_contract(result):
-            result._gradstats_layout = (self.serial, after)  # type: ignore[attr-defined]
-            self.follows_layouts = True
+        self.place(result, after)
 
     def _is_marked(self, tensor: Tensor) -> bool:
         return getattr(tensor, "_gradstats_layout", (None, None))[0] == self.serial

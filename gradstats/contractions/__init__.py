@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
@@ -23,7 +22,7 @@ from gradstats.contractions._inner import inner_pairs as inner_pairs
 from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
-from gradstats.contractions._result import recompute_suspects, unit_roundoff
+from gradstats.contractions._result import recompute_suspects, sum_of_two
 from gradstats.contractions._tied import Projected as Projected
 from gradstats.contractions._tied import project as project
 from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
@@ -112,13 +111,8 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     if pair is None:
         return _dense.sqnorm_of_sum(merged, workspace)
     first, second = pair
-    parts = [SELF[type(f)](f, workspace, guarded=True) for f in merged]
-    cross = CROSS[type(first), type(second)](first, second, workspace)
-    value = parts[0].value + parts[1].value + 2 * cross
-    # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
-    magnitude = parts[0].value + parts[1].value + 2 * cross.abs()
-    bound = parts[0].bound + parts[1].bound + 4 * unit_roundoff(torch.float32) * magnitude
-    return Contraction(value, bound)
+    one, other = (SELF[type(f)](f, workspace, guarded=True) for f in merged)
+    return sum_of_two(one, other, CROSS[type(first), type(second)](first, second, workspace))
 
 
 def _pair_with_rule(factors: list[Factor]) -> tuple[Factor, Factor] | None:

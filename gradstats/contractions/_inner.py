@@ -128,8 +128,8 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
 
 def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:
     same = first is second
-    groups = by_path(first)
-    partners = groups if same else by_path(second)
+    groups = _padded(by_path(first))
+    partners = groups if same else _padded(by_path(second))
     terms: list[tuple[Rule, Factor, Factor]] = []
     for path, left in groups.items():
         for other, right in partners.items():
@@ -180,9 +180,16 @@ def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
     groups: dict[Any, list[Factor]] = {}
     for factor in factors:
         path = getattr(factor, "path", ())
-        inner = factor.inner if path else factor  # type: ignore[attr-defined]
-        groups.setdefault(path, []).append(inner.padded() if isinstance(inner, Ragged) else inner)
+        groups.setdefault(path, []).append(factor.inner if path else factor)  # type: ignore
     return {path: merge(group) for path, group in groups.items()}
+
+
+def _padded(groups: dict[Any, list[Factor]]) -> dict[Any, list[Factor]]:
+    """Return packed examples filled up to one length: no rule takes them as they are."""
+    return {
+        path: [factor.padded() if isinstance(factor, Ragged) else factor for factor in group]
+        for path, group in groups.items()
+    }
 
 
 def _extreme(factors: Sequence[Factor], sizes: Tensor) -> Tensor:

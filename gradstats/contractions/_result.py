@@ -50,6 +50,14 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     return Contraction(value, 4 * unit_roundoff(dtype) * value)
 
 
+def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:
+    """Return ‖F[i] + F'[i]‖² from both squared norms and ⟨F[i], F'[i]⟩, (B,) float64."""
+    parts = first.value + second.value
+    # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
+    rounding = 4 * unit_roundoff(torch.float32) * (parts + 2 * cross.abs())
+    return Contraction(parts + 2 * cross, first.bound + second.bound + rounding)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the relative error of one rounded operation in the accumulation dtype."""
     return torch.finfo(dtype).eps / 2

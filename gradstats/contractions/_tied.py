@@ -18,7 +18,7 @@ from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype
 from gradstats.contractions import _rows, _triton
 from gradstats.contractions._merge import merge
-from gradstats.contractions._result import Contraction, unit_roundoff
+from gradstats.contractions._result import Contraction, sum_of_two
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,7 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
         cross += _by_example(products, factor.example, factor.batch)
-    parts = projected.norms.value + own.value
-    bound = projected.norms.bound + own.bound
-    # Each part is rounded relative to its own size: where the parts cancel, that is what is lost.
-    bound = bound + 4 * unit_roundoff(torch.float32) * (parts + 2 * cross.abs())
-    return Contraction(parts + 2 * cross, bound)
+    return sum_of_two(projected.norms, own, cross)
 
 
 def _of_example(factor: Outer | Ragged, example: int) -> tuple[Tensor, Tensor]:
