@@ -193,9 +193,12 @@ class Segments:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
         if tensor.dim() == 1:
             return self.sum(tensor.unsqueeze(1)).squeeze(1)
-        return torch.segment_reduce(
-            self.sorted(tensor), "sum", lengths=self.counts, axis=0, unsafe=True, initial=0
-        )
+        return segment_sum(self.sorted(tensor), self.counts)
+
+
+def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the sums over consecutive rows of (rows, *), ``counts`` (n,) of them each: (n, *)."""
+    return torch.segment_reduce(values, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
 
 
 @dataclass(frozen=True)

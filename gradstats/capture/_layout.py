@@ -312,6 +312,13 @@ def _argument(args, kwargs, position: int, name: str):
     return kwargs[name] if name in kwargs else args[position]
 
 
+def function_variants(*names: str) -> list:
+    """Return the functions, methods and operators under which an operation returns a new tensor."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
+    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
+
+
 def _variants(name: str) -> list:
     return [getattr(owner, name) for owner in (torch, Tensor) if hasattr(owner, name)]
 
@@ -454,12 +461,10 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 BROADCASTS = frozenset(
-    getattr(owner, form)
-    for name in (*ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
-                 "and", "or", "xor", "masked_fill", "copysign")
-    for owner in (torch, Tensor)
-    for form in (name, f"__{name}__", f"__r{name}__")
-    if hasattr(owner, form)
+    function_variants(
+        *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or",
+        "xor", "masked_fill", "copysign",
+    )
 )  # fmt: skip
 
 JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})

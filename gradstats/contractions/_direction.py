@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector, compute_dtype
+from gradstats._factors import (
+    Factor,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+    compute_dtype,
+    segment_sum,
+)
 from gradstats.contractions import _outer, _tiles, _triton
 
 
@@ -107,8 +116,7 @@ def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tens
     for here in _tiles.chunks(len(rows), chunk):
         products = (factor.right[here].to(dtype) @ matrix.mT).mul_(factor.left[here].to(dtype))
         rows[here] = products.sum(1, dtype=torch.float64)
-    lengths = torch.tensor(factor.lengths, device=rows.device)
-    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0)
+    return segment_sum(rows, torch.tensor(factor.lengths, device=rows.device))
 
 
 def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:

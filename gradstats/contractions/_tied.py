@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype
+from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segment_sum
 from gradstats.contractions import _rows, _triton
 from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction, sum_of_two
@@ -104,8 +104,7 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
 
 
 def _by_example(products: Tensor, example: Tensor, batch: int) -> Tensor:
-    counts = torch.bincount(example, minlength=batch)
-    return torch.segment_reduce(products, "sum", lengths=counts, unsafe=True, initial=0)
+    return segment_sum(products, torch.bincount(example, minlength=batch))
 
 
 def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> Contraction:

@@ -88,13 +88,6 @@ def cast_for_autocast(data: Tensor) -> Tensor:
     return data.to(dtype) if dtype is not None and eligible else data
 
 
-def function_variants(*names: str) -> list:
-    """Return the functions, methods and operators under which an operation returns a new tensor."""
-    keys = [(owner, name) for name in names for owner in (torch, torch.Tensor)]
-    keys += [(torch.Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
-    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
-
-
 def in_place_variants(*names: str) -> list:
     """Return the methods and operators under which an operation changes its first operand."""
     keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]

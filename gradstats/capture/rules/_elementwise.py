@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._layout import ELEMENTWISE, Examples, same_rows
+from gradstats.capture._layout import ELEMENTWISE, Examples, function_variants, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
-    function_variants,
     in_place_variants,
     locate,
     plain,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._cost import product
-from gradstats._factors import Vector, compute_dtype
+from gradstats._factors import Vector, compute_dtype, segment_sum
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
@@ -116,9 +116,7 @@ class AffineFactors:
             # One sum over rows and positions.
             return rows.reshape(len(bounds) - 1, -1, *self.shape).sum(1)
         counts = torch.tensor(bounds, device=product.device).diff()
-        return torch.segment_reduce(
-            rows.sum(1), "sum", lengths=counts, axis=0, unsafe=True, initial=0
-        )
+        return segment_sum(rows.sum(1), counts)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor, *statistics: Tensor):
         """Differentiate x̂·w, of which each example sees a scale of its own."""
