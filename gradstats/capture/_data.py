@@ -50,17 +50,18 @@ class Data:
         self.coupled: set = set()
         self.loss_order: Tensor | None = None
         self._contract = Examples(batch_size, batch_dim, 1, segments)
-        self._constant_ids: set[int] = set()
+        # Held, not only numbered: a freed tensor's number may come back as that of data.
+        self._constants: dict[int, Tensor] = {}
 
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors of the model's, on which no mark may be left, as constants."""
-        self._constant_ids.update(map(id, tensors))
+        self._constants.update((id(tensor), tensor) for tensor in tensors)
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         if torch.compiler.is_compiling():
             return True
-        if id(tensor) in self._constant_ids or isinstance(tensor, nn.Parameter):
+        if id(tensor) in self._constants or isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
         return getattr(tensor, "_gradstats_constant", None) != self.serial
 
@@ -81,7 +82,7 @@ class Data:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
-        if id(tensor) in self._constant_ids:
+        if id(tensor) in self._constants:
             return
         tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
 
@@ -89,7 +90,7 @@ class Data:
         """Remember that data were written into a tensor."""
         if getattr(tensor, "_gradstats_constant", None) == self.serial:
             del tensor._gradstats_constant  # type: ignore[attr-defined]
-        self._constant_ids.discard(id(tensor))
+        self._constants.pop(id(tensor), None)
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""

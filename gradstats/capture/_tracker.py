@@ -150,6 +150,7 @@ class Tracker(Data):
         for module in self._modules:
             restore_attributes(module)
         self.coupled.clear()
+        self._constants.clear()
         for root in self.roots:
             root.release()
         # No reference leads back here: what the context held is freed with its last user.
