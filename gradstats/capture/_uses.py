@@ -5,9 +5,9 @@
 
 The autograd Functions that stand where a parameter meets data keep their ``Use`` in ``ctx.use``,
 where the walk over the graph finds it, and take *carriers*: tensors that nobody reads and that
-require grad, so that the backward reaches each use. In eager mode that is one leaf of the context's,
-and factors go to the roots. In a compiled graph there is no Python object to deliver to, each
-parameter has one use, and the carriers are the roots' probes, whose gradients are the reports.
+require grad, so that the backward reaches each use. In eager mode that is one leaf of the
+context's, and factors go to the roots. In a compiled graph there is no Python object to deliver to,
+each parameter has one use, and the carriers are the roots' probes, whose gradients are the reports.
 """
 
 from __future__ import annotations
