@@ -69,7 +69,10 @@ def map_tensors(factor, change: Callable[[Tensor], Tensor]):
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the accumulation dtype: float64 where any input is float64, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.errors import CoupledExamplesError
 
 if TYPE_CHECKING:
@@ -78,7 +78,11 @@ class ConstantTracking(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         elif func is torch.autograd.grad:
             self._check_inner(*args, **kwargs)
-        result = func(*args, **kwargs)
+        if types and TRACKED_TYPES.issuperset(types):
+            # What the call would come to, without having its arguments parsed again.
+            result = run(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
             self._follow(func, args, kwargs, result)
         return result

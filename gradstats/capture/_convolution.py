@@ -73,7 +73,7 @@ class ConvolutionUse(torch.autograd.Function):
         grad_weight = grad_bias = None
         if weight_tracked:
             patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
-            sole = use is not None and use.is_sole(use.nodes[0])
+            sole = use is not None and use.is_sole(0)
             if sole and wanted[1] and settings.fused:
                 result, total = sqnorm_and_sum(patches, settings.workspace)
                 grad_weight = total.to(weight.dtype)

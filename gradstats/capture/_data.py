@@ -61,7 +61,9 @@ class Data:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         if torch.compiler.is_compiling():
             return True
-        if id(tensor) in self._constants or isinstance(tensor, nn.Parameter):
+        if id(tensor) in self._constants:
+            return False
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
         return getattr(tensor, "_gradstats_constant", None) != self.serial
 

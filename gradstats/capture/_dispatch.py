@@ -78,15 +78,15 @@ def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[
         nodes, data = [], False
         for item in operands_of(args, kwargs):
             node = node_of(item)
-            if node is not None:
-                nodes.append(node)
-            elif not data:
-                data = tracker.is_data(item)
-        if any(node.tracker is not tracker for node in nodes):
-            raise TrackingError(
-                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
-                "another tracking context owns. Track both models in turn, not at once."
-            )
+            if node is None:
+                data = data or tracker.is_data(item)
+                continue
+            nodes.append(node)
+            if node.tracker is not tracker:
+                raise TrackingError(
+                    f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
+                    "another tracking context owns. Track both models in turn, not at once."
+                )
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)

@@ -8,8 +8,8 @@ from torch import Tensor
 from gradstats._cost import product
 from gradstats._factors import Factor, Outer, Ragged, Vector, compute_dtype
 from gradstats.capture._layout import Examples
-from gradstats.capture._uses import Use, derived, report, unseen
-from gradstats.contractions import Fused, sqnorm_and_sum
+from gradstats.capture._uses import Use, derived, fuse, report, unseen
+from gradstats.contractions import Fused, WellConditioned
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -40,8 +40,10 @@ class LinearUse(torch.autograd.Function):
     def forward(ctx, use, settings, tracked, x, weight, bias, *carriers):
         ctx.use, ctx.settings, ctx.tracked = use, settings, tracked
         ctx.save_for_backward(x, weight)
-        ctx.shapes = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shapes = (tuple(weight.shape), weight.dtype, None if bias is None else bias.dtype)
         result = torch.nn.functional.linear(x, weight, bias)
+        if x.dim() == 2:
+            return result
         # For more than two axes PyTorch returns a view, which a later relu_ could not change.
         return torch.ops.aten._unsafe_view(result, result.shape)
 
@@ -51,32 +53,48 @@ class LinearUse(torch.autograd.Function):
         use, settings = ctx.use, ctx.settings
         weight_tracked, bias_tracked, examples = ctx.tracked
         shape, weight_dtype, bias_dtype = ctx.shapes
-        grad_weight = grad_bias = None
-        want_weight = ctx.needs_input_grad[4] and settings.weight_gradients
-        want_bias = bias_dtype is not None and ctx.needs_input_grad[5] and settings.weight_gradients
+        grad_x = grad_weight = grad_bias = None
+        _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
+        want_weight = want_weight and settings.weight_gradients
+        want_bias = want_bias and settings.weight_gradients
         factors: list[Factor | Fused] = []
         if weight_tracked:
-            factor = linear_factor(examples, grad, x, tuple(shape))
-            sole = use is not None and use.is_sole(use.nodes[0])
-            if sole and want_weight and settings.fused:
-                result, total = sqnorm_and_sum(factor, settings.workspace)
-                grad_weight = total.to(weight_dtype)
-                factors.append(Fused(factor, result, total))
+            factor = linear_factor(examples, grad, x, shape)
+            # A consumer that wants no sum has its own way to norms and products.
+            pays = (want_weight and settings.fused) or settings.consumer is None
+            if pays and use is not None and use.is_sole(0):
+                fused = fuse(factor, settings, want_weight)
+                if fused.total is not None:
+                    grad_weight = fused.total.to(weight_dtype)
+                factors.append(fused)
             else:
                 factors.append(factor)
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
         if bias_tracked:
             values = bias_gradient(examples, grad)
-            factors.append(Vector(values, (shape[0],)))
+            vector = Vector(values, shape[:1])
+            if values is grad and use is not None and use.is_sole(len(factors)):
+                factors.append(of_left(vector, factors))
+            else:
+                factors.append(vector)
             if want_bias:
                 grad_bias = values.sum(0).to(bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         reports = report(use, settings, factors)
         # Last, so that the layer below finds its gradient still in the cache.
-        grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
+        if want_x:
+            grad_x = grad.matmul(weight.to(grad.dtype))
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def of_left(vector: Vector, factors: list) -> Vector | Fused:
+    """Return a vector with the norms of the rows that a weight's factor has in common with it."""
+    norms = factors[0].norms if factors and isinstance(factors[0], Fused) else None
+    if isinstance(norms, WellConditioned) and len(norms.norms) == 2:
+        return Fused(vector, norms.first(), None)
+    return vector
 
 
 def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
@@ -108,7 +126,7 @@ def linear_factor(
 def as_positions(tensor: Tensor) -> Tensor:
     """Return (B, *, width) as (B, 1, T, width), an ``Outer`` operand with one group."""
     if tensor.dim() == 2:
-        return tensor[:, None, None]
+        return tensor.view(tensor.shape[0], 1, 1, tensor.shape[1])
     if tensor.dim() == 3:
-        return tensor[:, None]
-    return tensor.flatten(1, -2)[:, None]
+        return tensor.unsqueeze(1)
+    return tensor.flatten(1, -2).unsqueeze(1)

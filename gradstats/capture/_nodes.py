@@ -21,7 +21,7 @@ from gradstats.errors import CoverageError, UnsupportedOperationError
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
-# Rows of a report: squared norm, absolute error bound, number of times the root reported.
+# What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
 VALUE, BOUND, COUNT = range(3)
 
 # A second contraction of one root within one context.
@@ -244,10 +244,13 @@ def flatten(items) -> list[Any]:
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among an operation's arguments, in order."""
-    items = flatten(args)
-    if kwargs:
-        items += flatten(kwargs)
-    return [item for item in items if isinstance(item, Tensor)]
+    found: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += (leaf for leaf in flatten(item) if isinstance(leaf, Tensor))
+    return found
 
 
 def rebuild(items, change: Callable[[Any], Any]):
@@ -278,4 +281,6 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:
     """Return the roots of several nodes, each once, in order."""
+    if len(nodes) == 1:
+        return nodes[0].roots
     return tuple(dict.fromkeys(root for node in nodes for root in node.roots))

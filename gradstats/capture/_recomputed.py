@@ -81,9 +81,9 @@ class Recomputed(torch.autograd.Function):
                 train = wanted[site.slot] and ctx.settings.weight_gradients
                 if site.slot in ctx.tracked:
                     factor = ctx.operation.factor(site)
-                    node = ctx.use.nodes[ctx.tracked.index(site.slot)]
+                    sole = ctx.use.is_sole(ctx.tracked.index(site.slot))
                     factors[site.slot] = factor
-                    if train and site.right is not None and ctx.use.is_sole(node):
+                    if train and site.right is not None and sole:
                         norms, total = sqnorm_and_sum(factor, ctx.settings.workspace)
                         factors[site.slot] = Fused(factor, norms, total)
                         gradients[site.slot] = total.to(tensors[site.slot].dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,38 +17,102 @@ from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationE
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
+@dataclass(frozen=True)
+class Anatomy:
+    """What a model consists of, found in one pass over its modules.
+
+    Attributes:
+        modules: each with its path, once, under its first path.
+        parameters: name → parameter, each once, under its first name, in the model's order.
+        tied: whether a trained parameter has several names.
+        compiled: whether the model or a part of it was given to torch.compile.
+    """
+
+    modules: list[tuple[str, nn.Module]]
+    parameters: dict[str, nn.Parameter]
+    tied: bool
+    compiled: bool
+
+    def select(
+        self, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
+    ) -> dict[str, nn.Parameter]:
+        """Return the parameters to track by name, in the model's order.
+
+        Args:
+            parameters, exclude: fnmatch patterns over names of parameters that require grad.
+        """
+        trainable = {
+            clean_name(name): parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
+        if not trainable:
+            raise CoverageError(
+                "the model has no parameter that requires grad, so there is no gradient to "
+                "measure. Set requires_grad on the parameters whose gradients you want."
+            )
+        if parameters is None and not exclude:
+            return trainable
+        include = _patterns(parameters) if parameters is not None else ("*",)
+        leave_out = _patterns(exclude)
+        for pattern in (*include, *leave_out):
+            if not any(fnmatchcase(name, pattern) for name in trainable):
+                raise CoverageError(
+                    f"the pattern {pattern!r} matches no parameter that requires grad. Expected a "
+                    f"pattern of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
+                )
+        selected = {
+            name: parameter
+            for name, parameter in trainable.items()
+            if _matches(name, include) and not _matches(name, leave_out)
+        }
+        if not selected:
+            raise CoverageError(
+                f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure."
+            )
+        return selected
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """Look through a model once."""
+    modules: list[tuple[str, nn.Module]] = []
+    parameters: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    repeated: list[nn.Parameter] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            repeated.extend(module.parameters())
+            return
+        seen.add(id(module))
+        modules.append((path, module))
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                repeated.append(parameter)
+                continue
+            seen.add(id(parameter))
+            parameters[prefix + name] = parameter
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(prefix + name, child)
+
+    visit("", model)
+    tied = any(parameter.requires_grad for parameter in repeated)
+    compiled = any(
+        "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        for _, module in modules
+    )
+    return Anatomy(modules, parameters, tied, compiled)
+
+
 def select_parameters(
     model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters to track by name, in the model's order, each under its first name."""
-    trainable = {
-        clean_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    if not trainable:
-        raise CoverageError(
-            "the model has no parameter that requires grad, so there is no gradient to measure. "
-            "Set requires_grad on the parameters whose gradients you want."
-        )
-    include = _patterns(parameters) if parameters is not None else ("*",)
-    leave_out = _patterns(exclude)
-    for pattern in (*include, *leave_out):
-        if not any(fnmatchcase(name, pattern) for name in trainable):
-            raise CoverageError(
-                f"the pattern {pattern!r} matches no parameter that requires grad. Expected a "
-                f"pattern of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
-            )
-    selected = {
-        name: parameter
-        for name, parameter in trainable.items()
-        if _matches(name, include) and not _matches(name, leave_out)
-    }
-    if not selected:
-        raise CoverageError(
-            f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure."
-        )
-    return selected
+    """Return the parameters of a model that are to be tracked; see ``Anatomy.select``."""
+    return anatomy_of(model).select(parameters, exclude)
 
 
 def clean_name(name: str) -> str:
@@ -81,26 +146,13 @@ def check_trackable(root: Root) -> None:
         )
 
 
-def has_tied_parameters(model: nn.Module) -> bool:
-    """Whether a trained parameter has several names in the model."""
-    seen: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and id(parameter) in seen:
-            return True
-        seen.add(id(parameter))
-    return False
-
-
 def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or a part of it was given to torch.compile."""
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    return compiler_is_loaded() and anatomy_of(model).compiled
 
 
 def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gradstats.capture._nodes import Root
+from gradstats.capture._selection import Anatomy
 from gradstats.errors import CoverageError, UnsupportedOperationError
 
 
@@ -26,32 +27,32 @@ class ShardedParameters:
     """The sharded parameters of a model for the duration of one context.
 
     Args:
-        model: the model.
+        anatomy: of the model.
         roots: all that is tracked, sharded or not.
         track, ignore: called with (root, whole parameter) when it first appears, or with a whole
             parameter that is not tracked.
     """
 
-    def __init__(self, model: nn.Module, roots: Iterable[Root], track, ignore):
+    def __init__(self, anatomy: Anatomy, roots: Iterable[Root], track, ignore):
         self._track, self._ignore = track, ignore
         self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
         # For each managed module, the places that hold its parameters: (owner, name, shard's root).
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
         self._whole: dict[int, nn.Parameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        for path, module in model.named_modules():
+        for path, module in anatomy.modules:
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise UnsupportedOperationError(
                     f"module {path!r} is a FullyShardedDataParallel, which computes with views of "
                     "one flat parameter that no module holds. Expected fully_shard (its successor) "
                     "or DistributedDataParallel."
                 )
-        if not any(is_sharded(parameter) for parameter in model.parameters()):
+        if not any(is_sharded(parameter) for parameter in anatomy.parameters.values()):
             return
         from torch.distributed.fsdp import FSDPModule
 
         placed = set()
-        for module in model.modules():
+        for _, module in anatomy.modules:
             if not isinstance(module, FSDPModule):
                 continue
             places = self._places[module] = []

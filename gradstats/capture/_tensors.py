@@ -12,7 +12,7 @@ class TrackedParameter(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
         # The copy is nobody's: an ordinary parameter, which outlives the context.
@@ -36,10 +36,14 @@ class DerivedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
 
-def _run(func, args, kwargs):
+TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor})
+
+
+def run(func, args, kwargs):
+    """Run an operation on tracked tensors as their context prescribes."""
     # The context that owns the first tracked operand decides; a copy of a parameter has none.
     for item in operands_of(args, kwargs):
         node = node_of(item)
@@ -51,9 +55,7 @@ def _run(func, args, kwargs):
 
 def node_of(item) -> Node | None:
     """Return the node of a tracked tensor, None for everything else."""
-    if isinstance(item, (TrackedParameter, DerivedTensor)):
-        return getattr(item, "_gradstats", None)
-    return None
+    return getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
 
 
 def first_node(*items) -> Node:
@@ -63,6 +65,7 @@ def first_node(*items) -> Node:
 
 def wrap(node: Derived) -> DerivedTensor:
     """Return the tensor that user code sees for a derived node."""
+    node.tracker.derived = True
     tensor = node.value.as_subclass(DerivedTensor)
     tensor._gradstats = node  # type: ignore[attr-defined]
     return tensor

@@ -17,13 +17,11 @@ from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import COUNT, VALUE, Root
+from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root
 from gradstats.capture._selection import (
+    anatomy_of,
     check_trackable,
     compiler_is_loaded,
-    has_tied_parameters,
-    is_compiled,
-    select_parameters,
 )
 from gradstats.capture._sharded import ShardedParameters, is_sharded
 from gradstats.capture._tensors import DerivedTensor, TrackedParameter, unwrap
@@ -37,6 +35,7 @@ from gradstats.contractions import (
     on_chip,
     project,
     sqnorm,
+    stack,
     tied_sqnorm,
 )
 from gradstats.errors import (
@@ -83,20 +82,24 @@ class Tracker(Data):
         self.closed = False
         # Told before and after the backward, while the gradients are as the backward left them.
         self.listener: BackwardListener | None = None
+        # Whether any tensor was derived from parameters.
+        self.derived = False
         self.reported_twice = torch.zeros((), dtype=torch.bool)
         self._backward_ran = False
         self._mode = ConstantTracking(self)
         self._eagerly = ExitStack()
-        self._tied = has_tied_parameters(model)
-        self._compiled = is_compiled(model)
+        anatomy = anatomy_of(model)
+        self._tied, self._compiled = anatomy.tied, anatomy.compiled
         self._reentrant = False
-        self._parameters = list(model.parameters())
-        named = select_parameters(model, parameters, exclude)
+        self._modules = [module for _, module in anatomy.modules]
+        self._parameters = list(anatomy.parameters.values())
+        named = anatomy.select(parameters, exclude)
+        device = next(iter(named.values())).device
+        probes = torch.zeros(len(named), 3, batch_size, dtype=torch.float64, device=device)
         self.roots = [
-            Root(self, name, parameter, _probe(batch_size, parameter.device))
-            for name, parameter in named.items()
+            Root(self, name, parameter, probe.detach().requires_grad_())
+            for (name, parameter), probe in zip(named.items(), probes, strict=True)
         ]
-        device = self.roots[0].probe.device
         # Nobody reads it: it makes the backward reach every use.
         self.carrier = torch.zeros((), requires_grad=True)
         self._tasks: set[int] = set()
@@ -104,12 +107,13 @@ class Tracker(Data):
         tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
-        attributes = [item for module in model.modules() for item in vars(module).values()]
-        kept = [*model.parameters(), *model.buffers(), *attributes]
-        self.keep_constant(t for t in kept if isinstance(t, Tensor) and id(t) not in tracked)
+        kept: list[Any] = [item for module in self._modules for item in vars(module).values()]
+        for module in self._modules:
+            kept += module._buffers.values()
+        kept += (p for p in self._parameters if id(p) not in tracked)
+        self.keep_constant(item for item in kept if isinstance(item, Tensor))
         self._classes: list[tuple[nn.Parameter, type]] = []
-        self._modules = list(model.modules())
-        self.sharded = ShardedParameters(model, self.roots, self._track_whole, self._ignore_whole)
+        self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
@@ -148,8 +152,9 @@ class Tracker(Data):
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = original
         self._classes.clear()
-        for module in self._modules:
-            restore_attributes(module)
+        if self.derived:
+            for module in self._modules:
+                restore_attributes(module)
         self.coupled.clear()
         self._constants.clear()
         for root in self.roots:
@@ -301,30 +306,35 @@ class Tracker(Data):
     @property
     def sqnorm(self) -> Tensor:
         """The squared norms over all parameters that the backward reported, (B,) float64."""
-        return self.reports()[:, VALUE].sum(0)
+        return self.reports()[0].sum(0)
 
-    def reports(self) -> Tensor:
-        """Return what the backward reported, (parameters, 3, B) float64; zeros for unused ones."""
+    def reports(self) -> tuple[Tensor, Tensor]:
+        """Return squared norms and their bounds, (parameters, B) float64; zeros for unused ones."""
         if not self.reported:
             raise TrackingError(
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
                 "own loss.backward(), inside the context, on losses computed inside it."
             )
         device = self.roots[0].probe.device
-        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=device)
-        once = torch.ones(self.batch_size, dtype=torch.float64, device=device)
-        rows = []
-        for root in self.roots:
-            row = unused if root.probe.grad is None else root.probe.grad.to(device)
-            if root.result is not None:
-                row = row + torch.stack((root.result.value, root.result.bound, once))
-            rows.append(row)
-        reports = torch.stack(rows)
-        self.reported_twice = (reports[:, COUNT] > 1).any()
+        values, bounds = stack([root.result for root in self.roots], self.batch_size, device)
+        if any(root.probe.grad is not None for root in self.roots):
+            values, bounds = self._add_compiled(values, bounds)
+        if self.loss_order is None:
+            return values, bounds
+        return values[:, self.loss_order], bounds[:, self.loss_order]
+
+    def _add_compiled(self, values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Add what compiled graphs reported; raise where a parameter reported more than once."""
+        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=values.device)
+        grads = [root.probe.grad for root in self.roots]
+        reports = torch.stack([unused if g is None else g.to(values.device) for g in grads])
+        eagerly = [float(root.result is not None) for root in self.roots]
+        count = reports[:, COUNT].amax(1) + torch.tensor(eagerly).to(values)
+        self.reported_twice = (count > 1).any()
         # Looking waits for the device: who listens looks at a time of its own.
         now = self.listener is None or self._compiled
         if now and bool(self.reported_twice):
-            counts = reports[:, COUNT].amax(1).tolist()
+            counts = count.tolist()
             shared = [root for root, n in zip(self.roots, counts, strict=True) if n > 1]
             for root in shared:
                 SHARED_IN_GRAPHS[root.parameter] = True
@@ -335,7 +345,7 @@ class Tracker(Data):
                 "without its compiled graphs: run the step again, or begin with "
                 "torch.compiler.set_stance('force_eager')."
             )
-        return reports if self.loss_order is None else reports[..., self.loss_order]
+        return values + reports[:, VALUE], bounds + reports[:, BOUND]
 
 
 def restore_attributes(module: nn.Module) -> None:
@@ -345,7 +355,3 @@ def restore_attributes(module: nn.Module) -> None:
             vars(module)[name] = unwrap(item)
         elif type(item) is list and any(isinstance(entry, DerivedTensor) for entry in item):
             item[:] = map(unwrap, item)
-
-
-def _probe(batch_size: int, device: torch.device) -> Tensor:
-    return torch.zeros(3, batch_size, dtype=torch.float64, device=device, requires_grad=True)

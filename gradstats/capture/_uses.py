@@ -22,7 +22,7 @@ from gradstats._factors import Factor
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
-from gradstats.contractions import Fused, sqnorm
+from gradstats.contractions import Fused, sqnorm, sqnorm_and_sum
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
@@ -57,6 +57,7 @@ class Use:
             )
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
+        self.direct = self.roots == self.nodes
         self.tracker = nodes[0].tracker
         for root in self.roots:
             root.registered += 1
@@ -65,8 +66,9 @@ class Use:
     def carriers(self) -> list[Tensor]:
         return [self.tracker.carrier]
 
-    def is_sole(self, node: Node) -> bool:
-        """Whether ``node`` is a parameter that this use alone contributes to."""
+    def is_sole(self, position: int) -> bool:
+        """Whether the node there is a parameter to which this use alone contributes."""
+        node = self.nodes[position]
         return isinstance(node, Root) and node.counted == 1 and not node.postponed
 
     def expect(self) -> None:
@@ -91,12 +93,20 @@ class Use:
             )
         if not tracker.is_backward_of_losses():
             return
+        if self.direct:
+            for root, factor in zip(self.roots, factors, strict=True):
+                if factor is not None:
+                    root.deliver(factor)
+                root.settle()
+            return
         for root in self.roots:
             for node, factor in zip(self.nodes, factors, strict=True):
+                if factor is None:
+                    continue
                 if node is root:
-                    if factor is not None:
-                        root.deliver(factor)
-                elif factor is not None and root in node.roots:
+                    root.deliver(factor)
+                elif root in node.roots:
+                    assert not isinstance(factor, Fused)  # of sole uses, which are roots
                     root.deliver(pull_back(factor, node, root))
             root.settle()
 
@@ -107,6 +117,19 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
         return None, [node.probe for node in nodes]  # type: ignore[attr-defined]
     use = Use(nodes)
     return use, use.carriers
+
+
+def fuse(factor: Factor, settings: Settings, want_sum: bool) -> Fused:
+    """Return the factor of a sole use with its norms, and with its sum where one pass gives both.
+
+    Args:
+        factor: the use's.
+        settings: of the context.
+        want_sum: whether the weight gradient is wanted.
+    """
+    if want_sum and settings.fused:
+        return Fused(factor, *sqnorm_and_sum(factor, settings.workspace))
+    return Fused(factor, sqnorm([factor], settings.workspace), None)
 
 
 def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:

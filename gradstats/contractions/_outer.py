@@ -15,6 +15,7 @@ from gradstats._factors import Outer, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._result import (
     Contraction,
+    WellConditioned,
     recompute_suspects,
     squared_norms,
     unit_roundoff,
@@ -57,6 +58,8 @@ def rank_one(factor: Outer) -> Contraction:
         return _triton.rank_one(factor)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
+    if factor.left.shape[1] == 1:
+        return WellConditioned(left.view(-1), right.view(-1), dtype=dtype)
     return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,24 +30,94 @@ class Contraction:
     bound: Tensor
 
 
+class WellConditioned(Contraction):
+    """A result whose terms are squares, so that rounding is relative to itself.
+
+    It is left as it was found until somebody asks: ``stack`` finishes the results of a whole model
+    at once.
+
+    Attributes:
+        norms: tensors (B,) in the accumulation dtype, the square of whose product is the value;
+            none where the value is known.
+        relative: bound / value.
+    """
+
+    def __init__(self, *norms: Tensor, dtype: torch.dtype, value: Tensor | None = None):
+        self.norms = norms
+        self.relative = 4 * unit_roundoff(dtype)
+        self._value = value
+
+    def first(self) -> WellConditioned:
+        """Return the square of the first norm alone."""
+        alone = WellConditioned(self.norms[0], dtype=self.norms[0].dtype)
+        alone.relative = self.relative
+        return alone
+
+    @property
+    def value(self) -> Tensor:  # type: ignore[override]
+        if self._value is None:
+            product = self.norms[0].double()
+            for norm in self.norms[1:]:
+                product = product * norm
+            self._value = product.square()
+        return self._value
+
+    @property
+    def bound(self) -> Tensor:  # type: ignore[override]
+        return self.relative * self.value
+
+
+def stack(
+    results: Sequence[Contraction | None], batch: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the values and bounds of several results, (len(results), B) float64 each.
+
+    Args:
+        results: with None for zeros.
+        batch: number of examples B.
+        device: where the answer is wanted.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for row, result in enumerate(results):
+        if isinstance(result, WellConditioned):
+            parts = result.norms or (result.value,)
+            key = (len(result.norms), result.relative, parts[0].dtype, parts[0].device)
+            alike.setdefault(key, []).append(row)
+    nothing = torch.zeros(batch, dtype=torch.float64, device=device)
+    values, bounds = [nothing] * len(results), [nothing] * len(results)
+    for (count, relative, *_), rows in alike.items():
+        found = [results[row] for row in rows]
+        if count:
+            columns = [torch.stack([f.norms[i] for f in found]).to(device) for i in range(count)]  # type: ignore[union-attr]
+            together = WellConditioned(*columns, dtype=torch.float32).value
+        else:
+            together = torch.stack([f.value for f in found]).to(device)  # type: ignore[union-attr]
+        for row, value, bound in zip(rows, together, relative * together, strict=True):
+            values[row], bounds[row] = value, bound
+    for row, result in enumerate(results):
+        if result is not None and not isinstance(result, WellConditioned):
+            values[row], bounds[row] = result.value.to(device), result.bound.to(device)
+    return torch.stack(values), torch.stack(bounds)
+
+
 @dataclass(frozen=True)
 class Fused:
-    """A factor whose squared norms came with its sum over examples, from one pass.
+    """A factor whose squared norms were found where it was, with its sum over examples.
 
     Attributes:
         factor: what was contracted.
         norms: its squared norms.
-        total: Σ_i F[i] in the parameter's shape.
+        total: Σ_i F[i] in the parameter's shape; None where nobody wants it.
     """
 
     factor: Factor
     norms: Contraction
-    total: Tensor
+    total: Tensor | None
 
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
-    """Return a result whose terms are squares, so that rounding is relative to itself."""
-    return Contraction(value, 4 * unit_roundoff(dtype) * value)
+    """Return a result whose terms are squares, given its value."""
+    return WellConditioned(dtype=dtype, value=value)
 
 
 def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:

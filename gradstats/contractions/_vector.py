@@ -7,7 +7,12 @@ from functools import reduce
 import torch
 
 from gradstats._factors import Vector, compute_dtype
-from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
+from gradstats.contractions._result import (
+    Contraction,
+    WellConditioned,
+    squared_norms,
+    well_conditioned,
+)
 
 
 def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
@@ -16,6 +21,8 @@ def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
     values = factor.values
     if values.dim() == 1:
         values = values.unsqueeze(1)
+    if values.dim() == 2:
+        return WellConditioned(torch.linalg.vector_norm(values, dim=1, dtype=dtype), dtype=dtype)
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 

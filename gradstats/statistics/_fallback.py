@@ -97,9 +97,9 @@ def norms_with_fallback(
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.sqnorm.double()
-    by_parameter = {name: values[name] for name in selected}
     wide = any(parameter.dtype == torch.float64 for parameter in selected.values())
-    return summarise(by_parameter, bound, together, nonfinite, wide)
+    rows = torch.stack([values[name] for name in selected])
+    return summarise(list(selected), rows, bound, together, nonfinite, wide)
 
 
 def sqnorms_one_by_one(

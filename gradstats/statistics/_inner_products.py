@@ -23,7 +23,6 @@ from gradstats.capture._consumers import (
     Together,
     storages_of,
 )
-from gradstats.capture._nodes import VALUE
 from gradstats.capture._selection import clean_name, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
@@ -290,9 +289,7 @@ def inner_products(
             result, parts = together.pairs, together.pairs_by_parameter
         else:
             result = tracker.sqnorm
-            parts = {
-                root.name: row[VALUE] for root, row in zip(tracker.roots, reports, strict=True)
-            }
+            parts = {root.name: row for root, row in zip(tracker.roots, reports, strict=True)}
     else:
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, cu_seqlens=bounds[0], **options)
         found = products(

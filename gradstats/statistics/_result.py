@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradstats.capture._consumers import Together
-from gradstats.capture._nodes import BOUND, VALUE
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
 
@@ -72,15 +71,14 @@ def gather(
         scale: what multiplied the training loss before it was differentiated; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
-    reports = tracker.reports()
-    device = reports.device
+    values, bounds = tracker.reports()
+    device = values.device
     weight = torch.as_tensor(weights, dtype=torch.float64, device=device)
     square = (weight * scale).square()
-    values = reports[:, VALUE] / square
-    bound = reports[:, BOUND].sum(0) / square
-    by_parameter = {root.name: row for root, row in zip(tracker.roots, values, strict=True)}
+    bound = bounds.sum(0) / square
+    names = [root.name for root in tracker.roots]
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
-    norms = summarise(by_parameter, bound, loss, nonfinite, wide)
+    norms = summarise(names, values / square, bound, loss, nonfinite, wide)
     dtype = norms.sqnorm.dtype
     together = tracker.settings.consumer
     if not isinstance(together, Together):
@@ -90,7 +88,6 @@ def gather(
         gram = gram / (weight[:, None] * weight if weight.dim() else weight.square())
         norms = replace(norms, gram=gram.to(dtype))
     if together.with_sum:
-        names = [root.name for root in tracker.roots]
         unused = torch.zeros_like(bound)
         own = weight * scale**2 * divisor
         parts = [together.with_sum.get(name, unused).to(device) / own for name in names]
@@ -107,7 +104,8 @@ def gather(
 
 
 def summarise(
-    by_parameter: Mapping[str, Tensor],
+    names: Sequence[str],
+    values: Tensor,
     bound: Tensor,
     loss: Tensor | None,
     nonfinite: str,
@@ -116,46 +114,51 @@ def summarise(
     """Return the statistics of one batch from its parts.
 
     Args:
-        by_parameter: name → (B,) squared norms, float64.
+        names: of the parameters.
+        values: (parameters, B) squared norms, float64.
         bound: (B,) absolute bound on the rounding error of their sum.
         loss: (B,) losses or None.
         nonfinite: "raise" or "keep".
         wide: the model is in float64, and so are the results.
     """
-    total = sum_finite(by_parameter, nonfinite)
+    total = sum_finite(names, values, nonfinite)
     dtype = torch.float64 if wide else torch.float32
     relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
     return GradientNorms(
         total.to(dtype),
         None if loss is None else loss.detach(),
-        {name: row.to(dtype) for name, row in by_parameter.items()},
+        dict(zip(names, values.to(dtype), strict=True)),
         relative.to(dtype),
     )
 
 
 def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
-    """Return what a tracker's backward reported, or raise if it is not finite and may not be."""
-    reports = tracker.reports()
-    names = [root.name for root in tracker.roots]
-    sum_finite(dict(zip(names, reports[:, VALUE], strict=True)), nonfinite)
-    return reports
+    """Return the squared norms that a tracker's backward reported, (parameters, B) float64.
+
+    Raise if one is not finite and may not be.
+    """
+    values, _ = tracker.reports()
+    sum_finite([root.name for root in tracker.roots], values, nonfinite)
+    return values
 
 
-def sum_finite(by_parameter: Mapping[str, Tensor], nonfinite: str) -> Tensor:
+def sum_finite(names: Sequence[str], values: Tensor, nonfinite: str) -> Tensor:
     """Return the sum over parameters, or raise naming the examples where it is not finite.
 
     Args:
-        by_parameter: name → (B,) squared norms.
+        names: of the parameters.
+        values: (parameters, B) squared norms.
         nonfinite: "raise" or "keep".
     """
-    total = torch.stack(list(by_parameter.values())).sum(0)
+    total = values.sum(0)
     if nonfinite == "raise" and not bool(total.isfinite().all()):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
-        names = [name for name, row in by_parameter.items() if not bool(row.isfinite().all())]
-        listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        finite = values.isfinite().all(1).tolist()
+        spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
+        listed = ", ".join(map(repr, spoilt[:3])) + (", …" if len(spoilt) > 3 else "")
         raise NonFiniteGradientError(
             f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in "
-            f"{len(names)} of {len(by_parameter)} parameters ({listed}). Look at these examples "
+            f"{len(spoilt)} of {len(names)} parameters ({listed}). Look at these examples "
             "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )

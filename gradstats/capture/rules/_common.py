@@ -46,10 +46,9 @@ def locate(
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
-    names = [root.name for root in node.roots]
-    expected = tracker.batch_dim if axis is None else axis
     usable = layout is not None and (axis is None or layout.axis == axis)
     if layout is None or not usable or not (layout.plain or folds):
+        expected = tracker.batch_dim if axis is None else axis
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
@@ -58,7 +57,7 @@ def locate(
             "the example axis as it is up to this operation; otherwise have per_example_norms "
             'compute the parameter one example at a time with fallback="vmap", or leave it out by '
             "name with exclude=.",
-            names,
+            [root.name for root in node.roots],
         )
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
@@ -66,7 +65,7 @@ def locate(
             f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
             f"{layout.axis}: otherwise it mixes them. Give each example a row of its own, or pass "
             "batch_dim=.",
-            names,
+            [root.name for root in node.roots],
         )
     return layout
 
