@@ -75,7 +75,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outer:
     """G_i[k] = Σ_t left[i,k,t] right[i,k,t]ᵀ: linear layers and every matrix product.
 
@@ -456,7 +456,7 @@ class Rows:
         return gradient.view(self.examples, *self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Vector:
     """G_i = values[i]: biases, scales and everything that broadcasts.
 

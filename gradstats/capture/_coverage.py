@@ -46,8 +46,10 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
         node = stack.pop()
         reentrant |= type(node) is REENTRANT_CHECKPOINT
         use = getattr(node, "use", None)
-        if isinstance(use, Use):
+        if type(use) is Use:
             uses.append(use)
+        else:
+            use = None
         if node in tracker.coupled:
             raise CoupledExamplesError(
                 f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
@@ -64,6 +66,8 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
                 seen.add(child)
                 stack.append(child)
                 continue
+            if use is not None:
+                continue  # its edges are those of its roots
             tracker.sharded.check_known(child.variable)  # type: ignore[attr-defined]
             root = roots.get(id(child.variable))  # type: ignore[attr-defined]
             if root is not None and not _reports_inside(node, root):

@@ -83,24 +83,31 @@ def stack(
             parts = result.norms or (result.value,)
             key = (len(result.norms), result.relative, parts[0].dtype, parts[0].device)
             alike.setdefault(key, []).append(row)
-    nothing = torch.zeros(batch, dtype=torch.float64, device=device)
-    values, bounds = [nothing] * len(results), [nothing] * len(results)
+    order: list[int] = []
+    values, bounds = [], []
     for (count, relative, *_), rows in alike.items():
         found = [results[row] for row in rows]
         if count:
             columns = [torch.stack([f.norms[i] for f in found]).to(device) for i in range(count)]  # type: ignore[union-attr]
-            together = WellConditioned(*columns, dtype=torch.float32).value
+            value = WellConditioned(*columns, dtype=torch.float32).value
         else:
-            together = torch.stack([f.value for f in found]).to(device)  # type: ignore[union-attr]
-        for row, value, bound in zip(rows, together, relative * together, strict=True):
-            values[row], bounds[row] = value, bound
+            value = torch.stack([f.value for f in found]).to(device)  # type: ignore[union-attr]
+        order += rows
+        values.append(value)
+        bounds.append(relative * value)
+    nothing = torch.zeros(1, batch, dtype=torch.float64, device=device)
     for row, result in enumerate(results):
-        if result is not None and not isinstance(result, WellConditioned):
-            values[row], bounds[row] = result.value.to(device), result.bound.to(device)
-    return torch.stack(values), torch.stack(bounds)
+        if not isinstance(result, WellConditioned):
+            order.append(row)
+            values.append(nothing if result is None else result.value.to(device)[None])
+            bounds.append(nothing if result is None else result.bound.to(device)[None])
+    if len(values) == 1:
+        return values[0], bounds[0]
+    place = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(values)[place], torch.cat(bounds)[place]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fused:
     """A factor whose squared norms were found where it was, with its sum over examples.
 

@@ -25,14 +25,16 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
     first = factors[0].left
-    return all(runs(first, x) for factor in factors for x in (factor.left, factor.right))
+    return first.is_cuda and all(
+        runs(first, x) for factor in factors for x in (factor.left, factor.right)
+    )
 
 
 def runs(first: Tensor, second: Tensor) -> bool:
     """Whether the kernels take these two operands."""
-    if first.dtype != second.dtype or first.dtype not in DTYPES:
+    if not (first.is_cuda and second.is_cuda):
         return False
-    if first.device.type != "cuda" or second.device.type != "cuda":
+    if first.dtype != second.dtype or first.dtype not in DTYPES:
         return False
     if os.environ.get(BACKEND_VARIABLE) == "torch":
         return False

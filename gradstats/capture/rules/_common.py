@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import Examples as Examples
 from gradstats.capture._layout import same_rows
-from gradstats.capture._nodes import Node, function_name, operands_of
+from gradstats.capture._nodes import Node, Root, function_name, operands_of
 from gradstats.capture._tensors import node_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
@@ -22,6 +22,18 @@ def plain(item):
         return item
     node = node_of(item)
     return item if node is None else node.value
+
+
+def bare(item, autocast: bool):
+    """Return what a Function that keeps its ``Use`` takes in place of a tracked tensor.
+
+    A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
+    autocast, which would keep its cast of a leaf, made where no gradient is recorded, for others.
+    """
+    node = None if torch.compiler.is_compiling() else node_of(item)
+    if isinstance(node, Root) and not autocast:
+        return node.parameter
+    return plain(item)
 
 
 def locate(

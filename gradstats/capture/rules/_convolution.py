@@ -14,7 +14,7 @@ from gradstats.capture._convolution import ConvolutionUse, channel_gradient, con
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import carriers_for, tap
-from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
+from gradstats.capture.rules._common import Examples, bare, cast_for_autocast, locate, plain
 
 
 def convolution(
@@ -78,9 +78,9 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
             tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
         )
     use, carriers = carriers_for(nodes)
-    return ConvolutionUse.apply(
-        use, tracker.settings, tracked, call, *_cast(x, plain(weight), plain(bias)), *carriers
-    )
+    autocast = torch.is_autocast_enabled(x.device.type)
+    operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
+    return ConvolutionUse.apply(use, tracker.settings, tracked, call, *operands, *carriers)
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):

@@ -19,7 +19,14 @@ from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture.rules._common import Examples, cast_for_autocast, locate, plain
+from gradstats.capture.rules._common import (
+    Examples,
+    autocast_dtype,
+    bare,
+    cast_for_autocast,
+    locate,
+    plain,
+)
 
 
 def linear(tracker, func, input, weight, bias=None):
@@ -44,6 +51,7 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
+    autocast = autocast_dtype(x) is not None
     x = cast_for_autocast(x)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
@@ -51,9 +59,8 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
         result = tap(tracker, nodes, free_of_views(native(x)), factors, x)
     else:
         use, carriers = carriers_for(nodes)
-        result = LinearUse.apply(
-            use, tracker.settings, tracked, x, plain(weight), plain(bias), *carriers
-        )
+        weight, bias = bare(weight, autocast), bare(bias, autocast)
+        result = LinearUse.apply(use, tracker.settings, tracked, x, weight, bias, *carriers)
     return result
 
 
