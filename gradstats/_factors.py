@@ -67,6 +67,11 @@ def map_tensors(factor, change: Callable[[Tensor], Tensor]):
     return replace(factor, **changed)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``; nothing is asked of PyTorch where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the accumulation dtype: float64 where any input is float64, else float32."""
     for tensor in tensors:

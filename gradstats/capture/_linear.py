@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors import Factor, Outer, Ragged, Vector, compute_dtype
+from gradstats._factors import Factor, Outer, Ragged, Vector, cast, compute_dtype
 from gradstats.capture._layout import Examples
 from gradstats.capture._uses import Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, WellConditioned
@@ -65,12 +65,12 @@ class LinearUse(torch.autograd.Function):
             if pays and use is not None and use.is_sole(0):
                 fused = fuse(factor, settings, want_weight)
                 if fused.total is not None:
-                    grad_weight = fused.total.to(weight_dtype)
+                    grad_weight = cast(fused.total, weight_dtype)
                 factors.append(fused)
             else:
                 factors.append(factor)
         if want_weight and grad_weight is None:
-            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
+            grad_weight = grad.flatten(0, -2).t() @ cast(x.flatten(0, -2), grad.dtype)
         if bias_tracked:
             values = bias_gradient(examples, grad)
             vector = Vector(values, shape[:1])
@@ -79,13 +79,14 @@ class LinearUse(torch.autograd.Function):
             else:
                 factors.append(vector)
             if want_bias:
-                grad_bias = values.sum(0).to(bias_dtype)
+                grad_bias = cast(values.sum(0), bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         reports = report(use, settings, factors)
         # Last, so that the layer below finds its gradient still in the cache.
         if want_x:
-            grad_x = grad.matmul(weight.to(grad.dtype))
+            multiply = torch.mm if grad.dim() == 2 else torch.matmul
+            grad_x = multiply(grad, cast(weight, grad.dtype))
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 

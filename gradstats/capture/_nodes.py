@@ -72,7 +72,7 @@ class Root(Node):
     Attributes:
         name, parameter: as the model has them.
         probe: what a compiled graph, in which no Python runs, returns the root's report through:
-            as the gradient of this leaf, (3, B) float64.
+            as the gradient of this leaf, (3, B) float64; None where nothing is compiled.
         registered: how many uses there have been.
         counted: how many of them the graph of the losses holds.
         expected: how many of those have not delivered yet.
@@ -81,12 +81,12 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
-    def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter, probe: Tensor):
+    def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.roots = (self,)
         self.name = name
         self.parameter = parameter
-        self.probe = probe
+        self.probe: Tensor | None = None
         self.registered = 0
         self.counted = 0
         self.expected = 0
@@ -103,6 +103,11 @@ class Root(Node):
         if self._alias is None:
             self._alias = self.parameter.view_as(self.parameter)
         return self._alias
+
+    @property
+    def compiled_report(self) -> Tensor | None:
+        """What a compiled graph reported, (3, B) float64."""
+        return None if self.probe is None else self.probe.grad
 
     @property
     def alias_node(self):

@@ -94,12 +94,13 @@ class Tracker(Data):
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
-        device = next(iter(named.values())).device
-        probes = torch.zeros(len(named), 3, batch_size, dtype=torch.float64, device=device)
-        self.roots = [
-            Root(self, name, parameter, probe.detach().requires_grad_())
-            for (name, parameter), probe in zip(named.items(), probes, strict=True)
-        ]
+        self.device = device = next(iter(named.values())).device
+        self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
+        if compiler_is_loaded():
+            for root in self.roots:
+                root.probe = torch.zeros(
+                    3, batch_size, dtype=torch.float64, device=device, requires_grad=True
+                )
         # Nobody reads it: it makes the backward reach every use.
         self.carrier = torch.zeros((), requires_grad=True)
         self._tasks: set[int] = set()
@@ -184,7 +185,7 @@ class Tracker(Data):
     @property
     def reported(self) -> bool:
         """Whether a backward has reached any tracked parameter."""
-        return any(r.result is not None or r.probe.grad is not None for r in self.roots)
+        return any(r.result is not None or r.compiled_report is not None for r in self.roots)
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -193,7 +194,7 @@ class Tracker(Data):
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         self.before_backward([total], create_graph=False)
-        probes = (self.carrier, *(root.probe for root in self.roots))
+        probes = (self.carrier, *(r.probe for r in self.roots if r.probe is not None))
         if not self._reentrant:
             run_backward((total,), (torch.ones_like(total),), inputs=probes)
             self.after_backward()
@@ -215,6 +216,8 @@ class Tracker(Data):
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self.settings.consumer, delivered[0]
+        if consumer is None and len(delivered) == 1 and isinstance(fused, Fused):
+            return fused.norms
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
             rows = [item for item in delivered if isinstance(item, Rows)]
@@ -315,9 +318,9 @@ class Tracker(Data):
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
                 "own loss.backward(), inside the context, on losses computed inside it."
             )
-        device = self.roots[0].probe.device
-        values, bounds = stack([root.result for root in self.roots], self.batch_size, device)
-        if any(root.probe.grad is not None for root in self.roots):
+        results = [root.result for root in self.roots]
+        values, bounds = stack(results, self.batch_size, self.device)
+        if any(root.compiled_report is not None for root in self.roots):
             values, bounds = self._add_compiled(values, bounds)
         if self.loss_order is None:
             return values, bounds
@@ -326,7 +329,7 @@ class Tracker(Data):
     def _add_compiled(self, values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
         """Add what compiled graphs reported; raise where a parameter reported more than once."""
         unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=values.device)
-        grads = [root.probe.grad for root in self.roots]
+        grads = [root.compiled_report for root in self.roots]
         reports = torch.stack([unused if g is None else g.to(values.device) for g in grads])
         eagerly = [float(root.result is not None) for root in self.roots]
         count = reports[:, COUNT].amax(1) + torch.tensor(eagerly).to(values)

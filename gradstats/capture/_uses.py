@@ -114,7 +114,13 @@ class Use:
 def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     """Return the use and the carriers for an operation on ``nodes``."""
     if torch.compiler.is_compiling():
-        return None, [node.probe for node in nodes]  # type: ignore[attr-defined]
+        probes = [node.probe for node in nodes]  # type: ignore[attr-defined]
+        if any(probe is None for probe in probes):
+            raise UnsupportedOperationError(
+                "torch.compile was called for the first time inside a tracking context. Compile "
+                "before the context is opened."
+            )
+        return None, probes
     use = Use(nodes)
     return use, use.carriers
 

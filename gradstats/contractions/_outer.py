@@ -160,7 +160,8 @@ def magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
 def summed(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
     if factor.left.shape[1] == 1:
-        return _arrange(factor.left.flatten(0, 2).t() @ factor.right.flatten(0, 2), factor)
+        left, right = factor.left.flatten(0, 2), factor.right.flatten(0, 2)
+        return _arrange(torch.mm(left.t(), right), factor)
     left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
     right = factor.right.transpose(0, 1).flatten(1, 2)
     return _arrange(left.mT @ right, factor)
@@ -170,4 +171,4 @@ def _arrange(total: Tensor, factor: Outer) -> Tensor:
     if factor.permutation is not None:
         assert factor.unfolded is not None
         total = total.reshape(factor.unfolded).permute(factor.permutation)
-    return total.reshape(factor.shape)
+    return total if total.shape == factor.shape else total.reshape(factor.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -135,6 +136,7 @@ def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contra
     return Contraction(parts + 2 * cross, first.bound + second.bound + rounding)
 
 
+@cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the relative error of one rounded operation in the accumulation dtype."""
     return torch.finfo(dtype).eps / 2

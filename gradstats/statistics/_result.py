@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,30 @@ from torch import Tensor
 from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
+
+
+class ByParameter(Mapping[str, Tensor]):
+    """Name → (B,) row of one matrix, cut out when it is asked for.
+
+    Attributes:
+        matrix: (parameters, B), rows in the order of the names.
+    """
+
+    def __init__(self, names: Sequence[str], matrix: Tensor):
+        self.matrix = matrix
+        self._row = {name: row for row, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.matrix[self._row[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True)
@@ -127,7 +151,7 @@ def summarise(
     return GradientNorms(
         total.to(dtype),
         None if loss is None else loss.detach(),
-        dict(zip(names, values.to(dtype), strict=True)),
+        ByParameter(names, values.to(dtype)),
         relative.to(dtype),
     )
 
