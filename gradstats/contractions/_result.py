@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,6 +13,8 @@ from gradstats._factors import Factor
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
 # the square root of the condition number where the Gram form's grows with the number itself.
 GUARD_TOLERANCE = 1e-4
+
+UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
 
 
 @dataclass
@@ -136,10 +137,9 @@ def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contra
     return Contraction(parts + 2 * cross, first.bound + second.bound + rounding)
 
 
-@cache
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the relative error of one rounded operation in the accumulation dtype."""
-    return torch.finfo(dtype).eps / 2
+    return UNIT_ROUNDOFF[dtype]
 
 
 def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,30 +12,6 @@ from torch import Tensor
 from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
-
-
-class ByParameter(Mapping[str, Tensor]):
-    """Name → (B,) row of one matrix, cut out when it is asked for.
-
-    Attributes:
-        matrix: (parameters, B), rows in the order of the names.
-    """
-
-    def __init__(self, names: Sequence[str], matrix: Tensor):
-        self.matrix = matrix
-        self._row = {name: row for row, name in enumerate(names)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.matrix[self._row[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._row)
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 @dataclass(frozen=True)
@@ -57,12 +34,18 @@ class GradientNorms:
 
     sqnorm: Tensor
     loss: Tensor | None
-    by_parameter: Mapping[str, Tensor]
     error_bound: Tensor
+    _names: tuple[str, ...]
+    _rows: Tensor
     alignment: Tensor | None = None
     alignment_by_parameter: Mapping[str, Tensor] | None = None
     mean_sqnorm: Tensor | None = None
     gram: Tensor | None = None
+
+    @cached_property
+    def by_parameter(self) -> dict[str, Tensor]:
+        """Name → (B,) squared norms."""
+        return dict(zip(self._names, self._rows, strict=True))
 
     @property
     def norm(self) -> Tensor:
@@ -72,7 +55,7 @@ class GradientNorms:
     def __repr__(self) -> str:
         norm = self.norm
         return (
-            f"GradientNorms(examples={len(norm)}, parameters={len(self.by_parameter)}, "
+            f"GradientNorms(examples={len(norm)}, parameters={len(self._names)}, "
             f"norm={norm.min().item():.4g}…{norm.max().item():.4g})"
         )
 
@@ -151,8 +134,9 @@ def summarise(
     return GradientNorms(
         total.to(dtype),
         None if loss is None else loss.detach(),
-        ByParameter(names, values.to(dtype)),
         relative.to(dtype),
+        tuple(names),
+        values.to(dtype),
     )
 
 
