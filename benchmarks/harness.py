@@ -38,6 +38,39 @@ class Timing:
     high: float
 
 
+def rounds_of(
+    variants: dict[str, Callable[[], object]], rounds: int = 31, warmup: int = 3
+) -> dict[str, numpy.ndarray]:
+    """Run every variant once in each round, in rotating order.
+
+    Args:
+        variants: name → a call that does the whole work once.
+        rounds: how many times each variant is timed.
+        warmup: how many rounds are not counted.
+
+    Returns:
+        name → (rounds,) seconds.
+    """
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            start = time.perf_counter()
+            variants[name]()
+            elapsed = time.perf_counter() - start
+            if number >= warmup:
+                seconds[name].append(elapsed)
+    return {name: numpy.array(each) for name, each in seconds.items()}
+
+
+def median_interval(values: numpy.ndarray) -> tuple[float, float, float]:
+    """Return the median of one value for each round, and its 95 % bootstrap interval."""
+    picks = numpy.random.default_rng(0).integers(0, len(values), size=(2000, len(values)))
+    low, high = numpy.percentile(numpy.median(values[picks], axis=1), [2.5, 97.5])
+    return float(numpy.median(values)), float(low), float(high)
+
+
 def interleave(
     variants: dict[str, Callable[[], object]], reference: str, rounds: int = 31, warmup: int = 3
 ) -> dict[str, Timing]:
@@ -52,28 +85,11 @@ def interleave(
     Returns:
         name → Timing.
     """
-    names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(warmup + rounds):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        for name in order:
-            start = time.perf_counter()
-            variants[name]()
-            elapsed = time.perf_counter() - start
-            if number >= warmup:
-                seconds[name].append(elapsed)
-    base = numpy.array(seconds[reference])
-    generator = numpy.random.default_rng(0)
-    picks = generator.integers(0, rounds, size=(2000, rounds))
-    timings = {}
-    for name in names:
-        ratios = numpy.array(seconds[name]) / base
-        medians = numpy.median(ratios[picks], axis=1)
-        low, high = numpy.percentile(medians, [2.5, 97.5])
-        timings[name] = Timing(
-            float(numpy.median(seconds[name]) * 1e3), float(numpy.median(ratios)), low, high
-        )
-    return timings
+    seconds = rounds_of(variants, rounds, warmup)
+    return {
+        name: Timing(float(numpy.median(each) * 1e3), *median_interval(each / seconds[reference]))
+        for name, each in seconds.items()
+    }
 
 
 def machine() -> str:

@@ -22,8 +22,8 @@ class Workload:
     model: nn.Module
     batch: tuple[Tensor, Tensor]
     loss_fn: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
-    bar_norms: float
-    bar_training: float
+    bar_norms: float | None = None
+    bar_training: float | None = None
 
 
 def classification(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
