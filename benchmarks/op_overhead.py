@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import machine, median_interval, rounds_of, write_csv
-from benchmarks.step_overhead import check, variants
+from benchmarks.providers import OURS, PROVIDERS, oracle, prepare
 from benchmarks.workloads import Workload
 
 BATCH, WIDTH, POSITIONS = 8, 16, 4
@@ -94,9 +94,12 @@ def measure(name: str, rounds: int) -> list[dict[str, object]]:
     calls = {}
     for depth in (SHALLOW, DEEP):
         work = stack(name, depth)
-        each = variants(work)
-        check(work, each)
-        calls.update({(variant, depth): call for variant, call in each.items()})
+        expected = oracle(work)
+        for provider in OURS:
+            prepared = prepare(PROVIDERS[provider], work, expected)
+            if prepared.call is None:
+                raise SystemExit(f"{work.name}, {provider}: {prepared.note}")
+            calls[provider, depth] = prepared.call
     seconds = rounds_of(calls, rounds)
     plain = {depth: seconds.pop(("plain", depth)) for depth in (SHALLOW, DEEP)}
     step = (plain[DEEP] - plain[SHALLOW]) / (DEEP - SHALLOW)
@@ -108,7 +111,7 @@ def measure(name: str, rounds: int) -> list[dict[str, object]]:
         rows.append(
             {
                 "operation": name,
-                "variant": variant,
+                "variant": PROVIDERS[variant].label,
                 "microseconds": f"{median:.1f}",
                 "low": f"{low:.1f}",
                 "high": f"{high:.1f}",
