@@ -1,8 +1,8 @@
 """Everything that computes per-example gradient norms, each in its best supported form.
 
 A provider turns a workload into one call that does the whole step and returns the (B,) squared
-norms. ``prepare`` checks a call against plain autograd in float64, one example at a time, before anyone
-times it: what is wrong, refuses or fails is named and not timed.
+norms. ``prepare`` checks a call against plain autograd in float64, one example at a time, before it
+is timed: what is wrong, refuses or fails is named and not timed.
 
 The other libraries: pip install --no-deps opacus backpack-for-pytorch torchjd, and what they need
 beside torch: scipy opt-einsum einops unfoldNd. (With --no-deps, because BackPACK asks for
@@ -189,9 +189,12 @@ def expanded_weights(work: Workload) -> Call:
 def opacus(work: Workload, ghost: bool) -> Call:
     """Return Opacus' norms before clipping, of layers' norms (ghost) or of layers' gradients."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.validators import ModuleValidator
 
+    # A copy in which recurrent layers are Opacus' own, with the same weights.
+    model = ModuleValidator.fix(copy.deepcopy(work.model))
     model = GradSampleModuleFastGradientClipping(
-        copy.deepcopy(work.model), loss_reduction="mean", strict=False, use_ghost_clipping=ghost
+        model, loss_reduction="mean", strict=False, use_ghost_clipping=ghost
     )
     parameters = trainable(model)
 

@@ -275,7 +275,8 @@ def gpt2(large: bool = False) -> Workload:
     config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     name = f"GPT-2 small, T={positions}, B={batch}"
     tokens = shifted(batch, positions, config.vocab_size)
-    return Workload(name, GPT2LMHeadModel(config), tokens, next_token, 0.85, 1.10)
+    bars = (0.85, 1.10) if large else (None, None)
+    return Workload(name, GPT2LMHeadModel(config), tokens, next_token, *bars)
 
 
 def llama(large: bool = False) -> Workload:
