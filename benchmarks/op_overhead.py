@@ -89,18 +89,18 @@ def stack(name: str, depth: int) -> Workload:
     return Workload(f"{name} × {depth}", model, (inputs,), squares)
 
 
-def measure(name: str, rounds: int) -> list[dict[str, object]]:
+def measure(name: str, rounds: int, device: str = "cpu") -> list[dict[str, object]]:
     """Return one row for each variant: microseconds for an operation and for the call."""
     calls = {}
     for depth in (SHALLOW, DEEP):
-        work = stack(name, depth)
+        work = stack(name, depth).on(device)
         expected = oracle(work)
         for provider in OURS:
             prepared = prepare(PROVIDERS[provider], work, expected)
             if prepared.call is None:
                 raise SystemExit(f"{work.name}, {provider}: {prepared.note}")
             calls[provider, depth] = prepared.call
-    seconds = rounds_of(calls, rounds)
+    seconds = rounds_of(calls, rounds, device=device)
     plain = {depth: seconds.pop(("plain", depth)) for depth in (SHALLOW, DEEP)}
     step = (plain[DEEP] - plain[SHALLOW]) / (DEEP - SHALLOW)
     rows = []
@@ -126,15 +126,16 @@ def measure(name: str, rounds: int) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(LAYERS)}; all by default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
-    print(f"{machine()}, torch {torch.__version__}; microseconds beyond a plain step")
+    print(f"{machine(options.device)}, torch {torch.__version__}; microseconds beyond a plain step")
     print(f"{'':20} {'':20} {'each':>6} {'interval':>16} {'plain':>7} {'call':>7}")
     rows = []
     for name in options.names or LAYERS:
         torch.manual_seed(0)
-        for row in measure(name, options.rounds):
+        for row in measure(name, options.rounds, options.device):
             bar = f"   bar {BAR[name]:.0f}" if name in BAR else ""
             interval = f"[{row['low']}, {row['high']}]"
             print(
@@ -144,7 +145,7 @@ def main() -> None:
             )
             rows.append(row)
     if not options.no_csv:
-        print(f"\nappended to {write_csv('op_overhead', rows).name}")
+        print(f"\nappended to {write_csv('op_overhead', rows, options.device).name}")
 
 
 if __name__ == "__main__":

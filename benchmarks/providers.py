@@ -11,10 +11,12 @@ torchvision, which replaces a CPU build of PyTorch.)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.metadata
+import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,10 @@ from benchmarks.workloads import Workload
 
 Call = Callable[[], Tensor | None]
 GIBIBYTE = 2**30
+
+# Seconds that a first call may take, and with compilation: BackPACK loops over the rows of an
+# embedding, for minutes where there are fifty thousand.
+PATIENCE, COMPILING = 10.0, 300.0
 
 # A squared norm may be off by this much: float32 accumulates over millions of elements; in bfloat16
 # the gradients themselves carry its rounding.
@@ -367,9 +373,12 @@ def prepare(
         warnings.simplefilter("ignore")
         try:
             call = provider.make(work)
-            found = call()
+            with time_limit(COMPILING if provider.compiled else PATIENCE):
+                found = call()
         except ImportError as error:
             return Prepared(None, note=f"cannot be imported: {first_line(error)}")
+        except TimeoutError as error:
+            return Prepared(None, note=f"not run: {error}")
         except Exception as error:  # whatever another library raises is its result here
             return Prepared(None, note=f"{type(error).__name__}: {first_line(error)}")
     if found is None:
@@ -381,6 +390,22 @@ def prepare(
     if not error <= TOLERANCES[dtype]:
         return Prepared(None, error, note=f"wrong (relative error {error:.2g})")
     return Prepared(quietly(call), error)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the context when it lasts too long; in the main thread only."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def quietly(call: Call) -> Call:

@@ -106,8 +106,9 @@ def step_table() -> str:
 
 def short(note: str) -> str:
     """Return a note cut to a cell: the kind of an error without what it says."""
-    if note.startswith("not run: would hold "):
-        return f"holds {note.removeprefix('not run: would hold ')}"
+    for reason, cell in (("not run: would hold ", "holds "), ("not run: took longer than ", "> ")):
+        if note.startswith(reason):
+            return cell + note.removeprefix(reason)
     return note.partition(":")[0]
 
 

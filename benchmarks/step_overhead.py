@@ -96,7 +96,7 @@ def measure(
 
 def timed(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[Timing, int]]:
     """Return each call's timing and its number of rounds; slow ones have a run of their own."""
-    once = {name: min(duration(call, device) for _ in range(2)) for name, call in calls.items()}
+    once = {name: duration(call, device) for name, call in calls.items()}
     slow = {name: calls[name] for name in calls if once[name] > SLOW * once["plain"]}
     fast = {name: call for name, call in calls.items() if name not in slow}
     found = {name: (each, rounds) for name, each in run(fast, rounds, device).items()}
