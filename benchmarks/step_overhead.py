@@ -24,12 +24,11 @@ from benchmarks.providers import (
     OURS,
     PEERS,
     PROVIDERS,
-    TOLERANCES,
     Call,
     oracle,
     prepare,
 )
-from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
+from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload
 
 # What takes longer than this many plain steps is timed in fewer rounds.
 SLOW = 4.0
@@ -58,9 +57,7 @@ def measure(
     """
     names = tuple(dict.fromkeys(("plain", *names)))
     expected = oracle(work)
-    prepared = {
-        name: prepare(PROVIDERS[name], work, expected, dtype=dtype, limit=limit) for name in names
-    }
+    prepared = {name: prepare(PROVIDERS[name], work, expected, limit=limit) for name in names}
     calls = {name: each.call for name, each in prepared.items() if each.call is not None}
     timings = timed(calls, rounds, device)
     rows: list[dict[str, object]] = []
@@ -152,7 +149,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="and all other libraries")
     parser.add_argument("--compiled", action="store_true", help="and ours under torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
         "--limit", type=float, default=None, metavar="GIB",
@@ -170,7 +167,7 @@ def main() -> None:
     for name in options.workloads or DEFAULT:
         torch.manual_seed(0)
         work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
-        bars = f" (bars {work.bar_norms:.2f} / {work.bar_training:.2f})" if work.bar_norms else ""
+        bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
         print(f"\n{work.name}{bars}", flush=True)
         rows = measure(
             work, names, options.rounds,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ class Workload:
     """A model, a batch, and the per-example loss that ties them.
 
     Attributes:
+        precision: makes the context in which libraries that compute beside the backward need it to
+            run; autocast itself is part of ``loss_fn``.
         bar_norms, bar_training: ratios to plain training that are aimed at, if any.
     """
 
@@ -30,6 +33,7 @@ class Workload:
     loss_fn: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
     bar_norms: float | None = None
     bar_training: float | None = None
+    precision: Callable[[], AbstractContextManager] = nullcontext
 
     def replace_model(self, model: nn.Module) -> Workload:
         """Return the same work with another model."""
@@ -40,22 +44,24 @@ class Workload:
 
         Args:
             device: "cpu" or "cuda".
-            dtype: "float32", "bfloat16" (weights and data), or "autocast" (to bfloat16).
+            dtype: one of ``DTYPES``: "bfloat16" is that of weights and data, "autocast" is to it.
         """
         kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         batch = tuple(
             part.to(device, kind if part.is_floating_point() else None) for part in self.batch
         )
-        loss_fn = self.loss_fn
-        if dtype == "autocast":
+        work = dataclasses.replace(self, model=self.model.to(device, kind), batch=batch)
+        if dtype != "autocast":
+            return work
 
-            def loss_fn(model, batch, plain_loss=self.loss_fn):
-                with torch.autocast(device, torch.bfloat16):
-                    return plain_loss(model, batch)
+        def precision() -> AbstractContextManager:
+            return torch.autocast(device, torch.bfloat16)
 
-        return dataclasses.replace(
-            self, model=self.model.to(device, kind), batch=batch, loss_fn=loss_fn
-        )
+        def loss_fn(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+            with precision():
+                return self.loss_fn(model, batch)
+
+        return dataclasses.replace(work, loss_fn=loss_fn, precision=precision)
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -300,3 +306,4 @@ WORKLOADS = {
     "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2, "llama": llama,
 }  # fmt: skip
 DEFAULT = ("mlp", "cnn", "gpt")
+DTYPES = ("float32", "autocast", "bfloat16")
