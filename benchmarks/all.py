@@ -16,13 +16,14 @@ import time
 
 CPU = {
     "operations": "benchmarks.op_overhead",
-    "steps": "benchmarks.step_overhead mlp cnn gpt gpt-expanded small --peers --compiled",
-    "models": "benchmarks.step_overhead lstm resnet convnext vit gpt2 --peers --rounds 7",
+    "steps": "benchmarks.step_overhead mlp cnn gpt --peers --compiled",
+    "models": "benchmarks.step_overhead small gpt-expanded lstm resnet convnext vit gpt2 --peers"
+    " --rounds 9",
     "crossover": "benchmarks.crossover",
-    "pairs": "benchmarks.pair_forms",
     "scaling": "benchmarks.scaling",
     "monitor": "benchmarks.monitor_overhead",
-    "influence": "benchmarks.influence --train 512 2048 --rounds 3",
+    "influence": "benchmarks.influence --train 512 --rounds 3",
+    "pairs": "benchmarks.pair_forms",
 }
 CUDA = {
     "operations": "benchmarks.op_overhead --device cuda",

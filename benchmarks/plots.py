@@ -54,19 +54,23 @@ def scaling() -> Path | None:
                 if points:
                     style = {"linestyle": ":"} if key == "plain" else {"marker": "o"}
                     panel.plot(
-                        *zip(*points, strict=True), color=COLOURS[key], label=label, markersize=3,
+                        *zip(*points, strict=True), color=COLOURS[key], label=PROVIDERS[key].title,
+                        markersize=3,
                         linewidth=2.2 if key in OURS else 1.2, zorder=3 if key in OURS else 2,
                         **style,
                     )  # fmt: skip
             panel.set(xscale="log", yscale="log")
             panel.grid(alpha=0.3)
+            if axis != "d":
+                panel.set_xticks(sizes, [str(size) for size in sizes])
+                panel.minorticks_off()
         axes[1][column].set_xlabel(
             {"B": "examples B", "T": "positions T", "d": "parameters d"}[axis]
         )
-    axes[0][0].set_ylabel("time of a plain step")
-    axes[1][0].set_ylabel("peak memory of a plain step")
+    axes[0][0].set_ylabel("time, of a plain step")
+    axes[1][0].set_ylabel("peak memory, of a plain step")
     handles, names = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, names, loc="lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"Per-example norms over a plain step; {rows[-1]['machine']}", fontsize=10)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     return save(figure, "scaling")
@@ -91,6 +95,9 @@ def crossover() -> Path | None:
             if chosen:
                 panel.plot(*zip(*chosen, strict=True), "o", color=colour, markersize=5)
         panel.set(xscale="log", yscale="log", xlabel="positions T")
+        ticks = [t for t, _ in line][::2]
+        panel.set_xticks(ticks, [str(t) for t in ticks])
+        panel.minorticks_off()
         panel.set_title(f"{width[0]} × {width[1]}", fontsize=9)
         panel.grid(alpha=0.3)
     axes[0][0].set_ylabel("milliseconds")

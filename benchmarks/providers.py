@@ -58,6 +58,11 @@ class Provider:
     compiled: bool = False
 
     @property
+    def title(self) -> str:
+        """Return the label, with the library's name where it is gradstats."""
+        return f"gradstats, {self.label}" if self.label.startswith("norms") else self.label
+
+    @property
     def version(self) -> str:
         """Return the version of the package, "" without one."""
         if self.package is None:

@@ -23,6 +23,7 @@ Row = dict[str, str]
 NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
 # The workloads that have bars; the others stand in the table of all libraries.
 FIRST = ("MLP 784-2048", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
+TITLES = {each.label: each.title for each in PROVIDERS.values()}
 COMPILED = tuple(each.label for each in PROVIDERS.values() if each.compiled)
 
 
@@ -142,7 +143,7 @@ def peer_table() -> str:
                     time = f"**{time}**" if float(row["ratio"]) == best else time
                     cells.append(f"{time}, {memory(row, named['plain'])}")
             body.append(cells)
-        return table(["model", *order], body)
+        return table(["model", *(TITLES[label] for label in order)], body)
 
     return by_machine(
         [r for r in rows if r["workload"] in compared and r["variant"] not in COMPILED], make
@@ -160,7 +161,7 @@ def tutorial_table() -> str:
         loop = float(named[PROVIDERS["loop"].label]["milliseconds"])
         body = [
             [
-                label,
+                TITLES[label],
                 f"{float(row['milliseconds']):.1f} ms",
                 f"{loop / float(row['milliseconds']):.1f}×",
                 memory(row, named["plain"]),

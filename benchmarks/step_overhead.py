@@ -85,7 +85,7 @@ def measure(
                 row[part] = f"{getattr(timing[0], part):.3f}"
             # The ledger sees the operations that PyTorch dispatches, not those inside a graph.
             if not provider.compiled or device == "cuda":
-                row["peak_bytes"] = peak_bytes(calls[name], work.model, device)
+                row["peak_bytes"] = peak_bytes(calls[name], device)
             row["rounds"] = timing[1]
         rows.append(row)
     return rows
@@ -109,14 +109,16 @@ def run(calls: dict[str, Call], rounds: int, device: str, warmup: int = 3) -> di
     return interleave(calls, "plain", rounds, min(warmup, rounds), device)
 
 
-def peak_bytes(call: Call, model: nn.Module, device: str) -> int:
+def peak_bytes(call: Call, device: str) -> int:
     """Return the most bytes alive at once during a call beyond those alive before it."""
-    model.zero_grad()
     if device != "cuda":
         return peak_memory(call).peak
-    call()  # what stays allocated from one call to the next belongs to no single call
-    model.zero_grad()
     gc.collect()
+    # Gradients of the last call: a step would free them first, and seem to need less by that much.
+    # Libraries keep copies of the model, which nothing here can list otherwise.
+    for item in gc.get_objects():
+        if isinstance(item, nn.Parameter):
+            item.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

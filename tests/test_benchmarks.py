@@ -218,8 +218,8 @@ def test_tables_show_the_last_run_and_the_reasons(tmp_path, monkeypatch):
         "| CNN of the tutorial, B=64 | 0.90 [0.90, 0.90] | 0.50 | 1.10 [1.10, 1.10] | 1.00 |",
     ]  # fmt: skip
     assert report.peer_table().splitlines()[2:] == [
-        "| model | norms | norms and gradients | loop | vmap(grad) | Opacus, ghost "
-        "| BackPACK BatchL2Grad | TorchJD Gramian |",
+        "| model | gradstats, norms | gradstats, norms and gradients | loop | vmap(grad) "
+        "| Opacus, ghost | BackPACK BatchL2Grad | TorchJD Gramian |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| CNN of the tutorial, B=64 | **0.90**, 0.50 | 1.10, 1.00 | 4.00, 0.25 | 2.00, 9.00 "
         "| RuntimeError | wrong (relative error 0.5) | holds 8 GiB |",
