@@ -28,8 +28,8 @@ from benchmarks.workloads import Workload
 Call = Callable[[], Tensor | None]
 GIBIBYTE = 2**30
 
-# Seconds that a first call may take, and with compilation: BackPACK loops over the rows of an
-# embedding, for minutes where there are fifty thousand.
+# Seconds that a first call may take, and where something is compiled: BackPACK loops over the rows
+# of an embedding, for minutes where there are fifty thousand.
 PATIENCE, COMPILING = 10.0, 300.0
 
 # A squared norm may be off by this much, or by this many times what plain autograd is off on the
@@ -58,9 +58,14 @@ class Provider:
     compiled: bool = False
 
     @property
+    def ours(self) -> bool:
+        """Return whether it is gradstats."""
+        return self.label.startswith("norms")
+
+    @property
     def title(self) -> str:
         """Return the label, with the library's name where it is gradstats."""
-        return f"gradstats, {self.label}" if self.label.startswith("norms") else self.label
+        return f"gradstats, {self.label}" if self.ours else self.label
 
     @property
     def version(self) -> str:
@@ -403,7 +408,8 @@ def prepare(
         warnings.simplefilter("ignore")
         try:
             call = provider.make(work)
-            with time_limit(COMPILING if provider.compiled else PATIENCE):
+            compiles = provider.compiled or provider.ours  # graphs, and kernels on a GPU
+            with time_limit(COMPILING if compiles else PATIENCE):
                 found = call()
         except ImportError as error:
             return Prepared(None, note=f"cannot be imported: {first_line(error)}")

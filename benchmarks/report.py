@@ -81,6 +81,8 @@ def steps() -> list[Row]:
 
 
 def ratio(row: Row) -> str:
+    if not row.get("ratio"):
+        return short(row.get("note", "")) or "–"
     return f"{float(row['ratio']):.2f} [{float(row['low']):.2f}, {float(row['high']):.2f}]"
 
 
@@ -99,7 +101,8 @@ def step_table() -> str:
             named = {row["variant"]: row for row in group}
             cells = [workload]
             for variant in (NORMS, TRAINING):
-                cells += [ratio(named[variant]), memory(named[variant], named["plain"])]
+                row = named.get(variant, {})
+                cells += [ratio(row), memory(row, named["plain"])]
             body.append(cells)
         header = ["model", "norms alone", "memory", "norms beside training", "memory"]
         return table(header, body)
@@ -128,9 +131,8 @@ def peer_table() -> str:
         body = []
         for (workload,), group in grouped(rows, "workload").items():
             named = {row["variant"]: row for row in group}
-            best = min(
-                float(row["ratio"]) for row in group if row["ratio"] and row["variant"] != "plain"
-            )
+            timed = [row for row in group if row["ratio"] and row["variant"] != "plain"]
+            best = min((float(row["ratio"]) for row in timed), default=None)
             cells = [workload]
             for label in order:
                 row = named.get(label)
