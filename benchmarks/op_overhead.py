@@ -130,6 +130,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
+    unknown = [name for name in options.names if name not in LAYERS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(LAYERS)}")
     print(f"{machine(options.device)}, torch {torch.__version__}; microseconds beyond a plain step")
     print(f"{'':20} {'':20} {'each':>6} {'interval':>16} {'plain':>7} {'call':>7}")
     rows = []

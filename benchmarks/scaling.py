@@ -56,6 +56,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1.0, metavar="GIB")
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
+    unknown = [name for name in options.axes if name not in AXES]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(AXES)}")
     print(f"{machine(options.device)}, torch {torch.__version__}, float32")
     for axis in options.axes or AXES:
         for value in VALUES[AXES[axis]][: options.points]:

@@ -159,6 +159,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
+    unknown = [name for name in options.workloads if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
     names = (
         *options.providers,
         *(PEERS if options.peers else ()),
@@ -168,7 +171,11 @@ def main() -> None:
     print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}")
     for name in options.workloads or DEFAULT:
         torch.manual_seed(0)
-        work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
+        try:
+            work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
+        except ImportError as error:
+            print(f"\n{name} left out: {error}")
+            continue
         bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
         print(f"\n{work.name}{bars}", flush=True)
         rows = measure(
