@@ -43,6 +43,7 @@ def rounds_of(
     rounds: int = 31,
     warmup: int = 3,
     device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, numpy.ndarray]:
     """Run every variant once in each round, in rotating order.
 
@@ -51,6 +52,7 @@ def rounds_of(
         rounds: how many times each variant is timed.
         warmup: how many rounds are not counted.
         device: "cuda" for times between CUDA events, the wait for the host's launches included.
+        clock: of seconds, on a CPU.
 
     Returns:
         name → (rounds,) seconds.
@@ -60,18 +62,22 @@ def rounds_of(
     for number in range(warmup + rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            elapsed = duration(variants[name], device)
+            elapsed = duration(variants[name], device, clock)
             if number >= warmup:
                 seconds[name].append(elapsed)
     return {name: numpy.array(each) for name, each in seconds.items()}
 
 
-def duration(call: Callable[[], object], device: str = "cpu") -> float:
+def duration(
+    call: Callable[[], object],
+    device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds that one call takes."""
     if device != "cuda":
-        start = time.perf_counter()
+        start = clock()
         call()
-        return time.perf_counter() - start
+        return clock() - start
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     first.record()

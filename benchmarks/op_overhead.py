@@ -10,6 +10,7 @@ Norms alone skip the weight gradient that the plain step forms, and are credited
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 
 import torch
@@ -100,7 +101,8 @@ def measure(name: str, rounds: int, device: str = "cpu") -> list[dict[str, objec
             if prepared.call is None:
                 raise SystemExit(f"{work.name}, {provider}: {prepared.note}")
             calls[provider, depth] = prepared.call
-    seconds = rounds_of(calls, rounds, device=device)
+    # The calling thread's own time, because it leaves out what else the machine does.
+    seconds = rounds_of(calls, rounds, device=device, clock=time.thread_time)
     plain = {depth: seconds.pop(("plain", depth)) for depth in (SHALLOW, DEEP)}
     step = (plain[DEEP] - plain[SHALLOW]) / (DEEP - SHALLOW)
     rows = []
@@ -152,4 +154,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # threads that wait for one another would hide what is asked for
     main()
