@@ -18,7 +18,7 @@ from gradstats._factors import Outer
 from gradstats.contractions._outer import direct, gram
 
 WIDTHS = ((256, 256), (1024, 256), (1000, 256), (768, 768), (64, 64))
-POSITIONS = (8, 32, 64, 128, 256, 512)
+POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024)
 WORKSPACE = 256 * 1024 * 1024
 
 
@@ -52,7 +52,8 @@ def main() -> None:
                     "p": p, "q": q, "positions": positions, "chosen": chosen,
                     "gram_ms": f"{timings['gram'].milliseconds:.3f}",
                     "direct_ms": f"{timings['direct'].milliseconds:.3f}",
-                    "ratio": f"{ratio:.3f}", "rounds": options.rounds,
+                    "ratio": f"{ratio:.3f}", "low": f"{timings['gram'].low:.3f}",
+                    "high": f"{timings['gram'].high:.3f}", "rounds": options.rounds,
                 }
             )  # fmt: skip
     if not options.no_csv:

@@ -38,8 +38,68 @@ class Timing:
     high: float
 
 
+def rounds_of(
+    variants: dict[str, Callable[[], object]],
+    rounds: int = 31,
+    warmup: int = 3,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, numpy.ndarray]:
+    """Run every variant once in each round, in rotating order.
+
+    Args:
+        variants: name → a call that does the whole work once.
+        rounds: how many times each variant is timed.
+        warmup: how many rounds are not counted.
+        device: "cuda" for times between CUDA events, the wait for the host's launches included.
+        clock: of seconds, on a CPU.
+
+    Returns:
+        name → (rounds,) seconds.
+    """
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            elapsed = duration(variants[name], device, clock)
+            if number >= warmup:
+                seconds[name].append(elapsed)
+    return {name: numpy.array(each) for name, each in seconds.items()}
+
+
+def duration(
+    call: Callable[[], object],
+    device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds that one call takes."""
+    if device != "cuda":
+        start = clock()
+        call()
+        return clock() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    call()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def median_interval(values: numpy.ndarray) -> tuple[float, float, float]:
+    """Return the median of one value for each round, and its 95 % bootstrap interval."""
+    picks = numpy.random.default_rng(0).integers(0, len(values), size=(2000, len(values)))
+    low, high = numpy.percentile(numpy.median(values[picks], axis=1), [2.5, 97.5])
+    return float(numpy.median(values)), float(low), float(high)
+
+
 def interleave(
-    variants: dict[str, Callable[[], object]], reference: str, rounds: int = 31, warmup: int = 3
+    variants: dict[str, Callable[[], object]],
+    reference: str,
+    rounds: int = 31,
+    warmup: int = 3,
+    device: str = "cpu",
 ) -> dict[str, Timing]:
     """Time several variants of the same work against one of them.
 
@@ -48,36 +108,22 @@ def interleave(
         reference: the variant that stands as 1.00.
         rounds: how many times each variant is timed.
         warmup: how many rounds are not counted.
+        device: as in ``rounds_of``.
 
     Returns:
         name → Timing.
     """
-    names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(warmup + rounds):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        for name in order:
-            start = time.perf_counter()
-            variants[name]()
-            elapsed = time.perf_counter() - start
-            if number >= warmup:
-                seconds[name].append(elapsed)
-    base = numpy.array(seconds[reference])
-    generator = numpy.random.default_rng(0)
-    picks = generator.integers(0, rounds, size=(2000, rounds))
-    timings = {}
-    for name in names:
-        ratios = numpy.array(seconds[name]) / base
-        medians = numpy.median(ratios[picks], axis=1)
-        low, high = numpy.percentile(medians, [2.5, 97.5])
-        timings[name] = Timing(
-            float(numpy.median(seconds[name]) * 1e3), float(numpy.median(ratios)), low, high
-        )
-    return timings
+    seconds = rounds_of(variants, rounds, warmup, device)
+    return {
+        name: Timing(float(numpy.median(each) * 1e3), *median_interval(each / seconds[reference]))
+        for name, each in seconds.items()
+    }
 
 
-def machine() -> str:
-    """Return the name of the processor and the number of threads in use."""
+def machine(device: str = "cpu") -> str:
+    """Return the name of the accelerator, or of the processor and the number of threads in use."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -97,10 +143,13 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_csv(name: str, rows: Iterable[dict[str, object]]) -> Path:
-    """Append rows to ``results/NAME.csv``, each with the machine, versions, commit and date."""
+def write_csv(name: str, rows: Iterable[dict[str, object]], device: str = "cpu") -> Path:
+    """Append rows to ``results/NAME.csv``, each with the machine, versions, commit and date.
+
+    A file with fewer or other columns is written again with the columns of both.
+    """
     stamp = {
-        "machine": machine(),
+        "machine": machine(device),
         "torch": torch.__version__,
         "gradstats": gradstats.__version__,
         "commit": commit(),
@@ -108,11 +157,22 @@ def write_csv(name: str, rows: Iterable[dict[str, object]]) -> Path:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
-    rows = [{**row, **stamp} for row in rows]
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    table = [*read_csv(name), *({**row, **stamp} for row in rows)]
+    columns = dict.fromkeys(column for row in reversed(table) for column in row)
+    # Written beside and moved into place: a run that is killed here loses no earlier result.
+    draft = path.with_suffix(".tmp")
+    with draft.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(columns), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+    draft.replace(path)
     return path
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    """Return the rows of ``results/NAME.csv``, none where there is no such file."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -19,7 +19,7 @@ from torch import nn
 
 import gradstats as gs
 from benchmarks.harness import Timing, interleave, machine, write_csv
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
 
 EVERY = 50
 MEASURED = ("monitor, norms", "monitor, alignments")
@@ -135,16 +135,16 @@ def every_fifty(measured: Timing, idle: Timing) -> Timing:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; all by default")
+    parser.add_argument("workloads", nargs="*", help=f"{', '.join(DEFAULT)} by default")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}")
     rows = []
-    for name in options.workloads or WORKLOADS:
+    for name in options.workloads or DEFAULT:
         torch.manual_seed(0)
         work = WORKLOADS[name]()
-        print(f"\n{work.name} (bar {work.bar_training:.2f} on each step)")
+        print(f"\n{work.name} (bar {work.bar_training or float('nan'):.2f} on each step)")
         calls = variants(work)
         check(work, calls)
         timings = interleave(calls, "plain", options.rounds)

@@ -65,7 +65,8 @@ def main() -> None:
                         "p": p, "q": q, "positions": positions, "batch": batch, "chosen": chosen,
                         "gram_ms": f"{timings['gram'].milliseconds:.3f}",
                         "direct_ms": f"{timings['direct'].milliseconds:.3f}",
-                        "ratio": f"{ratio:.3f}", "rounds": options.rounds,
+                        "ratio": f"{ratio:.3f}", "low": f"{timings['gram'].low:.3f}",
+                        "high": f"{timings['gram'].high:.3f}", "rounds": options.rounds,
                     }
                 )  # fmt: skip
     if not options.no_csv:

@@ -1,92 +1,191 @@
-"""What do norms cost beside a plain training step, in time and in memory?
+"""What do per-example norms cost beside a plain training step, in time and in memory?
 
-python -m benchmarks.step_overhead [mlp cnn gpt] [--rounds 31] [--no-csv]
+    python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
+        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--no-csv]
+
+The reference is a plain forward and backward of the same model in the same precision. What is wrong
+or cannot run a model has that in its row, and no time. Memory is the peak of what a step allocates:
+live tensors on a CPU, the allocator's on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 
 import torch
+from torch import nn
 
-import gradstats as gs
-from benchmarks.harness import interleave, machine, write_csv
+from benchmarks.harness import Timing, duration, interleave, machine, write_csv
 from benchmarks.ledger import peak_memory
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.providers import (
+    COMPILED,
+    GIBIBYTE,
+    OURS,
+    PEERS,
+    PROVIDERS,
+    Call,
+    oracle,
+    prepare,
+)
+from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload
+
+# What takes longer than this many plain steps is timed in fewer rounds.
+SLOW = 4.0
+SLOW_SECONDS = 20.0
 
 
-def variants(work: Workload) -> dict:
-    """Return the calls to compare: a plain step, norms alone, norms beside the step."""
+def measure(
+    work: Workload,
+    names: tuple[str, ...],
+    rounds: int,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    limit: float = 4 * GIBIBYTE,
+) -> list[dict[str, object]]:
+    """Check and time providers on one workload.
 
-    def plain():
-        work.model.zero_grad()
-        work.loss_fn(work.model, work.batch).mean().backward()
+    Args:
+        work: on its device, in its precision.
+        names: keys of ``PROVIDERS``; "plain" is added.
+        rounds: of those that are not slow.
+        device, dtype, limit: see ``prepare``.
 
-    def norms():
-        return gs.per_example_norms(work.model, work.batch, work.loss_fn)
+    Returns:
+        One row for each provider: time, ratio to the plain step, peak memory, error, or a note.
+    """
+    names = tuple(dict.fromkeys(("plain", *names)))
+    expected = oracle(work)
+    prepared = {name: prepare(PROVIDERS[name], work, expected, limit=limit) for name in names}
+    calls = {name: each.call for name, each in prepared.items() if each.call is not None}
+    timings = timed(calls, rounds, device)
+    rows: list[dict[str, object]] = []
+    for name in names:
+        provider, timing = PROVIDERS[name], timings.get(name)
+        row: dict[str, object] = {
+            "workload": work.name,
+            "variant": provider.label,
+            "milliseconds": "",
+            "ratio": "",
+            "low": "",
+            "high": "",
+            "peak_bytes": "",
+            "relative_error": f"{prepared[name].error:.1e}",
+            "gradients": "yes" if provider.gradients else "no",
+            "note": prepared[name].note,
+            "device": device,
+            "dtype": dtype,
+            "provider": provider.version,
+            "rounds": "",
+        }
+        if timing is not None:
+            row["milliseconds"] = f"{timing[0].milliseconds:.3f}"
+            for part in ("ratio", "low", "high"):
+                row[part] = f"{getattr(timing[0], part):.3f}"
+            # The ledger sees the operations that PyTorch dispatches, not those inside a graph.
+            if not provider.compiled or device == "cuda":
+                row["peak_bytes"] = peak_bytes(calls[name], device)
+            row["rounds"] = timing[1]
+        rows.append(row)
+    return rows
 
-    def training():
-        work.model.zero_grad()
-        with gs.track(work.model, batch_size=len(work.batch[0])) as tracker:
-            tracker.backward(work.loss_fn(work.model, work.batch))
-        return tracker.stats
 
-    return {"plain": plain, "norms": norms, "norms and gradients": training}
+def timed(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[Timing, int]]:
+    """Return each call's timing and its number of rounds; slow ones have a run of their own."""
+    once = {name: duration(call, device) for name, call in calls.items()}
+    slow = {name: calls[name] for name in calls if once[name] > SLOW * once["plain"]}
+    fast = {name: call for name, call in calls.items() if name not in slow}
+    found = {name: (each, rounds) for name, each in run(fast, rounds, device).items()}
+    if slow:
+        fewer = int(SLOW_SECONDS / sum(once[name] for name in slow))
+        fewer = max(min(rounds, 3), min(rounds, fewer))
+        again = run({"plain": calls["plain"], **slow}, fewer, device, warmup=1)
+        found.update({name: (again[name], fewer) for name in slow})
+    return found
 
 
-def check(work: Workload, calls: dict) -> None:
-    """Raise unless the numbers to be timed are right, on a few examples, against plain autograd."""
-    norms = calls["norms"]()
-    beside = calls["norms and gradients"]()
-    losses = work.loss_fn(work.model, work.batch)
-    for example in (0, len(losses) - 1):
-        gradients = torch.autograd.grad(
-            losses[example], list(work.model.parameters()), retain_graph=True
+def run(calls: dict[str, Call], rounds: int, device: str, warmup: int = 3) -> dict[str, Timing]:
+    return interleave(calls, "plain", rounds, min(warmup, rounds), device)
+
+
+def peak_bytes(call: Call, device: str) -> int:
+    """Return the most bytes alive at once during a call beyond those alive before it."""
+    if device != "cuda":
+        return peak_memory(call).peak
+    gc.collect()
+    # Gradients of the last call: a step would free them first, and seem to need less by that much.
+    # Libraries keep copies of the model, which nothing here can list otherwise.
+    for item in gc.get_objects():
+        if isinstance(item, nn.Parameter):
+            item.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    """Print one workload's rows."""
+    plain = rows[0]["peak_bytes"]
+    for row in rows:
+        if row["note"]:
+            print(f"  {row['variant']:32} {row['note']}")
+            continue
+        memory = f"{row['peak_bytes'] / plain:5.2f}" if row["peak_bytes"] else "    –"
+        print(
+            f"  {row['variant']:32} {float(row['milliseconds']):9.2f} ms   {row['ratio']:>7}  "
+            f"[{row['low']}, {row['high']}]   memory {memory}"
         )
-        expected = sum(gradient.double().square().sum() for gradient in gradients)
-        for got in (norms.sqnorm[example], beside.sqnorm[example]):
-            torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; all by default")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="WORKLOAD",
+        help=f"of {', '.join(WORKLOADS)}; {', '.join(DEFAULT)} by default",
+    )  # fmt: skip
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(OURS))
+    parser.add_argument("--peers", action="store_true", help="and all other libraries")
+    parser.add_argument("--compiled", action="store_true", help="and ours under torch.compile")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument(
+        "--limit", type=float, default=None, metavar="GIB",
+        help="per-example gradients that a library may hold; 4 on a CPU, 48 on a GPU",
+    )  # fmt: skip
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     options = parser.parse_args()
-    print(f"{machine()}, torch {torch.__version__}")
-    rows = []
-    for name in options.workloads or WORKLOADS:
+    unknown = [name for name in options.workloads if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
+    names = (
+        *options.providers,
+        *(PEERS if options.peers else ()),
+        *(COMPILED if options.compiled else ()),
+    )
+    limit = options.limit or (48 if options.device == "cuda" else 4)
+    print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}")
+    for name in options.workloads or DEFAULT:
         torch.manual_seed(0)
-        work = WORKLOADS[name]()
-        calls = variants(work)
-        check(work, calls)
-        timings = interleave(calls, "plain", options.rounds)
-        peaks = {}
-        for variant, call in calls.items():
-            work.model.zero_grad()
-            peaks[variant] = peak_memory(call).peak
-        print(f"\n{work.name} (bars {work.bar_norms:.2f} / {work.bar_training:.2f})")
-        for variant, timing in timings.items():
-            memory = peaks[variant] / peaks["plain"]
-            print(
-                f"  {variant:20} {timing.milliseconds:8.1f} ms   {timing.ratio:5.2f}  "
-                f"[{timing.low:.2f}, {timing.high:.2f}]   memory {memory:5.2f}"
-            )
-            rows.append(
-                {
-                    "workload": work.name,
-                    "variant": variant,
-                    "milliseconds": f"{timing.milliseconds:.2f}",
-                    "ratio": f"{timing.ratio:.3f}",
-                    "low": f"{timing.low:.3f}",
-                    "high": f"{timing.high:.3f}",
-                    "peak_bytes": peaks[variant],
-                    "rounds": options.rounds,
-                }
-            )
-    if not options.no_csv:
-        print(f"\nappended to {write_csv('step_overhead', rows).name}")
+        try:
+            work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
+        except ImportError as error:
+            print(f"\n{name} left out: {error}")
+            continue
+        bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
+        print(f"\n{work.name}{bars}", flush=True)
+        rows = measure(
+            work, names, options.rounds,
+            device=options.device, dtype=options.dtype, limit=limit * GIBIBYTE,
+        )  # fmt: skip
+        show(rows)
+        # Workload by workload: a run that is cut short keeps what it has.
+        if not options.no_csv:
+            write_csv("step_overhead", rows, options.device)
 
 
 if __name__ == "__main__":

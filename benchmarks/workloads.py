@@ -1,8 +1,15 @@
-"""The models and batches that benchmarks run, each a plain PyTorch training step."""
+"""The models and batches that benchmarks run, each a plain PyTorch training step.
+
+Each function takes ``large``: sizes for a GPU instead of ones that take two CPU cores seconds at
+most. Models of Hugging Face are built from their configurations, with random weights: nothing is
+downloaded.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,32 +22,81 @@ class Workload:
     """A model, a batch, and the per-example loss that ties them.
 
     Attributes:
-        bar_norms, bar_training: the ratios to plain training that are aimed at.
+        precision: makes the context in which libraries that compute beside the backward need it to
+            run; autocast itself is part of ``loss_fn``.
+        bar_norms, bar_training: ratios to plain training that are aimed at, if any.
     """
 
     name: str
     model: nn.Module
-    batch: tuple[Tensor, Tensor]
-    loss_fn: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
-    bar_norms: float
-    bar_training: float
+    batch: tuple[Tensor, ...]
+    loss_fn: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    bar_norms: float | None = None
+    bar_training: float | None = None
+    precision: Callable[[], AbstractContextManager] = nullcontext
+
+    def replace_model(self, model: nn.Module) -> Workload:
+        """Return the same work with another model."""
+        return dataclasses.replace(self, model=model)
+
+    def on(self, device: str, dtype: str = "float32") -> Workload:
+        """Return the same work on a device and in a precision.
+
+        Args:
+            device: "cpu" or "cuda".
+            dtype: one of ``DTYPES``: "bfloat16" is that of weights and data, "autocast" is to it.
+        """
+        kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        batch = tuple(
+            part.to(device, kind if part.is_floating_point() else None) for part in self.batch
+        )
+        work = dataclasses.replace(self, model=self.model.to(device, kind), batch=batch)
+        if dtype != "autocast":
+            return work
+
+        def precision() -> AbstractContextManager:
+            return torch.autocast(device, torch.bfloat16)
+
+        def loss_fn(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+            with precision():
+                return self.loss_fn(model, batch)
+
+        return dataclasses.replace(work, loss_fn=loss_fn, precision=precision)
 
 
-def classification(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's logits, in float32 at least, from a tensor or an output of Hugging Face."""
+    result = model(inputs)
+    logits = getattr(result, "logits", result)
+    return logits.float() if logits.itemsize < 4 else logits
+
+
+def classification(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return one cross-entropy for each example."""
     inputs, labels = batch
-    return functional.cross_entropy(model(inputs), labels, reduction="none")
+    return functional.cross_entropy(logits_of(model, inputs), labels, reduction="none")
 
 
-def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the mean cross-entropy of each sequence."""
     tokens, targets = batch
-    logits = model(tokens)
+    logits = logits_of(model, tokens)
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).mean(1)
 
 
-def mlp() -> Workload:
+def shifted(batch: int, positions: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return random tokens and those that follow them."""
+    tokens = torch.randint(vocabulary, (batch, positions + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def images(batch: int, side: int, classes: int = 1000) -> tuple[Tensor, Tensor]:
+    """Return random images of three channels with labels."""
+    return torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))
+
+
+def mlp(large: bool = False) -> Workload:
     """MLP 784-2048-2048-10, B = 256."""
     model = nn.Sequential(
         nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
@@ -49,7 +105,7 @@ def mlp() -> Workload:
     return Workload("MLP 784-2048-2048-10, B=256", model, batch, classification, 0.70, 1.05)
 
 
-def cnn() -> Workload:
+def cnn(large: bool = False) -> Workload:
     """The network of PyTorch's per-sample-gradients tutorial, B = 64."""
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
@@ -84,10 +140,24 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with learned positions."""
+    """A decoder-only transformer with learned positions.
 
-    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, positions: int):
+    Args:
+        expand: look positions up once for each example, as libraries need that take the first axis
+            of every layer for that of the examples.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        positions: int,
+        expand: bool = False,
+    ):
         super().__init__()
+        self.expand = expand
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(positions, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -95,16 +165,145 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        if self.expand:
+            positions = positions.repeat(len(ids), 1)
+        x = self.tokens(ids) + self.positions(positions)
         return self.head(self.norm(self.blocks(x)))
 
 
-def gpt() -> Workload:
+def gpt(large: bool = False) -> Workload:
     """4 layers, width 256, T = 128, B = 16, V = 1000."""
     model = Transformer(layers=4, width=256, heads=4, vocabulary=1000, positions=128)
-    tokens = torch.randint(1000, (16, 129))
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    return Workload("GPT 4×256, T=128, B=16, V=1000", model, batch, next_token, 0.90, 1.10)
+    name = "GPT 4×256, T=128, B=16, V=1000"
+    return Workload(name, model, shifted(16, 128, 1000), next_token, 0.90, 1.10)
 
 
-WORKLOADS = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+def gpt_expanded(large: bool = False) -> Workload:
+    """The same with positions looked up for each example, which more libraries can follow."""
+    model = Transformer(layers=4, width=256, heads=4, vocabulary=1000, positions=128, expand=True)
+    name = "GPT 4×256 with (B, T) positions"
+    return Workload(name, model, shifted(16, 128, 1000), next_token)
+
+
+def small(large: bool = False) -> Workload:
+    """An MLP so small that Python is most of its time."""
+    model = nn.Sequential(
+        nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
+    batch = (torch.randn(32, 64), torch.randint(10, (32,)))
+    return Workload("small MLP 64-32-32-10, B=32", model, batch, classification)
+
+
+class Recurrent(nn.Module):
+    """A language model of two LSTM layers."""
+
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(ids))[0])
+
+
+def lstm(large: bool = False) -> Workload:
+    """A 2-layer LSTM on sequences."""
+    batch, positions, width = (64, 256, 512) if large else (16, 32, 128)
+    name = f"LSTM 2×{width}, T={positions}, B={batch}, V=1000"
+    return Workload(name, Recurrent(width, 1000), shifted(batch, positions, 1000), next_token)
+
+
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions with group normalisation."""
+
+    def __init__(self, inputs: int, width: int, stride: int):
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False), nn.GroupNorm(32, outputs),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(large: bool = False) -> Workload:
+    """ResNet-50 with GroupNorm in place of BatchNorm."""
+    batch, side = (64, 224) if large else (8, 64)
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]  # fmt: skip
+    inputs = 64
+    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for number in range(blocks):
+            layers.append(Bottleneck(inputs, width, stride if number == 0 else 1))
+            inputs = 4 * width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
+    name = f"ResNet-50 with GroupNorm, {side}×{side}, B={batch}"
+    return Workload(name, model, images(batch, side), classification)
+
+
+def convnext(large: bool = False) -> Workload:
+    """ConvNeXt-T of Hugging Face."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    batch, side = (64, 224) if large else (8, 64)
+    model = ConvNextForImageClassification(ConvNextConfig(num_labels=1000, image_size=side))
+    name = f"ConvNeXt-T, {side}×{side}, B={batch}"
+    return Workload(name, model, images(batch, side), classification)
+
+
+def vit(large: bool = False) -> Workload:
+    """ViT-B/16 of Hugging Face."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    batch, side = (64, 224) if large else (4, 96)
+    model = ViTForImageClassification(ViTConfig(num_labels=1000, image_size=side))
+    name = f"ViT-B/16, {side}×{side}, B={batch}"
+    return Workload(name, model, images(batch, side), classification)
+
+
+def gpt2(large: bool = False) -> Workload:
+    """GPT-2 small of Hugging Face, tied embeddings, no dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    batch, positions = (8, 1024) if large else (2, 128)
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    name = f"GPT-2 small, T={positions}, B={batch}"
+    tokens = shifted(batch, positions, config.vocab_size)
+    bars = (0.85, 1.10) if large else (None, None)
+    return Workload(name, GPT2LMHeadModel(config), tokens, next_token, *bars)
+
+
+def llama(large: bool = False) -> Workload:
+    """A Llama-style model of a billion parameters; two layers of it without ``large``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    batch, positions, layers = (4, 1024, 16) if large else (1, 32, 2)
+    vocabulary = 128256 if large else 8000
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=2048, intermediate_size=8192, use_cache=False,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        max_position_embeddings=positions, tie_word_embeddings=True,
+    )  # fmt: skip
+    name = f"Llama {layers}×2048, T={positions}, B={batch}, V={vocabulary}"
+    tokens = shifted(batch, positions, vocabulary)
+    return Workload(name, LlamaForCausalLM(config), tokens, next_token)
+
+
+WORKLOADS = {
+    "mlp": mlp, "cnn": cnn, "gpt": gpt, "gpt-expanded": gpt_expanded, "small": small,
+    "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2, "llama": llama,
+}  # fmt: skip
+DEFAULT = ("mlp", "cnn", "gpt")
+DTYPES = ("float32", "autocast", "bfloat16")

@@ -97,6 +97,11 @@ def test_padding(padding):
     check_layer(nn.Conv2d(2, 3, 3, **options), normal(B, 2, 5, 4))
 
 
+def test_channels_last():
+    inputs = normal(B, 2, 6, 4).contiguous(memory_format=torch.channels_last)
+    check_layer(nn.Conv2d(2, 3, 2, 2), inputs)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_transposed_convolutions(groups):
     layer = nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1, groups=groups)

@@ -1,0 +1,71 @@
+"""Every benchmark of one machine, and the README's tables from them.
+
+    python -m benchmarks.all [--device cuda] [--dry-run] [--only NAME ...]
+
+Each part is a command of its own, printed before it runs; one that fails does not stop the others.
+The quick ones come first: what is cut short has lost the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+
+CPU = {
+    "operations": "benchmarks.op_overhead",
+    "steps": "benchmarks.step_overhead mlp cnn gpt --peers --compiled",
+    "models": "benchmarks.step_overhead small gpt-expanded lstm resnet convnext vit gpt2 --peers"
+    " --rounds 9",
+    "crossover": "benchmarks.crossover",
+    "scaling": "benchmarks.scaling",
+    "monitor": "benchmarks.monitor_overhead",
+    "influence": "benchmarks.influence --train 512 --rounds 3",
+    "pairs": "benchmarks.pair_forms",
+}
+CUDA = {
+    "operations": "benchmarks.op_overhead --device cuda",
+    "steps": "benchmarks.step_overhead mlp cnn gpt gpt-expanded small --peers --compiled"
+    " --device cuda",
+    "models": "benchmarks.step_overhead lstm resnet convnext vit gpt2 --peers --device cuda",
+    "autocast": "benchmarks.step_overhead gpt2 vit --peers --compiled --device cuda"
+    " --dtype autocast",
+    "bfloat16": "benchmarks.step_overhead gpt2 llama --peers --compiled --device cuda"
+    " --dtype bfloat16 --rounds 15",
+    "scaling": "benchmarks.scaling --device cuda --limit 16",
+}
+REPORT = "benchmarks.report"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help=f"of {', '.join({**CPU, **CUDA})}"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    options = parser.parse_args()
+    parts = CUDA if options.device == "cuda" else CPU
+    unknown = set(options.only or ()) - set(parts)
+    if unknown:
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(parts)}")
+    chosen = [parts[name] for name in parts if not options.only or name in options.only]
+    failed = []
+    for command in [*chosen, REPORT]:
+        print(f"\n$ python -m {command}", flush=True)
+        if options.dry_run:
+            continue
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False)
+        print(f"{time.perf_counter() - start:.0f} s, exit {done.returncode}", flush=True)
+        if done.returncode:
+            failed.append(command)
+    if failed:
+        print(f"\nfailed: {'; '.join(failed)}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,465 @@
+"""Everything that computes per-example gradient norms, each in its best supported form.
+
+A provider turns a workload into one call that does the whole step and returns the (B,) squared
+norms. ``prepare`` checks a call against plain autograd in float64, one example at a time, before it
+is timed: what is wrong, refuses or fails is named and not timed.
+
+The other libraries: pip install --no-deps opacus backpack-for-pytorch torchjd, and what they need
+beside torch: scipy opt-einsum einops unfoldNd. (With --no-deps, because BackPACK asks for
+torchvision, which replaces a CPU build of PyTorch.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import gradstats as gs
+from benchmarks.workloads import Workload
+
+Call = Callable[[], Tensor | None]
+GIBIBYTE = 2**30
+
+# Seconds that a first call may take, and where something is compiled: BackPACK loops over the rows
+# of an embedding, for minutes where there are fifty thousand.
+PATIENCE, COMPILING = 10.0, 300.0
+
+# A squared norm may be off by this much, or by this many times what plain autograd is off on the
+# same examples in the same precision: deep models and bfloat16 round more than any formula does.
+TOLERANCE, TIMES_ROUNDING = 1e-3, 5.0
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to get the norms.
+
+    Attributes:
+        label: as tables name it.
+        make: workload → the call.
+        package: the distribution that it needs beside PyTorch and gradstats.
+        gradients: whether ``param.grad`` is left as a training step leaves it.
+        held: elements of per-example gradients that it holds at once.
+        compiled: whether torch.compile is used.
+    """
+
+    label: str
+    make: Callable[[Workload], Call]
+    package: str | None = None
+    gradients: bool = False
+    held: Callable[[Workload], int] = lambda work: 0
+    compiled: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Return whether it is gradstats."""
+        return self.label.startswith("norms")
+
+    @property
+    def title(self) -> str:
+        """Return the label, with the library's name where it is gradstats."""
+        return f"gradstats, {self.label}" if self.ours else self.label
+
+    @property
+    def version(self) -> str:
+        """Return the version of the package, "" without one."""
+        if self.package is None:
+            return ""
+        try:
+            return f"{self.package} {importlib.metadata.version(self.package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A provider on one workload, checked.
+
+    Attributes:
+        call: None where there is nothing to time.
+        error: largest relative error of the squared norms; NaN for a plain step.
+        note: why there is nothing to time.
+    """
+
+    call: Call | None
+    error: float = float("nan")
+    note: str = ""
+
+
+def plain(work: Workload) -> Call:
+    """Return a training step without norms."""
+
+    def step() -> None:
+        work.model.zero_grad()
+        work.loss_fn(work.model, work.batch).mean().backward()
+
+    return step
+
+
+def norms(work: Workload) -> Call:
+    """Return gradstats' norms, no weight gradients."""
+    return lambda: gs.per_example_norms(work.model, work.batch, work.loss_fn).sqnorm
+
+
+def training(work: Workload) -> Call:
+    """Return gradstats' norms beside a training step."""
+
+    def step() -> Tensor:
+        work.model.zero_grad()
+        with gs.track(work.model, batch_size=len(work.batch[0])) as tracker:
+            tracker.backward(work.loss_fn(work.model, work.batch))
+        return tracker.stats.sqnorm
+
+    return step
+
+
+def compiled(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
+    """Return the same provider with the model compiled."""
+
+    def of_compiled(work: Workload) -> Call:
+        torch._dynamo.reset()
+        return make(work.replace_model(torch.compile(work.model)))
+
+    return of_compiled
+
+
+def loop(work: Workload) -> Call:
+    """Return one forward and backward for each example."""
+    parameters = trainable(work.model)
+
+    def step() -> Tensor:
+        found = []
+        for example in range(len(work.batch[0])):
+            single = tuple(part[example : example + 1] for part in work.batch)
+            loss = work.loss_fn(work.model, single).sum()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            found.append(sum_of_squares(each for each in gradients if each is not None))
+        return torch.stack(found)
+
+    return step
+
+
+def vmap(work: Workload, chunk_size: int | None = None) -> Call:
+    """Return per-example gradients by ``torch.func``, squared inside the mapped function."""
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in work.model.named_parameters()
+        if parameter.requires_grad
+    }
+    whole = Loss(work)
+
+    def loss_of_one(parameters: dict[str, Tensor], single: tuple[Tensor, ...]) -> Tensor:
+        named = {f"model.{name}": each for name, each in parameters.items()}
+        batch = tuple(part[None] for part in single)
+        return torch.func.functional_call(whole, named, (batch,)).sum()
+
+    def square_of_one(single: tuple[Tensor, ...]) -> Tensor:
+        return sum_of_squares(torch.func.grad(loss_of_one)(parameters, single).values())
+
+    mapped = torch.func.vmap(square_of_one, chunk_size=chunk_size)
+    return lambda: mapped(work.batch)
+
+
+def chunk(batch_size: int) -> int:
+    """Return how many examples vmap takes at once when it works in chunks."""
+    return max(1, batch_size // 8)
+
+
+class Loss(nn.Module):
+    """A model with its loss: ``functional_call`` replaces parameters inside a module."""
+
+    def __init__(self, work: Workload):
+        super().__init__()
+        self.model = work.model
+        self.loss_fn = work.loss_fn
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+def expanded_weights(work: Workload) -> Call:
+    """Return PyTorch's ExpandedWeights."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    parameters = trainable(work.model)
+    size = len(work.batch[0])
+
+    def step() -> Tensor:
+        clear(parameters, "grad_sample")
+        model = call_for_per_sample_grads(work.model, batch_size=size, loss_reduction="sum")
+        with work.precision():
+            work.loss_fn(model, work.batch).sum().backward()
+        found = sum(each.grad_sample.flatten(1).square().sum(1) for each in parameters)
+        clear(parameters, "grad_sample")
+        return found
+
+    return step
+
+
+def opacus(work: Workload, ghost: bool) -> Call:
+    """Return Opacus' norms before clipping, of layers' norms (ghost) or of layers' gradients."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.validators import ModuleValidator
+
+    # A copy in which recurrent layers are Opacus' own, with the same weights.
+    model = ModuleValidator.fix(copy.deepcopy(work.model))
+    model = GradSampleModuleFastGradientClipping(
+        model, loss_reduction="mean", strict=False, use_ghost_clipping=ghost
+    )
+    parameters = trainable(model)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        work.loss_fn(model, work.batch).mean().backward()
+        found = model.get_norm_sample().square()
+        clear(parameters, "_norm_sample")
+        return found
+
+    return step
+
+
+def backpack(work: Workload) -> Call:
+    """Return BackPACK's ``BatchL2Grad``."""
+    from backpack import backpack as extensions
+    from backpack import extend
+    from backpack.extensions import BatchL2Grad
+
+    model = extend(copy.deepcopy(work.model))
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+    def step() -> Tensor:
+        model.zero_grad()
+        with extensions(BatchL2Grad()), work.precision():
+            losses = work.loss_fn(model, work.batch)
+            losses.mean().backward()
+        missing = [name for name, each in named.items() if not hasattr(each, "batch_l2")]
+        if missing:
+            raise NotImplementedError(f"no norms of {len(missing)} parameters, {missing[0]} first")
+        found = sum(each.batch_l2 for each in named.values()) * len(losses) ** 2
+        clear(named.values(), "batch_l2")
+        return found
+
+    return step
+
+
+def torchjd(work: Workload) -> Call:
+    """Return the diagonal of TorchJD's Gramian, its only way to norms."""
+    from torchjd.autogram import Engine
+
+    model = copy.deepcopy(work.model)
+    engine = Engine(model, batch_dim=0)
+
+    def step() -> Tensor:
+        with work.precision():
+            return engine.compute_gramian(work.loss_fn(model, work.batch)).diagonal()
+
+    return step
+
+
+def elements(work: Workload) -> int:
+    """Return d, the number of parameters' elements."""
+    return sum(parameter.numel() for parameter in trainable(work.model))
+
+
+def whole_batch(work: Workload) -> int:
+    """Return what those hold that form the gradients of all examples."""
+    return len(work.batch[0]) * elements(work)
+
+
+def one_module(work: Workload) -> int:
+    """Return what those hold that form the gradients of one module, and square them."""
+    return 2 * len(work.batch[0]) * max(each.numel() for each in trainable(work.model))
+
+
+PROVIDERS = {
+    "plain": Provider("plain", plain, gradients=True),
+    "norms": Provider("norms", norms),
+    "training": Provider("norms and gradients", training, gradients=True),
+    "plain-compiled": Provider("plain, compiled", compiled(plain), gradients=True, compiled=True),
+    "norms-compiled": Provider("norms, compiled", compiled(norms), compiled=True),
+    "training-compiled": Provider(
+        "norms and gradients, compiled", compiled(training), gradients=True, compiled=True
+    ),
+    "loop": Provider("loop", loop, held=elements),
+    "vmap": Provider("vmap(grad)", vmap, held=whole_batch),
+    "vmap-chunks": Provider(
+        "vmap(grad), chunks of B/8",
+        lambda work: vmap(work, chunk(len(work.batch[0]))),
+        held=lambda work: chunk(len(work.batch[0])) * elements(work),
+    ),
+    "expanded-weights": Provider("ExpandedWeights", expanded_weights, held=whole_batch),
+    "opacus-ghost": Provider(
+        "Opacus, ghost", lambda work: opacus(work, ghost=True), "opacus", gradients=True
+    ),
+    "opacus-fast": Provider(
+        "Opacus, fast gradient clipping",
+        lambda work: opacus(work, ghost=False),
+        "opacus",
+        gradients=True,
+        held=one_module,
+    ),
+    "backpack": Provider("BackPACK BatchL2Grad", backpack, "backpack-for-pytorch", gradients=True),
+    "torchjd": Provider("TorchJD Gramian", torchjd, "torchjd", held=one_module),
+}
+OURS = ("plain", "norms", "training")
+PEERS = tuple(name for name in PROVIDERS if name not in OURS and not PROVIDERS[name].compiled)
+COMPILED = tuple(name for name in PROVIDERS if PROVIDERS[name].compiled)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require grad."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of gradients together, in float32 at least."""
+    return torch.stack(
+        [torch.linalg.vector_norm(each, dtype=wide(each.dtype)).square() for each in gradients]
+    ).sum()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which squares of another are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def clear(parameters: Iterable[nn.Parameter], attribute: str) -> None:
+    """Take off what a library leaves on parameters, which a later step would find or add to."""
+    for parameter in parameters:
+        if hasattr(parameter, attribute):
+            delattr(parameter, attribute)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Squared norms by plain autograd in float64, one example at a time.
+
+    Attributes:
+        squares: example → squared norm.
+        tolerance: relative error beyond which a squared norm counts as wrong.
+    """
+
+    squares: dict[int, float]
+    tolerance: float
+
+    def error(self, found: Tensor) -> float:
+        """Return the largest relative error of (B,) squared norms; infinite where one is NaN."""
+        errors = [abs(found[at].item() - value) / value for at, value in self.squares.items()]
+        return max(errors) if all(each == each for each in errors) else float("inf")
+
+
+def oracle(work: Workload, count: int = 4) -> Oracle:
+    """Return what a workload's squared norms are, and how far off they may be.
+
+    Args:
+        count: how many examples, spread over the batch, the first and the last among them.
+    """
+    size = len(work.batch[0])
+    examples = sorted({round(each) for each in torch.linspace(0, size - 1, count).tolist()})
+    exact = work.replace_model(copy.deepcopy(work.model).double())
+    expected = {at: square_of(exact, at) for at in examples}
+    rounded = [abs(square_of(work, at) - value) / value for at, value in expected.items()]
+    return Oracle(expected, max(TOLERANCE, TIMES_ROUNDING * max(rounded)))
+
+
+def square_of(work: Workload, example: int) -> float:
+    """Return one example's squared norm in the model's precision, the squares summed in float64."""
+    kind = trainable(work.model)[0].dtype
+    single = (part[example : example + 1] for part in work.batch)
+    batch = tuple(part.to(kind) if part.is_floating_point() else part for part in single)
+    loss = work.loss_fn(work.model, batch).sum()
+    gradients = torch.autograd.grad(loss, trainable(work.model), allow_unused=True)
+    squares = [each.double().square().sum() for each in gradients if each is not None]
+    return float(torch.stack(squares).sum())
+
+
+def prepare(
+    provider: Provider,
+    work: Workload,
+    expected: Oracle,
+    *,
+    limit: float = 4 * GIBIBYTE,
+) -> Prepared:
+    """Run a provider once and compare it with the oracle.
+
+    Args:
+        provider: one of ``PROVIDERS``.
+        work: the model and batch; providers that hook into a model take a copy.
+        expected: of ``oracle``.
+        limit: bytes of per-example gradients that a provider may hold.
+
+    Returns:
+        The call to time, or why there is none.
+    """
+    if provider.package is not None and not provider.version:
+        return Prepared(None, note="not installed")
+    held = provider.held(work) * trainable(work.model)[0].itemsize
+    if held > limit:
+        return Prepared(None, note=f"not run: would hold {held / GIBIBYTE:.0f} GiB")
+    with warnings.catch_warnings():
+        # Of the libraries about themselves; what matters here is whether the numbers are right.
+        warnings.simplefilter("ignore")
+        try:
+            call = provider.make(work)
+            compiles = provider.compiled or provider.ours  # graphs, and kernels on a GPU
+            with time_limit(COMPILING if compiles else PATIENCE):
+                found = call()
+        except ImportError as error:
+            return Prepared(None, note=f"cannot be imported: {first_line(error)}")
+        except TimeoutError as error:
+            return Prepared(None, note=f"not run: {error}")
+        except Exception as error:  # whatever another library raises is its result here
+            return Prepared(None, note=f"{type(error).__name__}: {first_line(error)}")
+    if found is None:
+        return Prepared(quietly(call))
+    if tuple(found.shape) != (len(work.batch[0]),):
+        return Prepared(None, note=f"wrong (shape {tuple(found.shape)})")
+    error = expected.error(found)
+    if not error <= expected.tolerance:
+        return Prepared(None, error, note=f"wrong (relative error {error:.2g})")
+    return Prepared(quietly(call), error)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the context when it lasts too long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def quietly(call: Call) -> Call:
+    """Return a call whose warnings are not shown."""
+
+    def silent() -> Tensor | None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return call()
+
+    return silent
+
+
+def first_line(error: Exception, width: int = 90) -> str:
+    """Return what an error says, cut to the width of a cell."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return text if len(text) <= width else text[: width - 1] + "…"

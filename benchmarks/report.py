@@ -1,0 +1,295 @@
+"""Write the README's tables, and the plots, from ``benchmarks/results/*.csv``.
+
+    python -m benchmarks.report
+
+Only what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced. Of several runs
+of the same case on the same machine the last one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.harness import read_csv
+from benchmarks.providers import PROVIDERS
+
+README = Path(__file__).parents[1] / "README.md"
+REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = dict[str, str]
+NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
+# The workloads that have bars; the others stand in the table of all libraries.
+FIRST = ("MLP 784-2048", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
+TITLES = {each.label: each.title for each in PROVIDERS.values()}
+COMPILED = tuple(each.label for each in PROVIDERS.values() if each.compiled)
+
+
+def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """Return the last row of each case, in the order in which the cases first appeared."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        found[tuple(row.get(key) or "" for key in keys)] = row
+    return list(found.values())
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[str, ...], list[Row]]:
+    """Return the rows of each combination of values."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(key) or "" for key in keys), []).append(row)
+    return groups
+
+
+def table(header: list[str], body: Iterable[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def caption(rows: list[Row]) -> str:
+    """Return where and when rows were measured, with the versions that were used."""
+    dates = sorted({row["date"] for row in rows})
+    rounds = sorted({int(row["rounds"]) for row in rows if row["rounds"]})
+    packages = sorted({row["provider"] for row in rows if row.get("provider")})
+    parts = [
+        rows[0]["machine"],
+        rows[0].get("dtype") or "float32",
+        ", ".join(["PyTorch " + rows[0]["torch"], *packages]),
+        f"{span(rounds)} rounds",
+        span(dates),
+    ]
+    return "; ".join(parts) + ":"
+
+
+def span(values: list) -> str:
+    return str(values[0]) if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+
+
+def by_machine(rows: list[Row], make: Callable[[list[Row]], str]) -> str:
+    """Return a caption and a table for each machine and precision."""
+    groups = grouped(rows, "machine", "dtype").values()
+    return "\n\n".join(f"{caption(group)}\n\n{make(group)}" for group in groups)
+
+
+def steps() -> list[Row]:
+    """Return the last step timing of each provider on each workload."""
+    rows = [{**row, "dtype": row.get("dtype") or "float32"} for row in read_csv("step_overhead")]
+    return latest(rows, "machine", "dtype", "workload", "variant")
+
+
+def ratio(row: Row) -> str:
+    if not row.get("ratio"):
+        return short(row.get("note", "")) or "–"
+    return f"{float(row['ratio']):.2f} [{float(row['low']):.2f}, {float(row['high']):.2f}]"
+
+
+def memory(row: Row, plain: Row) -> str:
+    if not row.get("peak_bytes") or not plain.get("peak_bytes"):
+        return "–"
+    return f"{int(row['peak_bytes']) / int(plain['peak_bytes']):.2f}"
+
+
+def step_table() -> str:
+    """Return what norms cost, alone and beside training, for the workloads that have bars."""
+
+    def make(rows: list[Row]) -> str:
+        body = []
+        for (workload,), group in grouped(rows, "workload").items():
+            named = {row["variant"]: row for row in group}
+            cells = [workload]
+            for variant in (NORMS, TRAINING):
+                row = named.get(variant, {})
+                cells += [ratio(row), memory(row, named["plain"])]
+            body.append(cells)
+        header = ["model", "norms alone", "memory", "norms beside training", "memory"]
+        return table(header, body)
+
+    variants = ("plain", NORMS, TRAINING)
+    rows = [row for row in steps() if row["variant"] in variants]
+    return by_machine([row for row in rows if row["workload"].startswith(FIRST)], make)
+
+
+def short(note: str) -> str:
+    """Return a note cut to a cell: the kind of an error without what it says."""
+    for reason, cell in (("not run: would hold ", "holds "), ("not run: took longer than ", "> ")):
+        if note.startswith(reason):
+            return cell + note.removeprefix(reason)
+    return note.partition(":")[0]
+
+
+def peer_table() -> str:
+    """Return every provider on every workload, as multiples of the plain step in time, memory."""
+    rows = steps()
+    compared = {row["workload"] for row in rows if row["variant"] == PROVIDERS["vmap"].label}
+
+    def make(rows: list[Row]) -> str:
+        labels = [row["variant"] for row in latest(rows, "variant") if row["variant"] != "plain"]
+        order = [each.label for each in PROVIDERS.values() if each.label in labels]
+        body = []
+        for (workload,), group in grouped(rows, "workload").items():
+            named = {row["variant"]: row for row in group}
+            timed = [row for row in group if row["ratio"] and row["variant"] != "plain"]
+            best = min((float(row["ratio"]) for row in timed), default=None)
+            cells = [workload]
+            for label in order:
+                row = named.get(label)
+                if row is None:
+                    cells.append("–")
+                elif not row["ratio"]:
+                    cells.append(short(row["note"]))
+                else:
+                    time = f"{float(row['ratio']):.2f}"
+                    time = f"**{time}**" if float(row["ratio"]) == best else time
+                    cells.append(f"{time}, {memory(row, named['plain'])}")
+            body.append(cells)
+        return table(["model", *(TITLES[label] for label in order)], body)
+
+    return by_machine(
+        [r for r in rows if r["workload"] in compared and r["variant"] not in COMPILED], make
+    )
+
+
+def tutorial_table() -> str:
+    """Return the comparison of PyTorch's per-sample-gradients tutorial, with more rows."""
+    rows = [row for row in steps() if row["workload"].startswith("CNN of the tutorial")]
+    if not any(row["variant"] == PROVIDERS["vmap"].label for row in rows):
+        return ""
+
+    def make(rows: list[Row]) -> str:
+        named = {row["variant"]: row for row in rows}
+        loop = float(named[PROVIDERS["loop"].label]["milliseconds"])
+        body = [
+            [
+                TITLES[label],
+                f"{float(row['milliseconds']):.1f} ms",
+                f"{loop / float(row['milliseconds']):.1f}×",
+                memory(row, named["plain"]),
+            ]
+            for label in (each.label for each in PROVIDERS.values())
+            if (row := named.get(label)) and row["milliseconds"]
+        ]
+        return table(["B = 64", "a step", "faster than the loop", "memory, of a plain step"], body)
+
+    return by_machine(rows, make)
+
+
+def operation_table() -> str:
+    """Return the microseconds that following one operation costs."""
+    rows = latest(read_csv("op_overhead"), "machine", "operation", "variant")
+
+    def make(rows: list[Row]) -> str:
+        body = []
+        for (operation,), group in grouped(rows, "operation").items():
+            named = {row["variant"]: row for row in group}
+            cells = [operation, named[NORMS]["plain_microseconds"]]
+            for variant in (NORMS, TRAINING):
+                row = named[variant]
+                cells.append(f"{row['microseconds']} [{row['low']}, {row['high']}]")
+            body.append([*cells, named[TRAINING]["call_microseconds"]])
+        header = ["operation", "plain, µs", "norms alone, + µs", "beside training, + µs"]
+        return table([*header, "the call itself, + µs"], body)
+
+    return by_machine(rows, make)
+
+
+def influence_table() -> str:
+    """Return the time and peak memory of a train × query matrix."""
+    rows = latest(
+        read_csv("influence"), "machine", "model", "width", "train", "queries", "implementation"
+    )
+
+    def make(rows: list[Row]) -> str:
+        names = [row["implementation"] for row in latest(rows, "implementation")]
+        body = []
+        cases = grouped(rows, "model", "parameters", "train")
+        for (model, parameters, train), group in cases.items():
+            named = {row["implementation"]: row for row in group}
+            best = min(float(row["milliseconds"]) for row in group)
+            cells = [f"{model.upper()}, d = {int(parameters) / 1e6:.2f} M", train]
+            for name in names:
+                if name not in named:
+                    cells.append("–")
+                    continue
+                milliseconds = float(named[name]["milliseconds"])
+                time = (
+                    f"{milliseconds:.0f} ms"
+                    if milliseconds < 1000
+                    else f"{milliseconds / 1e3:.1f} s"
+                )
+                time = f"**{time}**" if milliseconds == best else time
+                cells.append(f"{time}, {int(named[name]['peak_bytes']) / 1e6:.0f} MB")
+            body.append(cells)
+        return table(["model", "N", *names], body)
+
+    return by_machine(rows, make)
+
+
+def monitor_table() -> str:
+    """Return what a monitor adds to a training step."""
+    rows = latest(read_csv("monitor_overhead"), "machine", "workload", "variant")
+
+    def make(rows: list[Row]) -> str:
+        names = [row["variant"] for row in latest(rows, "variant") if row["variant"] != "plain"]
+        workloads = grouped(rows, "workload")
+        body = []
+        for name in names:
+            cells = [name]
+            for group in workloads.values():
+                named = {row["variant"]: row for row in group}
+                cells.append(f"{float(named[name]['ratio']):.2f}" if name in named else "–")
+            body.append(cells)
+        return table(["a step", *(workload for (workload,) in workloads)], body)
+
+    return by_machine(rows, make)
+
+
+def plot(name: str, what: str) -> Callable[[], str]:
+    """Return the maker of a link to a plot, "" where there is nothing to plot."""
+    return lambda: f"![{what}](benchmarks/results/{name}.png)" if read_csv(name) else ""
+
+
+TABLES: dict[str, tuple[Callable[[], str], str]] = {
+    "step": (step_table, "step_overhead"),
+    "peers": (peer_table, "step_overhead --peers"),
+    "tutorial": (tutorial_table, "step_overhead cnn --peers"),
+    "operations": (operation_table, "op_overhead"),
+    "scaling": (
+        plot("scaling", "Time and memory over a plain step, as B, T and d grow"),
+        "scaling",
+    ),
+    "crossover": (
+        plot("crossover", "Time of both forms over T, the chosen one marked"),
+        "crossover",
+    ),
+    "influence": (influence_table, "influence"),
+    "monitor": (monitor_table, "monitor_overhead"),
+}
+
+
+def filled(text: str) -> str:
+    """Return a text with its marked regions written from the results.
+
+    Raises:
+        KeyError: a region has a name that is not in ``TABLES``.
+    """
+
+    def region(match: re.Match[str]) -> str:
+        make, command = TABLES[match[2]]
+        content = make() or f"Not measured yet: `python -m benchmarks.{command}`."
+        return f"{match[1]}{content}\n{match[3]}"
+
+    return REGION.sub(region, text)
+
+
+def main() -> None:
+    README.write_text(filled(README.read_text()))
+    print(f"wrote {', '.join(TABLES)} into {README.name}")
+    for path in plots.write_all():
+        print(f"wrote {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How do time and memory of norms grow with B, T and d, as multiples of a plain step?
+
+    python -m benchmarks.scaling [B T d] [--providers norms vmap ...] [--rounds 9] [--no-csv]
+
+One of the three is varied, the others stay at their middle. The model is layers of one width on
+sequences, which every library in the comparison gets right; those that would hold more per-example
+gradients than ``--limit`` are not run at that size.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+
+from benchmarks.harness import machine, write_csv
+from benchmarks.providers import GIBIBYTE, PROVIDERS, elements
+from benchmarks.step_overhead import measure, show
+from benchmarks.workloads import Workload, next_token
+
+DEFAULT = (
+    "norms", "training", "vmap", "vmap-chunks", "expanded-weights", "opacus-ghost", "backpack",
+    "torchjd",
+)  # fmt: skip
+MIDDLE = {"B": 16, "T": 32, "width": 256}
+VALUES = {
+    "B": (2, 4, 8, 16, 32, 64, 128),
+    "T": (1, 4, 16, 64, 256, 1024),
+    "width": (32, 64, 128, 256, 512, 1024),
+}
+AXES = {"B": "B", "T": "T", "d": "width"}
+LAYERS, CLASSES = 4, 16
+
+
+def stack(sizes: dict[str, int]) -> Workload:
+    """Return linear layers of one width on sequences, a loss at each position."""
+    width = sizes["width"]
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(width, CLASSES))
+    shape = (sizes["B"], sizes["T"])
+    batch = (torch.randn(*shape, width), torch.randint(CLASSES, shape))
+    name = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    return Workload(name, model, batch, next_token)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("axes", nargs="*", metavar="AXIS", help="of B, T, d; all by default")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT))
+    parser.add_argument("--points", type=int, help="only the first sizes of each axis")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--limit", type=float, default=1.0, metavar="GIB")
+    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    options = parser.parse_args()
+    unknown = [name for name in options.axes if name not in AXES]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(AXES)}")
+    print(f"{machine(options.device)}, torch {torch.__version__}, float32")
+    for axis in options.axes or AXES:
+        for value in VALUES[AXES[axis]][: options.points]:
+            torch.manual_seed(0)
+            sizes = {**MIDDLE, AXES[axis]: value}
+            work = stack(sizes).on(options.device)
+            size = {"axis": axis, **sizes, "d": elements(work)}
+            print(f"\n{axis}: {work.name}, d={size['d']:,}", flush=True)
+            rows = measure(
+                work, tuple(options.providers), options.rounds,
+                device=options.device, limit=options.limit * GIBIBYTE,
+            )  # fmt: skip
+            show(rows)
+            if not options.no_csv:
+                write_csv("scaling", [{**size, **row} for row in rows], options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""What benchmarks rest on: providers are checked, results keep, tables say what the results say."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import time
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import all as every_benchmark
+from benchmarks import harness, op_overhead, plots, providers, report, scaling, step_overhead
+from benchmarks.providers import PROVIDERS, Provider, oracle, prepare
+from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
+from tests.oracle import oracle_gradients, oracle_sqnorms
+
+B = 6
+EAGER = [name for name, each in PROVIDERS.items() if not each.compiled]
+
+
+def layers() -> Workload:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    return Workload("layers", model, (torch.randn(B, 5), torch.randint(3, (B,))), classification)
+
+
+def sequences() -> Workload:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    batch = (torch.randn(B, 4, 5), torch.randint(3, (B, 4)))
+    return Workload("sequences", model, batch, next_token)
+
+
+def convolutions(groups: int = 1) -> Workload:
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=groups), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
+    )
+    batch = (torch.randn(B, 4, 5, 5), torch.randint(3, (B,)))
+    return Workload("convolutions", model, batch, classification)
+
+
+def need(name: str) -> Provider:
+    """Return a provider, or skip where its package is not installed."""
+    if PROVIDERS[name].package is not None and not PROVIDERS[name].version:
+        pytest.skip(f"{PROVIDERS[name].package} is not installed")
+    return PROVIDERS[name]
+
+
+@pytest.mark.parametrize("make", [layers, sequences, convolutions])
+@pytest.mark.parametrize("name", EAGER)
+def test_every_provider_agrees_with_the_oracle_again_and_again(name, make):
+    work, provider = make(), need(name)
+    prepared = prepare(provider, work, oracle(work))
+    assert prepared.note == ""
+    expected = sum(oracle_sqnorms(work.model, work.batch, work.loss_fn).values())
+    for _ in range(2):
+        found = prepared.call()
+        if name == "plain":
+            assert found is None
+        else:
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    if name in ("plain", "training"):
+        mean = oracle_gradients(work.model, work.batch, work.loss_fn)
+        for key, parameter in work.model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad.double(), mean[key].mean(0), rtol=1e-4, atol=1e-7
+            )
+
+
+def test_the_model_is_left_to_the_next_provider():
+    work = layers()
+    before = {key: each.clone() for key, each in work.model.state_dict().items()}
+    expected = oracle(work)
+    for name in EAGER:
+        prepare(PROVIDERS[name], work, expected)
+    work.model.zero_grad()
+    for parameter in work.model.parameters():
+        assert not parameter.__dict__
+    assert not any(each._forward_hooks or each._backward_hooks for each in work.model.modules())
+    torch.testing.assert_close(work.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_library_that_is_wrong_is_told_so():
+    work = convolutions(groups=4)
+    prepared = prepare(need("backpack"), work, oracle(work))
+    assert prepared.call is None
+    assert prepared.note.startswith("wrong (relative error")
+
+
+def failing(kind: str) -> Provider:
+    def make(work):
+        right = PROVIDERS["norms"].make(work)
+
+        def call():
+            if kind == "refused":
+                raise NotImplementedError("no rule for this layer\nand more")
+            if kind == "slow":
+                time.sleep(2)
+            if kind == "shape":
+                return right()[1:]
+            return right() * {"nan": math.nan, "double": 2.0}.get(kind, 1.0)
+
+        if kind == "absent":
+            raise ModuleNotFoundError("No module named 'absent'")
+        return call
+
+    return Provider(
+        kind, make,
+        package="no-such-distribution" if kind == "missing" else None,
+        held=lambda work: 2**40 if kind == "large" else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [
+        ("double", "wrong (relative error 1)"),
+        ("nan", "wrong (relative error inf)"),
+        ("shape", "wrong (shape (5,))"),
+        ("refused", "NotImplementedError: no rule for this layer"),
+        ("missing", "not installed"),
+        ("absent", "cannot be imported: No module named 'absent'"),
+        ("large", "not run: would hold 4096 GiB"),
+        ("slow", "not run: took longer than 1 s"),
+    ],
+)
+def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
+    monkeypatch.setattr(providers, "PATIENCE", 1.0)
+    monkeypatch.setitem(PROVIDERS, "failing", failing(kind))
+    (_, row) = step_overhead.measure(layers(), ("failing",), rounds=1)
+    assert row["note"] == note
+    assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_precisions(dtype):
+    work = convolutions().on("cpu", dtype)
+    expected = oracle(work)
+    assert expected.tolerance >= providers.TOLERANCE
+    assert (expected.tolerance > providers.TOLERANCE) == (dtype != "float32")
+    for name in ("norms", "training", "loop", "vmap"):
+        assert prepare(PROVIDERS[name], work, expected).note == ""
+
+
+@pytest.mark.parametrize("name", ["small", "lstm", "resnet"])
+def test_workloads_are_followed(name):
+    torch.manual_seed(0)
+    work = WORKLOADS[name]()
+    expected = oracle(work)
+    for provider in ("norms", "training"):
+        assert prepare(PROVIDERS[provider], work, expected).note == ""
+
+
+def test_rounds_rotate_and_count():
+    calls: list[str] = []
+    work = {name: lambda name=name: calls.append(name) for name in "abc"}
+    seconds = harness.rounds_of(work, rounds=4, warmup=1)
+    assert "".join(calls) == "abcbcacababcbca"
+    assert all(len(each) == 4 and (each > 0).all() for each in seconds.values())
+    assert harness.median_interval(numpy.full(5, 3.0)) == (3.0, 3.0, 3.0)
+    median, low, high = harness.median_interval(numpy.arange(101.0))
+    assert median == 50 and 30 < low < 50 < high < 70
+
+
+def test_results_of_other_columns_keep(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    harness.write_csv("some", [{"case": "one, two", "old": 1}])
+    harness.write_csv("some", [{"case": "three", "new": 2}])
+    first, second = harness.read_csv("some")
+    assert (first["case"], first["old"], first["new"]) == ("one, two", "1", "")
+    assert (second["case"], second["old"], second["new"]) == ("three", "", "2")
+    assert first["machine"] == harness.machine() and second["torch"] == torch.__version__
+    assert harness.read_csv("none") == []
+
+
+def test_the_readme_says_what_the_results_say():
+    text = report.README.read_text()
+    assert report.filled(text) == text
+    assert {match[2] for match in report.REGION.finditer(text)} == set(report.TABLES)
+
+
+def fill(folder, name: str, rows: list[dict[str, str]]) -> None:
+    stamp = {"machine": "M, 2 threads", "torch": "2.13.0", "date": "2026-01-02", "rounds": "5"}
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list({**rows[0], **stamp}))
+        writer.writeheader()
+        writer.writerows({**stamp, **row} for row in rows)
+
+
+def step_row(variant: str, ratio: str, peak: str = "100", note: str = "") -> dict[str, str]:
+    return {
+        "workload": "CNN of the tutorial, B=64", "variant": variant, "ratio": ratio, "low": ratio,
+        "high": ratio, "milliseconds": ratio and str(10 * float(ratio)), "peak_bytes": peak,
+        "note": note, "dtype": "float32", "provider": "opacus 9" if "Opacus" in variant else "",
+        "rounds": "5" if ratio else "",
+    }  # fmt: skip
+
+
+def test_tables_show_the_last_run_and_the_reasons(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    rows = [
+        step_row("norms", "9.9"),
+        step_row("plain", "1.0"), step_row("norms", "0.9", "50"),
+        step_row("norms and gradients", "1.1"), step_row("norms, compiled", "0.5"),
+        step_row("loop", "4.0", "25"), step_row("vmap(grad)", "2.0", "900"),
+        step_row("Opacus, ghost", "", "", "RuntimeError: stack expects tensors"),
+        step_row("BackPACK BatchL2Grad", "", "", "wrong (relative error 0.5)"),
+        step_row("TorchJD Gramian", "", "", "not run: would hold 8 GiB"),
+    ]  # fmt: skip
+    fill(tmp_path, "step_overhead", rows)
+    caption = "M, 2 threads; float32; PyTorch 2.13.0; 5 rounds; 2026-01-02:"
+    assert report.step_table().splitlines() == [
+        caption, "",
+        "| model | norms alone | memory | norms beside training | memory |",
+        "| --- | --- | --- | --- | --- |",
+        "| CNN of the tutorial, B=64 | 0.90 [0.90, 0.90] | 0.50 | 1.10 [1.10, 1.10] | 1.00 |",
+    ]  # fmt: skip
+    assert report.peer_table().splitlines()[2:] == [
+        "| model | gradstats, norms | gradstats, norms and gradients | loop | vmap(grad) "
+        "| Opacus, ghost | BackPACK BatchL2Grad | TorchJD Gramian |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| CNN of the tutorial, B=64 | **0.90**, 0.50 | 1.10, 1.00 | 4.00, 0.25 | 2.00, 9.00 "
+        "| RuntimeError | wrong (relative error 0.5) | holds 8 GiB |",
+    ]
+    assert "PyTorch 2.13.0, opacus 9;" in report.peer_table()
+    assert "| vmap(grad) | 20.0 ms | 2.0× | 9.00 |" in report.tutorial_table()
+    text = "a\n<!-- table: operations -->\nold\n<!-- end -->\nb\n"
+    assert "Not measured yet: `python -m benchmarks.op_overhead`." in report.filled(text)
+    assert report.filled(text).startswith("a\n") and report.filled(text).endswith("-->\nb\n")
+
+
+def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    run = "sys.argv"
+    monkeypatch.setattr(run, ["op_overhead", "Linear", "Embedding and add", "--rounds", "1"])
+    op_overhead.main()
+    arguments = ["scaling", "T", "--points", "2", "--rounds", "1", "--providers", "norms", "vmap"]
+    monkeypatch.setattr(run, arguments)
+    scaling.main()
+    rows = harness.read_csv("op_overhead")
+    assert [(row["operation"], row["variant"]) for row in rows] == [
+        (operation, variant)
+        for operation in ("Linear", "Embedding and add")
+        for variant in ("norms", "norms and gradients")
+    ]
+    assert all(math.isfinite(float(row["microseconds"])) for row in rows)
+    assert report.operation_table().count("\n| ") == 4  # header, rule, two operations
+    rows = harness.read_csv("scaling")
+    assert [(row["T"], row["variant"]) for row in rows] == [
+        (positions, variant) for positions in "14" for variant in ("plain", "norms", "vmap(grad)")
+    ]
+    assert {row["d"] for row in rows} == {str(4 * (256 * 256 + 256) + 256 * 16 + 16)}
+    fill(
+        tmp_path,
+        "crossover",
+        [
+            {"p": "8", "q": "8", "positions": t, "chosen": form, "gram_ms": t, "direct_ms": "5"}
+            for t, form in (("2", "gram"), ("9", "direct"))
+        ],
+    )
+    assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
+    assert "scaling.png" in report.TABLES["scaling"][0]()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_list_of_all_benchmarks_parses(device, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["all", "--dry-run", "--device", device])
+    assert every_benchmark.main() == 0
+    commands = [line[12:] for line in capsys.readouterr().out.splitlines() if line]
+    assert len(commands) == 1 + len(
+        every_benchmark.CUDA if device == "cuda" else every_benchmark.CPU
+    )
+    for command in commands:
+        assert importlib.util.find_spec(command.split()[0]) is not None
