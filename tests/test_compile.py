@@ -70,6 +70,54 @@ def test_fullgraph(number, backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+class Positioned(nn.Module):
+    """Positions from a table: what they belong to cannot be read off their shape."""
+
+    def __init__(self, kind, positions):
+        super().__init__()
+        self.kind, self.positions = kind, positions
+        self.tokens = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 3)
+        if kind == "parameter":
+            self.table = nn.Parameter(torch.randn(positions + 2, 8))
+        else:
+            self.table = nn.Embedding(positions + 2, 8)
+        self.register_buffer("ids", torch.arange(positions + 2))
+
+    def forward(self, ids):
+        hidden = self.tokens(ids)
+        if self.kind == "parameter":
+            hidden = hidden + self.table[: self.positions]
+        elif self.kind == "buffer":
+            hidden = hidden + self.table(self.ids[: self.positions])
+        elif self.kind == "arange":
+            hidden = hidden + self.table(torch.arange(self.positions) + 1)
+        else:
+            hidden = hidden + self.table(torch.arange(self.positions).expand_as(ids))
+        return self.head(hidden.tanh()).mean(1)
+
+
+# torch.compile looks at .grad of what enters a graph and hides the warning, but not from pytest.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("positions", [B, 5])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
+def test_positions(kind, positions):
+    """What meets no data inside a graph belongs to no example there either, T = B included."""
+    torch._dynamo.reset()
+    model = Positioned(kind, positions)
+    batch = torch.randint(11, (B, positions)), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()

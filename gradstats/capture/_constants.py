@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._selection import compiler_is_loaded
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.errors import CoupledExamplesError
@@ -60,11 +61,25 @@ class ConstantTracking(TorchFunctionMode):
     def __init__(self, tracker: Tracker):
         super().__init__()
         self.tracker = tracker
+        self._handle = self.handle
+        if compiler_is_loaded():
+            # A graph takes this mode in where it is traced. Where it runs, it is not to be traced
+            # by itself: it would believe that it stands in a graph.
+            torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
+            self._handle = torch.compiler.disable(self.handle)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            # Not where PyTorch itself looks at the operands of what it traces.
+            if torch.compiler.is_dynamo_compiling() and func not in CALLERS_VALUES:
+                self._follow_constant(args, kwargs, result)
+            return result
+        return self._handle(func, types, args, kwargs)
+
+    def handle(self, func, types, args, kwargs):
+        """Run one operation of the user's code, eagerly."""
         if func is torch.nn.functional.batch_norm:
             if self._is_data(args[0] if args else kwargs["input"]):
                 check_batch_norm(*args, **kwargs)
@@ -159,6 +174,15 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+
+    def _follow_constant(self, args, kwargs, result) -> None:
+        """Mark what an operation inside a compiled graph computes without data."""
+        if any(node_of(t) is not None or self.tracker.is_data(t) for t in operands_of(args, kwargs)):
+            return
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.tracker.mark_constant(tensor)
 
 
 def run_backward(

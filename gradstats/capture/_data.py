@@ -28,6 +28,9 @@ from gradstats.errors import ExampleAxisError
 
 SERIALS = itertools.count()
 
+# The mark of constants that a compiled graph computes.
+IN_GRAPH = "in graph"
+
 
 class Data:
     """Constants and data of one batch.
@@ -57,15 +60,30 @@ class Data:
         """Remember tensors of the model's, on which no mark may be left, as constants."""
         self._constants.update((id(tensor), tensor) for tensor in tensors)
 
+    def mark_kept(self) -> None:
+        """Let graphs that are traced from now on see the model's own tensors as constants."""
+        for tensor in self._constants.values():
+            tensor._gradstats_constant = IN_GRAPH  # type: ignore[attr-defined]
+
+    def forget_constants(self) -> None:
+        """Leave no mark on tensors of the model's."""
+        for tensor in self._constants.values():
+            if getattr(tensor, "_gradstats_constant", None) == IN_GRAPH:
+                del tensor._gradstats_constant  # type: ignore[attr-defined]
+        self._constants.clear()
+
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
-        if torch.compiler.is_compiling():
-            return True
-        if id(tensor) in self._constants:
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling and id(tensor) in self._constants:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
-        return getattr(tensor, "_gradstats_constant", None) != self.serial
+        mark = getattr(tensor, "_gradstats_constant", None)
+        if compiling:
+            # A graph serves many contexts and batches: it cannot depend on their numbers.
+            return mark is None
+        return mark != self.serial and mark != IN_GRAPH
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
@@ -86,11 +104,12 @@ class Data:
         """Remember that a tensor was computed without data."""
         if id(tensor) in self._constants:
             return
-        tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
+        mark = IN_GRAPH if torch.compiler.is_dynamo_compiling() else self.serial
+        tensor._gradstats_constant = mark  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor."""
-        if getattr(tensor, "_gradstats_constant", None) == self.serial:
+        if getattr(tensor, "_gradstats_constant", None) in (self.serial, IN_GRAPH):
             del tensor._gradstats_constant  # type: ignore[attr-defined]
         self._constants.pop(id(tensor), None)
 

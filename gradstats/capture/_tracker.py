@@ -127,7 +127,11 @@ class Tracker(Data):
         # A compiled graph has no place for a consumer, nor for a hub where uses of one parameter
         # meet. Without the compiler nothing is compiled.
         shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
-        if (self.settings.consumer is not None or self._tied or shared) and compiler_is_loaded():
+        if not compiler_is_loaded():
+            pass
+        elif self.settings.consumer is None and not self._tied and not shared:
+            self.mark_kept()
+        else:
             self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.__enter__()
 
@@ -157,7 +161,7 @@ class Tracker(Data):
             for module in self._modules:
                 restore_attributes(module)
         self.coupled.clear()
-        self._constants.clear()
+        self.forget_constants()
         for root in self.roots:
             root.release()
         # No reference leads back here: what the context held is freed with its last user.
