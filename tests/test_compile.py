@@ -118,6 +118,42 @@ def test_positions(kind, positions):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+class Moved(nn.Module):
+    """Examples that leave their axis inside the model and come back to it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        if self.kind == "sequence first":
+            x = self.inner(x.transpose(0, 1)).tanh().transpose(0, 1)
+        elif self.kind == "folded":
+            x = self.inner(x.reshape(-1, 8)).tanh().reshape(x.shape)
+        else:
+            heads = self.inner(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+            scores = (heads @ heads.mT).softmax(-1)
+            x = (scores @ heads).transpose(1, 2).flatten(2)
+        return self.head(x).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("positions", [B, 5])
+@pytest.mark.parametrize("kind", ["sequence first", "folded", "heads"])
+def test_moved_examples(kind, positions):
+    torch._dynamo.reset()
+    model = Moved(kind)
+    batch = torch.randn(B, positions, 8), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=kind == "heads")
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()

@@ -73,8 +73,8 @@ class ConstantTracking(TorchFunctionMode):
         if torch.compiler.is_compiling():
             result = func(*args, **kwargs)
             # Not where PyTorch itself looks at the operands of what it traces.
-            if torch.compiler.is_dynamo_compiling() and func not in CALLERS_VALUES:
-                self._follow_constant(args, kwargs, result)
+            if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
+                self._follow(func, args, kwargs, result)
             return result
         return self._handle(func, types, args, kwargs)
 
@@ -174,15 +174,6 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
-
-
-    def _follow_constant(self, args, kwargs, result) -> None:
-        """Mark what an operation inside a compiled graph computes without data."""
-        if any(node_of(t) is not None or self.tracker.is_data(t) for t in operands_of(args, kwargs)):
-            return
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.tracker.mark_constant(tensor)
 
 
 def run_backward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,22 @@ from gradstats.capture._layout import (
     same_rows,
 )
 from gradstats.capture._tensors import node_of
-from gradstats.errors import ExampleAxisError
+from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
 SERIALS = itertools.count()
 
 # The mark of constants that a compiled graph computes.
 IN_GRAPH = "in graph"
+
+
+def leave_graph(what: str, names: Sequence[str] = ()) -> None:
+    """Stop a graph from being traced: what comes next has to be remembered in Python."""
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedOperationError(
+            f"a compiled graph holds {what}, which is followed outside of graphs only. Compile "
+            "without fullgraph=True: then this part runs eagerly inside a context.",
+            names,
+        )
 
 
 class Data:
@@ -115,15 +125,17 @@ class Data:
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""
-        if not torch.compiler.is_compiling():
-            owner, layout = getattr(tensor, "_gradstats_layout", (None, None))
-            if owner == self.serial:
-                return layout
-        return self.by_contract(tensor)
+        mark = getattr(tensor, "_gradstats_layout", None)
+        if mark is None:
+            return self.by_contract(tensor)
+        leave_graph("data whose examples do not lie along batch_dim")
+        owner, layout = mark
+        return layout if owner == self.serial else self.by_contract(tensor)
 
     def place(self, tensor: Tensor, layout: Examples | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
         if layout != self.by_contract(tensor):
+            leave_graph("data whose examples do not lie along batch_dim")
             tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
             self.follows_layouts = True
 
@@ -163,7 +175,8 @@ class Data:
         self.place(result, after)
 
     def _is_marked(self, tensor: Tensor) -> bool:
-        return getattr(tensor, "_gradstats_layout", (None, None))[0] == self.serial
+        mark = getattr(tensor, "_gradstats_layout", None)
+        return mark is not None and mark[0] == self.serial
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._data import leave_graph
 from gradstats.capture._nodes import Derived, Node, flatten, function_name, operands_of, rebuild
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
@@ -83,7 +84,7 @@ def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[
                 continue
             nodes.append(node)
             if isinstance(node, Derived):
-                leave_graph(node)
+                leave_graph(node.describe())
             if node.tracker is not tracker:
                 raise TrackingError(
                     f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
@@ -116,7 +117,8 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     getter = name == "__get__" and func not in VIEW_GETTERS
     if getter or name in ON_THE_OBJECT:
         return func(*args, **kwargs)
-    leave_graph(first_node(*operands_of(args, kwargs)))
+    described = first_node(*operands_of(args, kwargs)).describe()
+    leave_graph(f"a computation without data on {described}")
 
     def as_node(item):
         node = node_of(item)
@@ -141,16 +143,6 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return wrapped if type(result) is list else type(result)(wrapped)
     # A question about the tensor (is it a view? where is its memory?) is about the object itself.
     return func(*args, **kwargs)
-
-
-def leave_graph(node: Node) -> None:
-    """Stop a graph from being traced: what comes next has to be remembered in Python."""
-    if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedOperationError(
-            f"{node.describe()} enters a compiled graph in a computation without data, which is "
-            "followed outside of graphs only. Compile without fullgraph=True: then this part runs "
-            "eagerly inside a context."
-        )
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):
