@@ -46,6 +46,16 @@ def sequence_losses(model, batch):
     return losses.view_as(targets).mean(1)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("positions", [1, 2])
+def test_a_single_example_or_position(batch, positions):
+    """Axes of size one cannot be told apart, and need not be."""
+    torch.manual_seed(0)
+    model = Transformer(layers=1, width=8, heads=2, vocabulary=11, positions=4).double()
+    tokens = torch.randint(11, (batch, positions)), torch.randint(11, (batch, positions))
+    check_model(model, tokens, next_token)
+
+
 @pytest.mark.parametrize("positions", [5, B, 9])
 @pytest.mark.parametrize("tied", [True, False])
 def test_stock_gpt2(positions, tied):

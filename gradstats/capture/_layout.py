@@ -126,7 +126,8 @@ def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
         for axis in range(result.dim())
         if result.stride(axis) == stride and result.shape[axis] == size
     ]
-    return layout.along(found[0]) if len(found) == 1 else None
+    # One row has the same layout along every axis of size one.
+    return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
 
 
 def contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
