@@ -11,6 +11,7 @@ has the batch's size: noise and time steps drawn inside a context are drawn for 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,12 +62,7 @@ class ConstantTracking(TorchFunctionMode):
     def __init__(self, tracker: Tracker):
         super().__init__()
         self.tracker = tracker
-        self._handle = self.handle
-        if compiler_is_loaded():
-            # A graph takes this mode in where it is traced. Where it runs, it is not to be traced
-            # by itself: it would believe that it stands in a graph.
-            torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
-            self._handle = torch.compiler.disable(self.handle)
+        self._handle = outside_graphs() if compiler_is_loaded() else ConstantTracking.handle
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -76,7 +72,7 @@ class ConstantTracking(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
                 self._follow(func, args, kwargs, result)
             return result
-        return self._handle(func, types, args, kwargs)
+        return self._handle(self, func, types, args, kwargs)
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
@@ -174,6 +170,15 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+
+@cache
+def outside_graphs():
+    """Return the mode's handler as the compiler leaves it alone."""
+    # A graph takes the mode in where it is traced. Where the mode runs, it is not to be traced by
+    # itself: it would believe that it stands in a graph.
+    torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
+    return torch.compiler.disable(ConstantTracking.handle)
 
 
 def run_backward(

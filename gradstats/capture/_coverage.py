@@ -34,14 +34,10 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
         Whether there is a reentrant checkpoint, whose own graph appears in its backward only.
     """
     roots = {id(root.parameter): root for root in tracker.roots}
-    # Tracked uses lead to an alias or the carrier; there the walk can stop.
-    known = {root.alias_node for root in tracker.roots}
-    carrier = torch.autograd.graph.get_gradient_edge(tracker.carrier).node
-    known.add(carrier)
-    uses, hidden = [], False
     stack = list(start)
-    seen = set(start)
-    reentrant = False
+    # Tracked uses lead to aliases, where the walk can stop.
+    seen = set(start) | {root.alias_node for root in tracker.roots}
+    uses, hidden, reentrant = [], False, False
     while stack:
         node = stack.pop()
         reentrant |= type(node) is REENTRANT_CHECKPOINT
@@ -59,17 +55,20 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
                 "side, or multiply each example with its own partner by (x * y).sum(-1)."
             )
         for child, _ in node.next_functions:
-            if child is None or child in known or child in seen:
-                hidden |= child is carrier and use is None
+            if child is None or child in seen:
                 continue
             if type(child) is not ACCUMULATE_GRAD:
                 seen.add(child)
                 stack.append(child)
                 continue
             if use is not None:
-                continue  # its edges are those of its roots
-            tracker.sharded.check_known(child.variable)  # type: ignore[attr-defined]
-            root = roots.get(id(child.variable))  # type: ignore[attr-defined]
+                continue  # its edges are those of its roots, and the carrier
+            leaf = child.variable  # type: ignore[attr-defined]
+            if leaf is tracker.carrier:
+                hidden = True
+                continue
+            tracker.sharded.check_known(leaf)
+            root = roots.get(id(leaf))
             if root is not None and not _reports_inside(node, root):
                 raise UnsupportedOperationError(
                     f"{node.name()} uses {root.describe()} without passing through a PyTorch "

@@ -197,10 +197,12 @@ class Tracker(Data):
 
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
-        self.before_backward([total], create_graph=False)
+        with torch._C.DisableTorchFunction():
+            self.before_backward([total], create_graph=False)
+            one = torch.ones_like(total)
         probes = (self.carrier, *(r.probe for r in self.roots if r.probe is not None))
         if not self._reentrant:
-            run_backward((total,), (torch.ones_like(total),), inputs=probes)
+            run_backward((total,), (one,), inputs=probes)
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
@@ -211,7 +213,7 @@ class Tracker(Data):
         for leaf in leaves:
             leaf.grad = None
         try:
-            run_backward((total,), (torch.ones_like(total),))
+            run_backward((total,), (one,))
         finally:
             for leaf, grad in grads:
                 leaf.grad = grad
@@ -303,9 +305,10 @@ class Tracker(Data):
         # Inside a reentrant checkpoint the backward as a whole is still running.
         if torch._C._current_graph_task_id() != -1:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            for root in self.roots:
-                if root.postponed:
+        waiting = [root for root in self.roots if root.postponed]
+        if waiting:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                for root in waiting:
                     root.contract()
         if self.listener is not None:
             self.listener.after_backward()

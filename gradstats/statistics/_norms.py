@@ -233,16 +233,17 @@ class track:
             raise TrackingError(
                 "tracker.backward was called outside its context. Call it inside the with block."
             )
-        losses = check_losses(losses, self._batch_size)
-        self._tracker.note_losses(losses)
-        if self._weighted:
-            total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
-        else:
-            total = losses.mean()
-            self._weights = 1 / self._batch_size
+        with torch._C.DisableTorchFunction():
+            losses = check_losses(losses, self._batch_size)
+            self._tracker.note_losses(losses)
+            if self._weighted:
+                total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
+            else:
+                total = losses.mean()
+                self._weights = 1 / self._batch_size
+            self._losses = losses.detach()
         if self._scaler is not None:
             total = self._scaler.scale(total)
-        self._losses = losses.detach()
         total.backward()
 
     @property
