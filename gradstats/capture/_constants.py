@@ -11,17 +11,18 @@ has the batch's size: noise and time steps drawn inside a context are drawn for 
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import CHANGES
 from gradstats.capture._nodes import flatten, operands_of
-from gradstats.capture._selection import compiler_is_loaded
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.errors import CoupledExamplesError
@@ -62,7 +63,8 @@ class ConstantTracking(TorchFunctionMode):
     def __init__(self, tracker: Tracker):
         super().__init__()
         self.tracker = tracker
-        self._handle = outside_graphs() if compiler_is_loaded() else ConstantTracking.handle
+        if "torch._dynamo" in sys.modules:
+            prepare_for_compiler()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -72,7 +74,10 @@ class ConstantTracking(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
                 self._follow(func, args, kwargs, result)
             return result
-        return self._handle(self, func, types, args, kwargs)
+        if get_eval_frame_callback() is None:
+            return self.handle(func, types, args, kwargs)
+        # Between graphs the compiler looks at every call; in here there is nothing to trace.
+        return outside_graphs()(self, func, types, args, kwargs)
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
@@ -173,11 +178,17 @@ class ConstantTracking(TorchFunctionMode):
 
 
 @cache
+def prepare_for_compiler() -> None:
+    """Have the mode taken in where a graph is traced, and left alone where it runs itself.
+
+    Traced by itself it would believe that it stands in a graph.
+    """
+    torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
+
+
+@cache
 def outside_graphs():
     """Return the mode's handler as the compiler leaves it alone."""
-    # A graph takes the mode in where it is traced. Where the mode runs, it is not to be traced by
-    # itself: it would believe that it stands in a graph.
-    torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
     return torch.compiler.disable(ConstantTracking.handle)
 
 

@@ -146,13 +146,19 @@ def check_trackable(root: Root) -> None:
         )
 
 
-def compiler_is_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
+def compiler_is_used() -> bool:
+    """Whether anything was given to torch.compile; before that nothing need be ready for it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    # Optimizers import the compiler without using it.
+    backends = getattr(dynamo.eval_frame, "cached_backends", None)
+    return backends is None or any(backend is not None for backend in backends.values())
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model or a part of it was given to torch.compile."""
-    return compiler_is_loaded() and anatomy_of(model).compiled
+    return "torch._dynamo" in sys.modules and anatomy_of(model).compiled
 
 
 def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
-    compiler_is_loaded,
+    compiler_is_used,
 )
 from gradstats.capture._sharded import ShardedParameters, is_sharded
 from gradstats.capture._tensors import DerivedTensor, TrackedParameter, unwrap
@@ -86,21 +86,22 @@ class Tracker(Data):
         self.derived = False
         self.reported_twice = torch.zeros((), dtype=torch.bool)
         self._backward_ran = False
-        self._mode = ConstantTracking(self)
         self._eagerly = ExitStack()
         anatomy = anatomy_of(model)
         self._tied, self._compiled = anatomy.tied, anatomy.compiled
+        self._compiler = anatomy.compiled or compiler_is_used()
         self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
         self.device = device = next(iter(named.values())).device
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
-        if compiler_is_loaded():
+        if self._compiler:
             for root in self.roots:
                 root.probe = torch.zeros(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
+        self._mode = ConstantTracking(self)
         # Nobody reads it: it makes the backward reach every use.
         self.carrier = torch.zeros((), requires_grad=True)
         self._tasks: set[int] = set()
@@ -127,7 +128,7 @@ class Tracker(Data):
         # A compiled graph has no place for a consumer, nor for a hub where uses of one parameter
         # meet. Without the compiler nothing is compiled.
         shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
-        if not compiler_is_loaded():
+        if not self._compiler:
             pass
         elif self.settings.consumer is None and not self._tied and not shared:
             self.mark_kept()
@@ -298,7 +299,8 @@ class Tracker(Data):
         for node in nodes:
             node.register_prehook(begin)
         if self.listener is not None and not nested:
-            self.listener.before_backward(losses)
+            with torch._C.DisableTorchFunction():
+                self.listener.before_backward(losses)
 
     def after_backward(self) -> None:
         """Contract what waited; let the listener see the gradients before others change them."""
@@ -311,7 +313,8 @@ class Tracker(Data):
                 for root in waiting:
                     root.contract()
         if self.listener is not None:
-            self.listener.after_backward()
+            with torch._C.DisableTorchFunction():
+                self.listener.after_backward()
 
     @property
     def sqnorm(self) -> Tensor:

@@ -60,6 +60,9 @@ DIAGONAL: dict[tuple[type, type], Rule] = {
     (Vector, Vector): _vector_pairs.diagonal,
 }
 
+# How much more memory than factors gradients may take where they are kept in their place.
+FOLDED = 2
+
 # Norms between which products of two float32 gradients neither underflow nor overflow.
 FLOAT32_RANGE = (1e-12, 1e15)
 
@@ -107,15 +110,17 @@ def inner_diagonal(
 
 
 def fold(factors: Sequence[Factor]) -> list[Factor]:
-    """Return the factors to keep: the gradients themselves where they are the smaller.
+    """Return the factors to keep: the gradients themselves where they are no larger than twice.
 
-    Where an example has so many positions that its gradient takes less memory than the factors,
-    the gradient also costs less to contract.
+    Where an example has so many positions, its gradient costs less to contract than the factors,
+    and it need not be formed again for every product.
     """
     if len(factors) == 1 and isinstance(factors[0], Vector):
         return list(factors)
     elements = factors[0].batch * _cost.product(factors[0].shape)
-    if elements > sum(tensor.numel() for factor in factors for tensor in tensors_of(factor)):
+    if elements > FOLDED * sum(
+        tensor.numel() for factor in factors for tensor in tensors_of(factor)
+    ):
         return list(factors)
     shape = factors[0].shape
     # A few examples at a time: forming gradients writes more than the gradients.

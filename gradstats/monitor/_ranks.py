@@ -65,10 +65,14 @@ def gradient_sqnorms(
         (1 + layers,) float64.
     """
     device = next(iter(parameters)).device
-    shares = torch.zeros(1 + layers, dtype=torch.float64, device=device)
-    for parameter, layer in zip(parameters, layer_of, strict=True):
+    if all(parameter.grad is None for parameter in parameters):
+        return torch.zeros(1 + layers, dtype=torch.float64, device=device)
+    norms: list[Tensor] = []
+    shares = torch.zeros(1 + layers, len(parameters), dtype=torch.float64)
+    for column, (parameter, layer) in enumerate(zip(parameters, layer_of, strict=True)):
         gradient: Any = parameter.grad
         if gradient is None:
+            norms.append(torch.zeros(1, device=device))
             continue
         copies = ranks
         if hasattr(gradient, "to_local"):
@@ -77,8 +81,12 @@ def gradient_sqnorms(
                     copies //= gradient.device_mesh.size(dimension)
             gradient = gradient.to_local()
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        square = torch.linalg.vector_norm(gradient.detach(), dtype=dtype).double() ** 2
-        shares[0] += square / copies
+        # Row by row: one float32 sum over all elements would lose digits.
+        rows = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.dim() else 1)
+        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(device))
+        shares[0, column] = 1 / copies
         if layer is not None:
-            shares[1 + layer] += square / copies
-    return shares
+            shares[1 + layer, column] = 1 / copies
+    squares = torch.cat(norms).double().square()
+    sums = [part.sum() for part in squares.split([len(part) for part in norms])]
+    return shares.to(device) @ torch.stack(sums)

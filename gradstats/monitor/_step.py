@@ -158,7 +158,7 @@ class Collector:
         """Take the statistics of a micro-batch whose context has closed."""
         assert self.layers is not None
         stats, device = context.stats, context.stats.sqnorm.device
-        by_parameter = torch.stack([stats.by_parameter[name] for name in self.names]).double()
+        by_parameter = stats.rows.double()
         share, layer = self._largest(by_parameter)
         unit = {"mean": 1 / batch_size, "sum": 1.0, "step_mean": 1 / batch_size}
         weight = torch.full((batch_size,), unit[self.options.loss_reduction], dtype=torch.float64)

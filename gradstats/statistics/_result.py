@@ -24,6 +24,8 @@ class GradientNorms:
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
         error_bound: (B,) relative bound on what rounding in the contractions may have done to
             ``sqnorm``.
+        names: of the parameters, in the model's order.
+        rows: (parameters, B) what ``by_parameter`` holds, as one matrix.
         alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
             context, Ḡ = Σ_j weight_j ∇ℓ_j (the mean gradient unless weights say otherwise). None
             unless asked for, as are all that follow.
@@ -35,8 +37,8 @@ class GradientNorms:
     sqnorm: Tensor
     loss: Tensor | None
     error_bound: Tensor
-    _names: tuple[str, ...]
-    _rows: Tensor
+    names: tuple[str, ...]
+    rows: Tensor
     alignment: Tensor | None = None
     alignment_by_parameter: Mapping[str, Tensor] | None = None
     mean_sqnorm: Tensor | None = None
@@ -45,7 +47,7 @@ class GradientNorms:
     @cached_property
     def by_parameter(self) -> dict[str, Tensor]:
         """Name → (B,) squared norms."""
-        return dict(zip(self._names, self._rows, strict=True))
+        return dict(zip(self.names, self.rows, strict=True))
 
     @property
     def norm(self) -> Tensor:
@@ -55,7 +57,7 @@ class GradientNorms:
     def __repr__(self) -> str:
         norm = self.norm
         return (
-            f"GradientNorms(examples={len(norm)}, parameters={len(self._names)}, "
+            f"GradientNorms(examples={len(norm)}, parameters={len(self.names)}, "
             f"norm={norm.min().item():.4g}…{norm.max().item():.4g})"
         )
 
