@@ -149,16 +149,17 @@ def classes_of_inputs(operation: str, architectures: Iterable[int]):
 def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, aligned: bool):
     """Whether every launch of the operation compiles within its limits on spills and memory."""
     aot = importlib.import_module("tests.kernels.compiled.aot")
+    cases = importlib.import_module("tests.kernels.compiled.cases")
     checks = importlib.import_module("tests.kernels.compiled.checks")
     launches = importlib.import_module("tests.kernels.compiled.launches")
     dtype = launches.DTYPES[kind]
     operations = (operation, "example_tiles") if operation == "direct" else (operation,)
-    for name, layout in itertools.product(operations, launches.layouts(operation)):
+    for name, layout in itertools.product(operations, cases.layouts(operation)):
         for launch in launches.launches(name, config, dtype, aligned, layout):
             compiled = aot.compile_launch(launch, architecture)
             try:
                 checks.check_shared(compiled, _config.shared_limit(architecture))
-                checks.check_spills(compiled, checks.allowed_spills(name, config, architecture))
+                checks.check_spills(compiled, checks.allowed_spills(name, architecture, config))
                 if kind != "ieee" and not compiled.name.startswith("segment_sum"):
                     checks.check_tensor_cores(compiled, architecture, config.rows)
             except AssertionError:

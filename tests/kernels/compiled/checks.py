@@ -62,7 +62,7 @@ def check_shared(compiled: Compiled, limit: int) -> None:
     assert compiled.shared <= limit, f"{compiled.name}: {compiled.shared} bytes of shared memory"
 
 
-def allowed_spills(operation: str, config: TileConfig, architecture: int) -> int:
+def allowed_spills(operation: str, architecture: int, config: TileConfig) -> int:
     return ALLOWED_SPILLS.get((operation, architecture, str(config)), 0)
 
 

@@ -8,6 +8,8 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    _patches,
+    _tile,
     convolution,
     convolution_gram,
     depthwise,
@@ -27,10 +29,32 @@ from gradstats.kernels import (
 )
 
 from tests.kernels.compiled import aot
+from tests.kernels.compiled.cases import Case
 
 ALIGNED, UNALIGNED = 1024, 1001
 DTYPES = {"half": torch.bfloat16, "ieee": torch.float32, "tf32x3": torch.float32}
 DTYPES["tf32"] = torch.float32
+
+
+MODULES = (
+    rank_one,
+    vector,
+    gram,
+    diagonal,
+    direct,
+    weight_gradient,
+    pairwise,
+    pairwise_direct,
+    direction,
+    normalization,
+    scale,
+    rows,
+    rows_pairs,
+    convolution,
+    convolution_gram,
+    depthwise,
+)
+DEVICE_FUNCTIONS = (_tile, _patches)
 
 
 def factor(dtype, aligned, layout, batch=8, positions=1024):
@@ -50,11 +74,10 @@ def factor(dtype, aligned, layout, batch=8, positions=1024):
     return a.flatten(0, 1), g.flatten(0, 1), cu_seqlens, positions
 
 
-def layouts(operation: str) -> tuple[str, ...]:
-    """The layouts of operands that an operation's kernels differ by."""
-    if operation.endswith("_descriptor") or operation.startswith("depthwise"):
-        return ("dense",)
-    return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
+def of(case: Case) -> list[aot.Launch]:
+    """The launches of one case."""
+    dtype = DTYPES[case.kind]
+    return launches(case.operation, case.config, dtype, case.aligned, case.layout)
 
 
 def launches(
@@ -69,11 +92,8 @@ def launches(
     one = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "config": config}
     two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
     two["config"] = config
-    modules = (rank_one, vector, gram, diagonal, direct, weight_gradient)
-    modules = (*modules, pairwise, pairwise_direct, direction, normalization, scale)
-    modules = (*modules, rows, rows_pairs, convolution, convolution_gram, depthwise)
     with (
-        aot.recorded(*modules) as recorded,
+        aot.recorded(*MODULES) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
     ):
         if operation == "rank_one":
