@@ -28,6 +28,10 @@ from gradstats.kernels import _config
 from tests.kernels.compiled import aot, cases, checks, launches
 
 
+# what is read off a compiled kernel is part of its key
+READING = inspect.getsource(checks.check_offsets) + inspect.getsource(checks.check_tensor_cores)
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What is kept of a compiled launch; the complaints are those that need its whole text."""
@@ -91,7 +95,7 @@ def key_of(launch: aot.Launch, case: cases.Case) -> str:
         case.architecture,
         case.config.rows,  # which tensor-core instruction is looked for
         triton.__version__,
-        inspect.getsource(facts_of) + inspect.getsource(checks.check_offsets),
+        READING,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -109,7 +113,8 @@ def read_store(store: Path) -> dict[str, Facts]:
     if store.exists():
         for line in store.read_text().splitlines():
             row = json.loads(line)
-            known[row.pop("key")] = Facts(**row)
+            key = row.pop("key")
+            known[key] = Facts(**row)
     return known
 
 
