@@ -219,7 +219,7 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
 
 
 def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import normalization, scale
+    from gradstats.kernels import group_norm, layer_norm
 
     features = layer.sizes[1]
     elements = float(layer.batch * math.prod(layer.sizes[:2]))
@@ -238,10 +238,10 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
         return result[0]
 
     def native(x, g, w):
-        if rms:
+        if layer.kind != "layer_norm":
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
-                y = functional.rms_norm(leaf, (features,), w, EPS)
+                y = normalised(leaf) * w
             return torch.autograd.grad(y, leaf, g)[0]
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, (features,), w, w, EPS)
         return torch.ops.aten.native_layer_norm_backward(
@@ -251,21 +251,26 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
     if layer.kind == "group_norm":
         yield Provider(
             "norms", "gradstats",
-            lambda x, g, w: scale.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
-            0.0, 2 * size * elements, first, exact,
-        )  # fmt: skip
-    else:
-        yield Provider(
-            "norms", "gradstats",
-            lambda x, g, w: normalization.layer_norm_sqnorm(x, g, EPS, rms=rms),
+            lambda x, g, w: group_norm.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
             0.0, 2 * size * elements, first, exact,
         )  # fmt: skip
         yield Provider(
             "backward", "gradstats",
-            lambda x, g, w: normalization.layer_norm_backward(x, g, w, EPS, rms=rms),
+            lambda x, g, w: group_norm.group_norm_backward(x, g, w, layer.sizes[2], EPS),
             0.0, 3 * size * elements, lambda result: result[3], exact,
         )  # fmt: skip
-        yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
+    else:
+        yield Provider(
+            "norms", "gradstats",
+            lambda x, g, w: layer_norm.layer_norm_sqnorm(x, g, EPS, rms=rms),
+            0.0, 2 * size * elements, first, exact,
+        )  # fmt: skip
+        yield Provider(
+            "backward", "gradstats",
+            lambda x, g, w: layer_norm.layer_norm_backward(x, g, w, EPS, rms=rms),
+            0.0, 3 * size * elements, lambda result: result[3], exact,
+        )  # fmt: skip
+    yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
     yield Provider(
         "norms", "torch", lambda x, g, w: (normalised(x) * g).float().sum(1).square().sum(1),
         0.0, 2 * size * elements, lambda result: result, exact,

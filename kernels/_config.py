@@ -17,6 +17,7 @@ OPERATIONS = (
     "rank_one",
     "vector",
     "layer_norm",
+    "group_norm",
     "scale",
     "scale_positions_adjacent",
     "statistics",
@@ -166,6 +167,15 @@ def choose_layer_norm(
     """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
     inner unused (1)."""
     configs = candidates("layer_norm", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
+
+
+def choose_group_norm(
+    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are the channels of one group: the narrowest tile that holds them, else the widest;
+    inner positions, rows unused (1)."""
+    configs = candidates("group_norm", itemsize, "ieee", architecture, aligned)
     return next((config for config in configs[::-1] if features <= config.columns), configs[0])
 
 

@@ -292,24 +292,44 @@ def layer_norm_backward(
     weight: Tensor | None,
     eps: float,
     rms: bool = False,
+    sums: bool = True,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sums = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
-    x_hat = _normalised(x, eps, rms)
-    weighted = g.double() if weight is None else g.double() * weight
-    gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
-    if not rms:
-        gradient = gradient - weighted.mean(-1, keepdim=True)
-    gradient = gradient * _deviation(x, eps, rms)
+    both = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
+    gradient = _norm_gradient(x, g if weight is None else g.double() * weight, eps, rms)
     if cu_seqlens is not None:
         outside = torch.ones(len(x), dtype=torch.bool)
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             outside[start:end] = False
         gradient[outside] = 0
-    dtype = result_dtype(x)
-    scale, shift = (values.sum(0).to(dtype) for values in sums)
-    return gradient.to(x.dtype).contiguous(), scale, shift, *_squares(sums, x)
+    return torch.empty_like(x).copy_(gradient), *_totals(both, x, sums), *_squares(both, x)
+
+
+def group_norm_backward(
+    x: Tensor, g: Tensor, weight: Tensor | None, groups: int, eps: float, sums: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, positions, channels = x.shape
+    both = group_norm_sum(x.double(), g, groups, eps)
+    weighted = g.double() if weight is None else g.double() * weight
+    blocks = [side.double().mT.reshape(batch, groups, -1) for side in (x, weighted)]
+    gradient = _norm_gradient(*blocks, eps, False).reshape(batch, channels, positions).mT
+    return torch.empty_like(x).copy_(gradient), *_totals(both, x, sums), *_squares(both, x)
+
+
+def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:
+    """The input gradient of rows that are normalised, fp64, given the weighted output gradient."""
+    x_hat, weighted = _normalised(x, eps, rms), weighted.double()
+    gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
+    if not rms:
+        gradient = gradient - weighted.mean(-1, keepdim=True)
+    return gradient * _deviation(x, eps, rms)
+
+
+def _totals(both: tuple[Tensor, Tensor], operand: Tensor, wanted: bool) -> list[Tensor]:
+    """Sums over the examples; empty where they are not wanted."""
+    dtype = result_dtype(operand)
+    return [values.sum(0).to(dtype) if wanted else values.new_empty(0).to(dtype) for values in both]
 
 
 def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:

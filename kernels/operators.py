@@ -68,7 +68,11 @@ SCHEMAS = {
         f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
     ),
     "layer_norm_backward": (
-        f"(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, {SEGMENTS})"
+        "(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, bool sums=True,"
+        f" {SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "group_norm_backward": (
+        "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "rows_sqnorm": f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
@@ -107,11 +111,12 @@ LAUNCHERS = {
     "direction_inner": ("direction", 3),
     "scale_sqnorm": ("scale", 2),
     "scale_sum": ("scale", 2),
-    "group_norm_sqnorm": ("scale", 4),
-    "group_norm_sum": ("scale", 4),
-    "layer_norm_sqnorm": ("normalization", 3),
-    "layer_norm_sum": ("normalization", 3),
-    "layer_norm_backward": ("normalization", 4),
+    "group_norm_sqnorm": ("group_norm", 4),
+    "group_norm_sum": ("group_norm", 4),
+    "layer_norm_sqnorm": ("layer_norm", 3),
+    "layer_norm_sum": ("layer_norm", 3),
+    "layer_norm_backward": ("layer_norm", 4),
+    "group_norm_backward": ("group_norm", 5),
     "rows_sqnorm": ("rows", 2),
     "rows_inner": ("rows", 4),
     "rows_direction": ("rows", 3),
@@ -246,11 +251,16 @@ def _fake_layer_norm_sum(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None)
     return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
 
 
-def _fake_layer_norm_backward(x, g, weight, eps, rms=False, cu_seqlens=None, max_seqlen=None):
-    dtype = _reference.result_dtype(x)
-    sums = [x.new_empty((x.shape[-1],), dtype=dtype) for _ in range(2)]
-    sqnorms = _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
-    return x.new_empty(x.shape), *sums, *sqnorms
+def _fake_layer_norm_backward(
+    x, g, weight, eps, rms=False, sums=True, cu_seqlens=None, max_seqlen=None
+):
+    channels = x.shape[-1] if sums else 0
+    totals = [x.new_empty((channels,), dtype=_reference.result_dtype(x)) for _ in range(2)]
+    return torch.empty_like(x), *totals, _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_group_norm_backward(x, g, weight, groups, eps, sums=True):
+    return _fake_layer_norm_backward(x, g, weight, eps, sums=sums)
 
 
 def _fake_rows_sqnorm(ids, g, cu_seqlens=None, max_seqlen=None, padding_idx=None):
@@ -321,6 +331,7 @@ FAKES = {
     "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
     "layer_norm_sum": _fake_layer_norm_sum,
     "layer_norm_backward": _fake_layer_norm_backward,
+    "group_norm_backward": _fake_group_norm_backward,
     "rows_sqnorm": _fake_rows_sqnorm,
     "rows_inner": _fake_rows_inner,
     "rows_direction": _fake_rows_direction,
@@ -360,6 +371,7 @@ group_norm_sum = torch.ops.gradstats.group_norm_sum.default
 layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default
 layer_norm_sum = torch.ops.gradstats.layer_norm_sum.default
 layer_norm_backward = torch.ops.gradstats.layer_norm_backward.default
+group_norm_backward = torch.ops.gradstats.group_norm_backward.default
 rows_sqnorm = torch.ops.gradstats.rows_sqnorm.default
 rows_inner = torch.ops.gradstats.rows_inner.default
 rows_direction = torch.ops.gradstats.rows_direction.default

@@ -29,6 +29,7 @@ SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
 # kernels without matrix products, alike on all architectures: the gate compiles them for one
 STREAMING = {
     "layer_norm",
+    "group_norm",
     "scale",
     "scale_positions_adjacent",
     "statistics",
@@ -73,6 +74,8 @@ def layouts(operation: str) -> tuple[str, ...]:
     """The layouts of operands that an operation's kernels differ by."""
     if operation.endswith("_descriptor") or operation.startswith("depthwise"):
         return ("dense",)
+    if operation == "group_norm":
+        return ("dense", "first")
     return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
 
 

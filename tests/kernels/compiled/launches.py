@@ -17,13 +17,15 @@ from gradstats.kernels import (
     direct,
     direction,
     gram,
-    normalization,
+    group_norm,
+    layer_norm,
     pairwise,
     pairwise_direct,
     rank_one,
     rows,
     rows_pairs,
     scale,
+    statistics,
     vector,
     weight_gradient,
 )
@@ -46,7 +48,9 @@ MODULES = (
     pairwise,
     pairwise_direct,
     direction,
-    normalization,
+    layer_norm,
+    group_norm,
+    statistics,
     scale,
     rows,
     rows_pairs,
@@ -123,9 +127,11 @@ def launches(
             x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             weight = torch.empty(width, dtype=dtype, device="meta")
             for rms in (False, True):
-                normalization.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
-            normalization.layer_norm_sum(x, g, 1e-5, splits=4, **one)
-            normalization.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+                layer_norm.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
+            layer_norm.layer_norm_sum(x, g, 1e-5, splits=4, **one)
+            layer_norm.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+        elif operation == "group_norm":
+            group_norm_launches(config, dtype, aligned, layout)
         elif operation in ("scale", "scale_positions_adjacent"):
             if operation == "scale_positions_adjacent" and layout == "dense":
                 a, g = (operand.transpose(1, 2) for operand in (a, g))
@@ -133,12 +139,12 @@ def launches(
             scale.scale_sum(a, g, **one)
             scale.scale_sqnorm(a, g, mean=channels, rstd=channels, **one)
         elif operation == "statistics":
-            scale.row_statistics(a, 1e-5, False)
+            statistics.row_statistics(a, 1e-5, False)
             if layout == "dense":
-                scale.group_statistics(a.transpose(1, 2), 16, 1e-5)
+                statistics.group_statistics(a.transpose(1, 2), 16, 1e-5)
                 segments = _check.check_pair(a, g)
                 scale.scale_products(
-                    a, g, segments, scale.row_statistics(a, 1e-5, True), None, sums=False
+                    a, g, segments, statistics.row_statistics(a, 1e-5, True), None, sums=False
                 )
         elif operation == "gram":
             gram.gram_sqnorm(a, g, bias=True, **one)
@@ -165,6 +171,18 @@ def launches(
         else:
             raise AssertionError(operation)
     return recorded
+
+
+def group_norm_launches(config, dtype, aligned, layout):
+    """Four groups that fill a tile, or nearly. Layout: channels last, or "first"."""
+    width = config.columns if aligned or config.columns == 1 else config.columns - 1
+    shape = (8, 1024 if aligned else 1001, 4 * width)
+    x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+    if layout == "first":
+        x, g = (side.mT.contiguous().mT for side in (x, g))
+    weight = torch.empty(4 * width, dtype=dtype, device="meta")
+    group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=config)
+    group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=config)
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):

@@ -27,7 +27,6 @@ from gradstats.kernels import _config
 
 from tests.kernels.compiled import aot, cases, checks, launches
 
-
 # what is read off a compiled kernel is part of its key
 READING = inspect.getsource(checks.check_offsets) + inspect.getsource(checks.check_tensor_cores)
 

@@ -4,7 +4,6 @@ The gate compiles a representative subset; `tests.kernels.compiled.sweep` compil
 """
 
 import dataclasses
-import json
 
 import pytest
 from gradstats.kernels import _config
@@ -32,7 +31,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert len(sweep.read_store(store)) == 1
     everything = list(sweep.sweep(chosen, store))
     assert everything[0] == first
-    assert len(sweep.read_store(store)) == len({json.dumps(line) for line in store.open()})
+    assert len(sweep.read_store(store)) == len(store.read_text().splitlines())
 
     def fail(*_):
         raise AssertionError("compiled again")

@@ -48,7 +48,7 @@ def dtype(request):
 
 @pytest.mark.parametrize("name", [*CASES, *NORMS])
 def test_layer_norm(dtype, name):
-    from gradstats.kernels import normalization
+    from gradstats.kernels import layer_norm
 
     if name in NORMS:
         case = random(NORMS[name], dtype, DEVICE, 1), None, None
@@ -58,14 +58,14 @@ def test_layer_norm(dtype, name):
     for rms in (False, True):
         want = normalization_reference.layer_norm(x, g, bounds, EPS, rms)
         options = {"rms": rms, "cu_seqlens": bounds}
-        got = twice(functools.partial(normalization.layer_norm_sum, x, g, EPS, **options))
+        got = twice(functools.partial(layer_norm.layer_norm_sum, x, g, EPS, **options))
         normalization_reference.check_sums(got, want, FACTOR)
-        got = twice(functools.partial(normalization.layer_norm_sqnorm, x, g, EPS, **options))
+        got = twice(functools.partial(layer_norm.layer_norm_sqnorm, x, g, EPS, **options))
         normalization_reference.check_squares(got, want, FACTOR)
-        if x.shape[-1] > normalization.WIDEST:
+        if x.shape[-1] > layer_norm.WIDEST:
             continue
         weight = random(x.shape[-1:], dtype, DEVICE, 5)
-        backward = normalization.layer_norm_backward
+        backward = layer_norm.layer_norm_backward
         got = twice(functools.partial(backward, x, g, weight, EPS, **options))
         normalization_reference.check_backward(got, x, g, weight, bounds, EPS, rms, FACTOR)
 
@@ -75,16 +75,19 @@ def test_layer_norm(dtype, name):
     "sizes, groups", [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12)]
 )
 def test_channel_norms(dtype, sizes, groups, channels_first):
-    from gradstats.kernels import scale
+    from gradstats.kernels import group_norm, scale
 
     x, g = random(sizes, dtype, DEVICE, 1), random(sizes, dtype, DEVICE, 2)
     if channels_first:
         x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
     want = normalization_reference.group_norm(x, g, groups, EPS)
-    got = twice(lambda: scale.group_norm_sum(x, g, groups, EPS))
+    got = twice(lambda: group_norm.group_norm_sum(x, g, groups, EPS))
     normalization_reference.check_sums(got, want, FACTOR)
-    got = twice(lambda: scale.group_norm_sqnorm(x, g, groups, EPS))
+    got = twice(lambda: group_norm.group_norm_sqnorm(x, g, groups, EPS))
     normalization_reference.check_squares(got, want, FACTOR)
+    weight = random(sizes[2:], dtype, DEVICE, 5)
+    got = twice(lambda: group_norm.group_norm_backward(x, g, weight, groups, EPS))
+    normalization_reference.check_group_backward(got, x, g, weight, groups, EPS, FACTOR)
     mean = random(sizes[2:], torch.float32, DEVICE, 3)
     rstd = random(sizes[2:], torch.float32, DEVICE, 4).abs()
     want = normalization_reference.scale(x, g, None, mean, rstd)

@@ -9,7 +9,7 @@ from gradstats.kernels import (
     convolution,
     direct,
     gram,
-    normalization,
+    layer_norm,
     rows,
     weight_gradient,
 )
@@ -96,7 +96,7 @@ def test_the_checks_accept_what_is_shipped():
         check_fused_norm(weight_gradient, case)
         check_fused_gradient(weight_gradient, case)
         check_gram(gram, case)
-        check_layer_norm(normalization, case)
+        check_layer_norm(layer_norm, case)
     for longest_compared in (0, 100):
         check_rows(rows, longest_compared)
     for fused in (False, True):
@@ -168,8 +168,8 @@ def test_an_example_that_reads_its_neighbours_rows(tmp_path):
     ids=["lanes past the features", "sums that run on into the next example"],
 )
 def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
-    monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (2, 1))
-    broken = mutant(normalization, right, wrong, tmp_path)
+    monkeypatch.setattr(layer_norm._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(layer_norm, right, wrong, tmp_path)
     rejects(check_layer_norm, broken, "prime")
 
 
