@@ -200,5 +200,7 @@ def test_function_transforms_are_refused():
         _, slope = torch.func.jvp(model, (points,), (torch.ones_like(points),))
         return slope[:, 0].square()
 
-    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight'\]"):
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight', '0\.bias'\]"
+    ):
         gs.per_example_norms(NETWORKS["mlp"](), torch.randn(5, 2), loss)

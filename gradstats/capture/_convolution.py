@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradstats._factors import ConvolutionGeometry, Factor, Outer, Patches, Vector, compute_dtype
 from gradstats.capture._layout import Examples
-from gradstats.capture._uses import Use, derived, reports_of, unseen
+from gradstats.capture._uses import Use, derived, report, unseen
 from gradstats.contractions import Fused, sqnorm_and_sum
 
 
@@ -87,7 +87,7 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(Vector(values, (grad.shape[1],)))
             if settings.weight_gradients and ctx.needs_input_grad[6]:
                 grad_bias = values.sum(0).to(ctx.bias_dtype)
-        reports = reports_of(use, settings, factors)
+        reports = report(use, settings, factors)
         stride, padding, dilation, transposed, output_padding, groups = ctx.call
         grad_x = None
         if wanted[0] or wanted[1]:

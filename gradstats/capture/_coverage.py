@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._nodes import Root
+from gradstats.capture._uses import Use
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-def
 
 
 def check_coverage(tracker: Tracker, start: list) -> bool:
-    """Raise if the graph from ``start`` uses a tracked parameter in a way that was not seen.
+    """Count the uses in the graph from ``start``; raise for a use that was not seen.
 
     Also where losses depend on operations in which examples met.
 
@@ -33,14 +34,20 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
         Whether there is a reentrant checkpoint, whose own graph appears in its backward only.
     """
     roots = {id(root.parameter): root for root in tracker.roots}
-    # Tracked uses lead to an alias or a carrier; there the walk can stop.
-    known = {root.alias_node for root in tracker.roots} | {root.hub_node for root in tracker.roots}
+    # Tracked uses lead to an alias or the carrier; there the walk can stop.
+    known = {root.alias_node for root in tracker.roots}
+    carrier = torch.autograd.graph.get_gradient_edge(tracker.carrier).node
+    known.add(carrier)
+    uses, hidden = [], False
     stack = list(start)
     seen = set(start)
     reentrant = False
     while stack:
         node = stack.pop()
         reentrant |= type(node) is REENTRANT_CHECKPOINT
+        use = getattr(node, "use", None)
+        if isinstance(use, Use):
+            uses.append(use)
         if node in tracker.coupled:
             raise CoupledExamplesError(
                 f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
@@ -51,6 +58,7 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
             )
         for child, _ in node.next_functions:
             if child is None or child in known or child in seen:
+                hidden |= child is carrier and use is None
                 continue
             if type(child) is not ACCUMULATE_GRAD:
                 seen.add(child)
@@ -68,6 +76,12 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
                     f"or exclude the parameter by name with exclude=[{root.name!r}].",
                     [root.name],
                 )
+    for use in uses:
+        use.expect()
+    if hidden:
+        # An operation that changed a part of its operand stands inside another node.
+        for root in tracker.roots:
+            root.postponed |= root.registered > root.counted
     return reentrant
 
 
@@ -79,7 +93,7 @@ def _reports_inside(node, root: Root) -> bool:
     """
     inputs = (child for child, _ in node.next_functions if child is not None)
     return node.name() == "CompiledFunctionBackward" and any(
-        child is root.hub_node or getattr(child, "variable", None) is root.probe for child in inputs
+        getattr(child, "variable", None) is root.probe for child in inputs
     )
 
 

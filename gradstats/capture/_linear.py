@@ -8,7 +8,7 @@ from torch import Tensor
 from gradstats._cost import product
 from gradstats._factors import Factor, Outer, Ragged, Vector, compute_dtype
 from gradstats.capture._layout import Examples
-from gradstats.capture._uses import Use, derived, reports_of, unseen
+from gradstats.capture._uses import Use, derived, report, unseen
 from gradstats.contractions import Fused, sqnorm_and_sum
 
 
@@ -73,7 +73,7 @@ class LinearUse(torch.autograd.Function):
                 grad_bias = values.sum(0).to(bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
-        reports = reports_of(use, settings, factors)
+        reports = report(use, settings, factors)
         # Last, so that the layer below finds its gradient still in the cache.
         grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[3] else None
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)

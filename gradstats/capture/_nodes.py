@@ -1,14 +1,9 @@
 """Tracked tensors: roots (parameters) and derived tensors (computed from parameters alone).
 
-The statistic of a root is a gradient: every use of the root receives the root's *carrier*, a tensor
-that nobody reads in the forward pass, and returns its contribution as the carrier's gradient. The
-carrier is a view of the root's probe, and its autograd node is the root's hub: the engine reaches
-it exactly when every use in the graph has delivered, so it does the counting.
-
-    sole use     the use contracts its factor itself and returns the result
-    shared       each use delivers its factor to the root; the hub contracts their sum, cross terms
-                 included, once all have arrived; so it is for every parameter of a context that
-                 does more with the factors than norms
+A backward must know when a parameter's last use has delivered its factor, since the factors of
+several uses are contracted together, cross terms included. Before it starts, the graph of the
+losses is walked and the uses in it are counted (see ``_coverage``); every use that the backward
+reaches delivers, and the last one contracts their sum.
 """
 
 from __future__ import annotations
@@ -21,13 +16,20 @@ from torch import Tensor
 
 from gradstats._factors import Factor, Lookup
 from gradstats.contractions import Contraction, Fused, Projected
-from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
+from gradstats.errors import CoverageError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
 # Rows of a report: squared norm, absolute error bound, number of times the root reported.
 VALUE, BOUND, COUNT = range(3)
+
+# A second contraction of one root within one context.
+ARRIVED_TWICE = (
+    "the gradient of {} arrived in two backwards within one context. One context serves one batch "
+    "and one backward: open one context for each micro-batch. If the parameter is shared between "
+    "reentrant checkpoints, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
 
 
 class Node:
@@ -65,7 +67,19 @@ CLOSED = Closed()
 
 
 class Root(Node):
-    """One parameter of the model for the duration of one context."""
+    """One parameter of the model for the duration of one context.
+
+    Attributes:
+        name, parameter: as the model has them.
+        probe: what a compiled graph, in which no Python runs, returns the root's report through:
+            as the gradient of this leaf, (3, B) float64.
+        registered: how many uses there have been.
+        counted: how many of them the graph of the losses holds.
+        expected: how many of those have not delivered yet.
+        postponed: there may be more in the graph; the backward's end tells.
+        lookups: look-ups of this parameter that the forward pass made, in order.
+        result: the squared norms, once all uses have delivered.
+    """
 
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter, probe: Tensor):
         self.tracker = tracker
@@ -73,13 +87,14 @@ class Root(Node):
         self.name = name
         self.parameter = parameter
         self.probe = probe
-        self.uses = 0
-        self.reported = False
-        self._alias: Tensor | None = None
-        self._carrier: Tensor | None = None
-        # Look-ups of this parameter that the forward pass made, in order.
+        self.registered = 0
+        self.counted = 0
+        self.expected = 0
+        self.postponed = False
         self.lookups: list[Lookup] = []
-        self._delivered: list[tuple[int, Factor | Fused | Projected]] = []
+        self.result: Contraction | None = None
+        self._alias: Tensor | None = None
+        self._delivered: list[Factor | Fused | Projected] = []
 
     @property
     def value(self) -> Tensor:
@@ -94,77 +109,43 @@ class Root(Node):
         """The autograd node of the alias, None if the parameter was not used."""
         return None if self._alias is None else self._alias.grad_fn
 
-    @property
-    def hub_node(self):
-        """The autograd node of the hub, None if the parameter was not used."""
-        return None if self._carrier is None else self._carrier.grad_fn
-
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
         return f"parameter {self.name!r} (of {f'module {module!r}' if module else 'the model'})"
 
-    def register_use(self) -> Tensor:
-        """Count one more use and return the carrier it must pass through its Function."""
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise UnsupportedOperationError(
-                f"{self.describe()} is used inside a torch.func transform (vmap, grad, jacrev, jvp "
-                "…), which hides the examples. Expected plain autograd: write derivatives of the "
-                "network with torch.autograd.grad(..., create_graph=True) on the whole batch, or "
-                f"leave the parameter out by name with exclude=[{self.name!r}]."
-            )
-        self.uses += 1
-        if self._carrier is None:
-            self._carrier = self.probe.view_as(self.probe)
-            self._carrier.register_hook(self.settle)
-        return self._carrier
+    def expect_use(self) -> None:
+        """Count one more use that the backward will reach."""
+        self.counted += 1
+        self.expected += 1
+
+    def deliver(self, factor: Factor | Fused) -> None:
+        """Take a part of what a use contributes."""
+        kept: Factor | Fused | Projected = factor
+        if self.lookups and self.counted == 1 + len(self.lookups):
+            kept = self.tracker.shrink(self, factor)
+        self._delivered.append(kept)
+
+    def settle(self) -> None:
+        """Note that a use has delivered; contract when it was the last one."""
+        self.expected -= 1
+        if self.expected <= 0 and not self.postponed:
+            self.contract()
+
+    def contract(self) -> None:
+        """Contract what has been delivered."""
+        if not self._delivered:
+            return
+        if self.result is not None:
+            raise CoverageError(ARRIVED_TWICE.format(self.describe()))
+        delivered, self._delivered = self._delivered, []
+        self.result = self.tracker.contract(self, delivered)
 
     def release(self) -> None:
         """Let go of the graph when the context closes."""
         self.tracker = CLOSED  # type: ignore[assignment]
-        self._alias = self._carrier = None
+        self._alias = None
         self._delivered.clear()
         self.lookups.clear()
-
-    def deliver(self, factor: Factor | Fused) -> None:
-        """Keep the factor of one use until the hub of the running backward asks for it."""
-        kept: Factor | Fused | Projected = factor
-        if self.lookups and self.uses == 1 + len(self.lookups):
-            kept = self.tracker.shrink(self, factor)
-        # An inner torch.autograd.grad runs the uses' backward too, but not the hub's: its
-        # deliveries carry another task's number and are dropped.
-        self._delivered.append((torch._C._current_graph_task_id(), kept))
-
-    def check_open(self) -> None:
-        """Raise if the context has closed."""
-        if self.tracker.closed:
-            raise TrackingError(
-                f"a backward reached {self.describe()} after its tracking context was closed; run "
-                "the backward inside the context."
-            )
-
-    def settle(self, report: Tensor) -> Tensor:
-        """Return the final report; called once all uses in the graph have delivered."""
-        # Nothing that a contraction computes has to be followed.
-        with torch._C.DisableTorchFunction():
-            return self._settle(report)
-
-    def _settle(self, report: Tensor) -> Tensor:
-        self.check_open()
-        if self.reported:
-            raise CoverageError(
-                f"the gradient of {self.describe()} arrived in two backwards within one context. "
-                "One context serves one batch and one backward: open one context for each "
-                "micro-batch. If the parameter is shared between reentrant checkpoints, use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
-        self.reported = True
-        task = torch._C._current_graph_task_id()
-        factors = [factor for owner, factor in self._delivered if owner == task]
-        self._delivered.clear()
-        if factors:
-            # The uses that delivered these reported zeros, so that the parameter counts once.
-            report = report + make_report(self.tracker.contract(self, factors), self.tracker.once)
-        return report
 
 
 class Derived(Node):
@@ -248,13 +229,6 @@ class Derived(Node):
                 "without randomness."
             )
         return leaf, again
-
-
-def make_report(result: Contraction, count: Tensor | None = None) -> Tensor:
-    """Return what a use sends back through its carrier: (3, B) float64."""
-    if count is None:
-        count = torch.ones_like(result.value)
-    return torch.stack((result.value, result.bound, count))
 
 
 def flatten(items) -> list[Any]:

@@ -89,17 +89,17 @@ class Recomputed(torch.autograd.Function):
                         gradients[site.slot] = total.to(tensors[site.slot].dtype)
                 if train and gradients[site.slot] is None:
                     gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
-            reports = ctx.use.reports([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, None, *gradients, *reports)
+            ctx.use.deliver([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, None, *gradients, None)
 
 
 class JointTap(torch.autograd.Function):
     """Identity on an operation's results that turns their gradients into reports."""
 
     @staticmethod
-    def forward(ctx, use, operation, tracked, results, carriers, *tensors):
+    def forward(ctx, use, operation, tracked, results, *tensors):
         ctx.use, ctx.operation, ctx.tracked = use, operation, tracked
-        ctx.save_for_backward(*tensors[results + carriers :])
+        ctx.save_for_backward(*tensors[results + 1 :])
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors[:results])
         return tensors[:results]
@@ -113,8 +113,8 @@ class JointTap(torch.autograd.Function):
             factors = {
                 site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
             }
-            reports = ctx.use.reports([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, None, *grads, *reports, *(None for _ in tensors))
+            ctx.use.deliver([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, *grads, None, *(None for _ in tensors))
 
 
 def recomputed(
@@ -138,11 +138,10 @@ def recomputed(
         # The tap changes nothing: an operation that needs its own result in backward may find it.
         with torch.autograd._unsafe_preserve_version_counter(results):
             return JointTap.apply(
-                use, operation, tracked, len(results), len(use.carriers), *results, *use.carriers,
-                *tensors,
-            )  # fmt: skip
+                use, operation, tracked, len(results), *results, tracker.carrier, *tensors
+            )
     return Recomputed.apply(
-        use, settings, operation, tracked, len(tensors), *tensors, *use.carriers
+        use, settings, operation, tracked, len(tensors), *tensors, tracker.carrier
     )
 
 

@@ -97,9 +97,10 @@ class Tracker(Data):
             for name, parameter in named.items()
         ]
         device = self.roots[0].probe.device
-        # What uses report beside their numbers: that they reported, or that their root will.
-        self.once = torch.ones(batch_size, dtype=torch.float64, device=device)
-        self.nothing = torch.zeros((), dtype=torch.float64, device=device).expand(3, batch_size)
+        # Nobody reads it: it makes the backward reach every use.
+        self.carrier = torch.zeros((), requires_grad=True)
+        self._tasks: set[int] = set()
+        self.nothing = torch.zeros((), dtype=torch.float64, device=device).expand(batch_size)
         tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
@@ -178,14 +179,19 @@ class Tracker(Data):
     @property
     def reported(self) -> bool:
         """Whether a backward has reached any tracked parameter."""
-        return any(root.probe.grad is not None for root in self.roots)
+        return any(r.result is not None or r.probe.grad is not None for r in self.roots)
+
+    def is_backward_of_losses(self) -> bool:
+        """Whether the running backward is that of the losses, not of an inner autograd.grad."""
+        return torch._C._current_graph_task_id() in self._tasks
 
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         self.before_backward([total], create_graph=False)
-        probes = [root.probe for root in self.roots]
+        probes = (self.carrier, *(root.probe for root in self.roots))
         if not self._reentrant:
-            run_backward((total,), (torch.ones_like(total),), inputs=tuple(probes))
+            run_backward((total,), (torch.ones_like(total),), inputs=probes)
+            self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
         # other gradients is taken back.
@@ -199,6 +205,7 @@ class Tracker(Data):
         finally:
             for leaf, grad in grads:
                 leaf.grad = grad
+        self.after_backward()
 
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
@@ -230,7 +237,7 @@ class Tracker(Data):
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
-            norms = Contraction(self.nothing[0], self.nothing[0])
+            norms = Contraction(self.nothing, self.nothing)
         if consumer is not None:
             consumer.take(Arrival(root.name, factors, norms.value, total, self.settings.workspace))
         return norms
@@ -269,13 +276,26 @@ class Tracker(Data):
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         self._reentrant |= check_coverage(self, nodes)
         self._backward_ran = True
+        tasks = self._tasks
+
+        def begin(_) -> None:
+            tasks.add(torch._C._current_graph_task_id())
+
+        for node in nodes:
+            node.register_prehook(begin)
         if self.listener is not None and not nested:
             self.listener.before_backward(losses)
 
     def after_backward(self) -> None:
-        """Let the listener see the gradients before anything else can change them."""
+        """Contract what waited; let the listener see the gradients before others change them."""
         # Inside a reentrant checkpoint the backward as a whole is still running.
-        if self.listener is not None and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for root in self.roots:
+                if root.postponed:
+                    root.contract()
+        if self.listener is not None:
             self.listener.after_backward()
 
     @property
@@ -292,8 +312,14 @@ class Tracker(Data):
             )
         device = self.roots[0].probe.device
         unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=device)
-        grads = [root.probe.grad for root in self.roots]
-        reports = torch.stack([unused if grad is None else grad.to(device) for grad in grads])
+        once = torch.ones(self.batch_size, dtype=torch.float64, device=device)
+        rows = []
+        for root in self.roots:
+            row = unused if root.probe.grad is None else root.probe.grad.to(device)
+            if root.result is not None:
+                row = row + torch.stack((root.result.value, root.result.bound, once))
+            rows.append(row)
+        reports = torch.stack(rows)
         self.reported_twice = (reports[:, COUNT] > 1).any()
         # Looking waits for the device: who listens looks at a time of its own.
         now = self.listener is None or self._compiled

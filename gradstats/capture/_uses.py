@@ -1,11 +1,13 @@
 """What every use of a parameter shares, and the simplest of them.
 
-    Use  the roots that one operation uses, and how its factors become reports
+    Use  the roots that one operation uses, and how its factors reach them
     Tap  identity on the result of an operation that PyTorch computed as always
 
-The autograd Functions that stand where a parameter meets data pass its roots' carriers through and
-return reports as their gradients. In eager mode a ``Use`` says which roots; in a compiled graph
-there is no Python object to ask, each parameter has one use, and the carrier is the root's probe.
+The autograd Functions that stand where a parameter meets data keep their ``Use`` in ``ctx.use``,
+where the walk over the graph finds it, and take *carriers*: tensors that nobody reads and that
+require grad, so that the backward reaches each use. In eager mode that is one leaf of the
+context's, and factors go to the roots. In a compiled graph there is no Python object to deliver to,
+each parameter has one use, and the carriers are the roots' probes, whose gradients are the reports.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from torch import Tensor
 from gradstats._factors import Factor
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import Derived, Node, Root, make_report, unique_roots
+from gradstats.capture._nodes import Derived, Node, Root, unique_roots
 from gradstats.contractions import Fused, sqnorm
-from gradstats.errors import UnsupportedOperationError
+from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
 @dataclass(frozen=True)
@@ -45,44 +47,58 @@ class Use:
     """One operation's use of some tracked tensors, in eager mode."""
 
     def __init__(self, nodes: Sequence[Node]):
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise UnsupportedOperationError(
+                f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
+                "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
+                "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+                "or leave the parameter out by name with "
+                f"exclude={[root.name for root in unique_roots(nodes)]!r}."
+            )
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
-        # A root that enters twice (through two operands) is used twice: its factors must meet.
-        carriers = {root: root.register_use() for node in self.nodes for root in node.roots}
-        self.carriers = [carriers[root] for root in self.roots]
+        self.tracker = nodes[0].tracker
+        for root in self.roots:
+            root.registered += 1
+
+    @property
+    def carriers(self) -> list[Tensor]:
+        return [self.tracker.carrier]
 
     def is_sole(self, node: Node) -> bool:
         """Whether ``node`` is a parameter that this use alone contributes to."""
-        return isinstance(node, Root) and node.uses == 1
+        return isinstance(node, Root) and node.counted == 1 and not node.postponed
 
-    def reports(self, factors: Sequence[Factor | Fused | None]) -> list[Tensor | None]:
-        """Return the gradients of the carriers, given the factor of each node in turn.
+    def expect(self) -> None:
+        """Count this use: the backward that is about to run will reach it."""
+        for root in self.roots:
+            root.expect_use()
+
+    def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
+        """Hand the roots the factor of each node in turn.
 
         ``Fused`` stands for a factor whose norms are computed already (a sole use); None for a node
         that the operation's gradient did not reach.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.reports(factors)
-        reports: list[Tensor | None] = []
+                return self.deliver(factors)
+        tracker = self.tracker
+        if tracker.closed:
+            raise TrackingError(
+                f"a backward reached {self.nodes[0].describe()} after its tracking context was "
+                "closed; run the backward inside the context."
+            )
+        if not tracker.is_backward_of_losses():
+            return
         for root in self.roots:
-            report: Tensor | None = None
-            root.check_open()
-            tracker = root.tracker
             for node, factor in zip(self.nodes, factors, strict=True):
-                if factor is None or root not in node.roots:
-                    continue
-                pulled = factor
-                if not isinstance(factor, Fused) and node is not root:
-                    pulled = pull_back(factor, node, root)
-                # A consumer waits for the hub, which knows the loss's backward from an inner one.
-                if root.uses == 1 and tracker.settings.consumer is None:
-                    report = make_report(tracker.contract(root, [pulled]), tracker.once)
-                else:
-                    root.deliver(pulled)
-                    report = tracker.nothing
-            reports.append(report)
-        return reports
+                if node is root:
+                    if factor is not None:
+                        root.deliver(factor)
+                elif factor is not None and root in node.roots:
+                    root.deliver(pull_back(factor, node, root))
+            root.settle()
 
 
 def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
@@ -93,9 +109,11 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     return use, use.carriers
 
 
-def reports_of(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
+def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
+    """Deliver the factors of a use; return the gradients of its carriers."""
     if use is not None:
-        return use.reports(factors)
+        use.deliver(factors)
+        return [None]
     if settings.consumer is not None:
         raise UnsupportedOperationError(
             "inner products were asked for in a graph that torch.compile traced inside the "
@@ -103,8 +121,8 @@ def reports_of(use: Use | None, settings: Settings, factors) -> list[Tensor | No
             "context is opened: then it runs eagerly inside it."
         )
     # In a compiled graph each root has one use.
-    workspace = settings.workspace
-    return [make_report(sqnorm([factor], workspace, guarded=False)) for factor in factors]
+    results = [sqnorm([factor], settings.workspace, guarded=False) for factor in factors]
+    return [torch.stack((r.value, r.bound, torch.ones_like(r.value))) for r in results]
 
 
 def unseen(again):
@@ -193,7 +211,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @unseen(_tap_again)
     def backward(ctx, grad, *saved):
-        reports = reports_of(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
+        reports = report(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._layout import Examples
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import carriers_for, reports_of
+from gradstats.capture._uses import carriers_for, report
 
 
 class ExampleView(torch.autograd.Function):
@@ -31,7 +31,7 @@ class ExampleView(torch.autograd.Function):
     def backward(ctx, grad):
         layout = ctx.layout
         factor = layout.factor(grad.detach(), ctx.shape)
-        reports = reports_of(ctx.use, ctx.settings, [factor])
+        reports = report(ctx.use, ctx.settings, [factor])
         grad_value = None
         if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
             grad_value = layout.total(grad, ctx.shape)
