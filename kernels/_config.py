@@ -49,6 +49,10 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 MAX_SPLITS = 16
 
+# features of a row, and channels of a group, that one program normalises on chip
+WIDEST_ROW = 4096
+WIDEST_GROUP = 2048
+
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:

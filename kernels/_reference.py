@@ -303,7 +303,7 @@ def layer_norm_backward(
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             outside[start:end] = False
         gradient[outside] = 0
-    return torch.empty_like(x).copy_(gradient), *_totals(both, x, sums), *_squares(both, x)
+    return _whole_backward(x, gradient, both, sums)
 
 
 def group_norm_backward(
@@ -312,9 +312,9 @@ def group_norm_backward(
     batch, positions, channels = x.shape
     both = group_norm_sum(x.double(), g, groups, eps)
     weighted = g.double() if weight is None else g.double() * weight
-    blocks = [side.double().mT.reshape(batch, groups, -1) for side in (x, weighted)]
-    gradient = _norm_gradient(*blocks, eps, False).reshape(batch, channels, positions).mT
-    return torch.empty_like(x).copy_(gradient), *_totals(both, x, sums), *_squares(both, x)
+    blocks, own = (side.double().mT.reshape(batch, groups, -1) for side in (x, weighted))
+    gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
+    return _whole_backward(x, gradient, both, sums)
 
 
 def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:
@@ -326,10 +326,15 @@ def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor
     return gradient * _deviation(x, eps, rms)
 
 
-def _totals(both: tuple[Tensor, Tensor], operand: Tensor, wanted: bool) -> list[Tensor]:
-    """Sums over the examples; empty where they are not wanted."""
-    dtype = result_dtype(operand)
-    return [values.sum(0).to(dtype) if wanted else values.new_empty(0).to(dtype) for values in both]
+def _whole_backward(
+    x: Tensor, gradient: Tensor, both: tuple[Tensor, Tensor], sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Results of a layer's backward out of its input gradient and per-example gradients."""
+    dtype = result_dtype(x)
+    scale, shift = (
+        values.sum(0).to(dtype) if sums else values.new_empty(0, dtype=dtype) for values in both
+    )
+    return torch.empty_like(x).copy_(gradient), scale, shift, *_squares(both, x)
 
 
 def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:

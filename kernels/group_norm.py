@@ -15,8 +15,6 @@ from gradstats.kernels._tile import load_tile
 from gradstats.kernels.scale import scale_products, squares
 from gradstats.kernels.statistics import block_statistics, group_statistics
 
-WIDEST = 2048  # channels of one group that one program holds
-
 
 @triton.jit
 def normalised_tile(

@@ -14,7 +14,7 @@ from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.scale import scale_products, squares
 from gradstats.kernels.statistics import row_statistics
 
-WIDEST = 4096  # features that one program holds
+WIDEST = _config.WIDEST_ROW
 
 
 @triton.jit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from gradstats.kernels import operators
+from gradstats.kernels import _config, operators
 from torch import nn
 from torch.nn import functional
 
@@ -27,7 +29,8 @@ WORKSPACE = 1 << 20
 OPERATORS = (
     "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm", "pairwise_gram",
     "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner", "layer_norm_sum",
-    "group_norm_sum", "scale_sum", "rows_sqnorm", "tied_inner", "convolution_sqnorm",
+    "layer_norm_sqnorm", "layer_norm_backward", "group_norm_sum", "group_norm_sqnorm",
+    "group_norm_backward", "scale_sum", "rows_sqnorm", "tied_inner", "convolution_sqnorm",
     "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
 )  # fmt: skip
 
@@ -152,31 +155,214 @@ def test_a_transformer(kernels):
     assert {"pairwise_direct", "direction_inner"} <= set(kernels)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "expected"),
+NORM_LAYERS = pytest.mark.parametrize(
+    ("layer", "shape", "family"),
     [
-        (nn.LayerNorm(6), (5, 3, 6), "layer_norm_sum"),
-        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm_sum"),
-        (nn.RMSNorm(6), (5, 6), "layer_norm_sum"),
-        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm_sum"),
-        (nn.GroupNorm(2, 6), (5, 6), "group_norm_sum"),
-        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm_sum"),
-        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), "scale_sum"),
+        (nn.LayerNorm(6), (5, 3, 6), "layer_norm"),
+        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm"),
+        (nn.LayerNorm(6, bias=False), (5, 2, 3, 6), "layer_norm"),
+        (nn.RMSNorm(6, eps=1e-5), (5, 6), "layer_norm"),
+        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm"),
+        (nn.GroupNorm(2, 6), (5, 6), "group_norm"),
+        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm"),
+        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), None),
     ],
     ids=lambda item: str(item).replace(" ", ""),
 )
-def test_norm_layers(kernels, layer, shape, expected):
+
+
+def mean_square(model, batch):
+    """Losses of a model whose outputs are squared and averaged."""
+    output = model(batch[0]).flatten(1)
+    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+
+class Scaled(nn.Module):
+    """A layer whose input depends on a parameter, so that it has a gradient."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(()))
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(self.moved(x))
+
+    def moved(self, x):
+        # not by a common factor or term: norm layers undo those
+        return torch.sin(3 * x + self.factor)
+
+
+def random_parameters(layer):
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    batch = torch.randn(shape), torch.randn(5)
+    return layer
 
-    def losses(model, batch):
-        output = model(batch[0]).flatten(1)
+
+@NORM_LAYERS
+def test_norm_layers_alone(kernels, layer, shape, family):
+    random_parameters(layer)
+    batch = torch.randn(shape), torch.randn(5)
+    expected = oracle_sqnorms(layer, batch, mean_square)
+    assert_sqnorms(gs.per_example_norms(layer, batch, mean_square), expected, 1e-4)
+    assert kernels == [f"{family}_sqnorm" if family else "scale_sum"]
+
+
+@NORM_LAYERS
+def test_norm_layers_in_one_pass(kernels, layer, shape, family):
+    model = Scaled(random_parameters(layer))
+    batch = torch.randn(shape), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    assert_sqnorms(gs.per_example_norms(model, batch, mean_square), expected, 1e-4)
+    assert kernels == [f"{family}_backward" if family else "scale_sum"]
+    check_training(model, batch, mean_square, expected)
+    assert kernels == [f"{family}_backward" if family else "scale_sum"] * 2
+    kernels.clear()
+    model.zero_grad()
+    check_products(model, batch, mean_square, rtol=1e-5)
+    assert set(kernels) == {f"{family}_sum" if family else "scale_sum"}
+
+
+def check_training(model, batch, losses, expected, fused=True):
+    """Norms against ``expected``, gradients against a backward without tracking."""
+    model.zero_grad()
+    losses(model, batch).mean().backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with gs.track(model, batch_size=len(batch[1]), fused=fused) as tracker:
+        tracker.backward(losses(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    for name, parameter in model.named_parameters():
+        if fused:
+            torch.testing.assert_close(parameter.grad, want[name], rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(parameter.grad, want[name])
+
+
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_one_pass_only_where_it_is_the_same(kernels, kind):
+    layer = nn.LayerNorm(6) if kind == "layer" else nn.GroupNorm(2, 6)
+    model = Scaled(random_parameters(layer))
+    batch = torch.randn(5, 6), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    check_training(model, batch, mean_square, expected, fused=False)
+    assert kernels == [f"{kind}_norm_sum"]
+    kernels.clear()
+    layer.weight.requires_grad_(False)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    check_training(model, batch, mean_square, expected)
+    assert kernels == [f"{kind}_norm_backward"]
+    kernels.clear()
+    layer.weight.requires_grad_(True)
+
+    def twice(model, batch):
+        output = model.layer(model.moved(model(batch[0])))
         return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
 
-    expected_norms = oracle_sqnorms(layer, batch, losses)
-    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected_norms, 1e-4)
-    assert kernels == [expected]
+    expected = oracle_sqnorms(model, batch, twice)
+    check_training(model, batch, twice, expected)
+    # gradients from the one pass, factors beside it: the layer's uses must meet
+    assert sorted(kernels) == [f"{kind}_norm_backward"] * 2 + [f"{kind}_norm_sum"] * 2
+
+
+def test_rows_too_long_for_one_pass(kernels, monkeypatch):
+    monkeypatch.setattr(_config, "WIDEST_ROW", 5)
+    monkeypatch.setattr(_config, "WIDEST_GROUP", 2)
+    for layer, expected in (
+        (nn.LayerNorm(6), "layer_norm_sum"),
+        (nn.GroupNorm(2, 6), "group_norm_sum"),
+    ):
+        kernels.clear()
+        model, batch = Scaled(random_parameters(layer)), (torch.randn(5, 6), torch.randn(5))
+        check_training(model, batch, mean_square, oracle_sqnorms(model, batch, mean_square))
+        assert kernels == [expected]
+
+
+def test_norm_layers_along_another_example_axis(kernels):
+    layer = random_parameters(nn.LayerNorm(6))
+
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.project = layer, nn.Linear(6, 6)
+
+        def forward(self, x):  # (T, B, 6)
+            return self.norm(self.project(x)).square().sum(0)
+
+    def by_sequence(model, batch):
+        return model(batch[0].transpose(0, 1)).sum(1).sin()
+
+    def along_columns(model, batch):
+        return model(batch[0]).sum(1).sin()
+
+    model, x = Sequences(), torch.randn(4, 5, 6)
+    expected = oracle_sqnorms(model, (x.transpose(0, 1), torch.zeros(5)), by_sequence)
+    stats = gs.per_example_norms(model, (x,), along_columns, batch_dim=1)
+    assert_sqnorms(stats, expected, 1e-4)
+    assert "layer_norm_backward" in kernels
+
+
+def test_norm_layers_of_packed_examples(kernels):
+    model = nn.Sequential(nn.Linear(4, 6), random_parameters(nn.LayerNorm(6)), nn.Linear(6, 2))
+    lengths = torch.tensor([3, 1, 0, 4])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    x = torch.randn(8, 4)
+
+    def losses(model, batch):
+        values = model(batch).square().sum(1)
+        owner = torch.arange(4).repeat_interleave(lengths)
+        return torch.zeros(4).index_add(0, owner, values)
+
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds)
+    for example, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        model.zero_grad()
+        model(x[start:end]).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            got = stats.by_parameter[name][example]
+            torch.testing.assert_close(got, parameter.grad.square().sum(), rtol=1e-4, atol=1e-9)
+    assert "layer_norm_backward" in kernels
+
+
+@pytest.mark.parametrize("weight_tracked", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_losses_with_derivatives_through_norm_layers(kernels, kind, weight_tracked):
+    layer = nn.LayerNorm(6) if kind == "layer" else nn.GroupNorm(2, 6)
+    model = nn.Sequential(nn.Linear(4, 6), random_parameters(layer), nn.Tanh(), nn.Linear(6, 1))
+    layer.weight.requires_grad_(weight_tracked)
+
+    def penalty(model, batch):
+        x = batch[0].detach().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.squeeze(1) * batch[1] + slope.square().sum(1)
+
+    batch = torch.randn(5, 4), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, penalty)
+    assert_sqnorms(gs.per_example_norms(model, batch, penalty), expected, 1e-4)
+
+
+def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
+    native = torch.layer_norm
+    # CUDA's autocast normalises in float32 whatever it is given; the CPU's does not
+    monkeypatch.setattr(torch, "layer_norm", lambda x, *rest: native(x.float(), *rest))
+    monkeypatch.setattr(_triton, "runs", lambda first, second: True)
+
+    def losses(model, batch):
+        output = model.layer(model.moved(batch[0]).bfloat16()).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    model, batch = (
+        Scaled(random_parameters(nn.LayerNorm(6))),
+        (torch.randn(5, 3, 6), torch.randn(5)),
+    )
+    stats = gs.per_example_norms(model, batch, losses)
+    assert kernels == ["layer_norm_backward"]
+    monkeypatch.setattr(torch, "layer_norm", native)
+    wide = model.moved(batch[0]).bfloat16().float().detach()
+    expected = oracle_sqnorms(model.layer, (wide, batch[1]), mean_square)
+    for name, want in expected.items():
+        got = stats.by_parameter[f"layer.{name}"].double()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ class Fused:
     """A factor whose squared norms came with its sum over examples, from one pass.
 
     Attributes:
-        factor: what was contracted.
+        factor: what was contracted; None where nobody else needs it.
         norms: its squared norms.
-        total: Σ_i F[i] in the parameter's shape.
+        total: Σ_i F[i] in the parameter's shape; None where nobody wants it.
     """
 
-    factor: Factor
+    factor: Factor | None
     norms: Contraction
-    total: Tensor
+    total: Tensor | None
 
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:

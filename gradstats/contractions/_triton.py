@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -259,6 +261,93 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     from gradstats.kernels import operators
 
     return operators.group_norm_sum(x, g, groups, eps)
+
+
+def normalises(x: Tensor, features: int, *, groups: bool = False) -> bool:
+    """Whether the kernels differentiate a layer that normalises x over so many features.
+
+    Args:
+        x: the layer's input.
+        features: of a row, or of a group of channels.
+        groups: the layer normalises groups of channels over positions.
+    """
+    if not runs(x, x):
+        return False
+    from gradstats.kernels import _config
+
+    return features <= (_config.WIDEST_GROUP if groups else _config.WIDEST_ROW)
+
+
+class NormGradients(NamedTuple):
+    """The backward of a normalisation layer.
+
+    Attributes:
+        input: its gradient, in the shape that the kernels took; None where it was not wanted.
+        scale, shift: Σ_i of the examples' gradients, (features,) float32; None where not wanted.
+        scale_norms, shift_norms: squared norms of the examples' gradients.
+    """
+
+    input: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    scale_norms: Contraction
+    shift_norms: Contraction
+
+
+def layer_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rms: bool,
+    offsets: Sequence[int] | None,
+    wanted: tuple[bool, bool],
+) -> NormGradients:
+    """Return the backward of rows (B, T, D), or packed (N, D), normalised over D.
+
+    Args:
+        x, g: inputs and output gradients.
+        weight: the scale (D,); None for 1.
+        eps: what the layer adds to the variance.
+        rms: the layer is an RMSNorm.
+        offsets: where the examples of packed rows begin and end; None for dense rows.
+        wanted: whether the input's gradient and the parameters' are wanted.
+    """
+    from gradstats.kernels import operators
+
+    bounds = None if offsets is None else torch.tensor(offsets)
+    if not any(wanted):
+        return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms, bounds))
+    result = operators.layer_norm_backward(x, g, weight, eps, rms, wanted[1], bounds)
+    return _norm_gradients(result, wanted[1])
+
+
+def group_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    eps: float,
+    wanted: tuple[bool, bool],
+) -> NormGradients:
+    """Return the backward of channels (B, T, C) normalised by groups; as `layer_norm_backward`."""
+    from gradstats.kernels import operators
+
+    if not any(wanted):
+        return _norms_alone(*operators.group_norm_sqnorm(x, g, groups, eps))
+    result = operators.group_norm_backward(x, g, weight, groups, eps, wanted[1])
+    return _norm_gradients(result, wanted[1])
+
+
+def _norms_alone(scale: Tensor, shift: Tensor) -> NormGradients:
+    norms = [well_conditioned(value.double(), torch.float32) for value in (scale, shift)]
+    return NormGradients(None, None, None, *norms)
+
+
+def _norm_gradients(result: tuple[Tensor, ...], sums: bool) -> NormGradients:
+    gradient, scale, shift, *squares = result
+    norms = [well_conditioned(value.double(), torch.float32) for value in squares]
+    return NormGradients(gradient, *((scale, shift) if sums else (None, None)), *norms)
 
 
 def scale_sum(

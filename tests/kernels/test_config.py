@@ -15,6 +15,7 @@ STREAMING = {
     "rank_one",
     "vector",
     "layer_norm",
+    "group_norm",
     "scale",
     "scale_positions_adjacent",
     "statistics",
