@@ -13,7 +13,7 @@ from torch.nn import functional
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats._cost import choose_outer_form
-from gradstats._factors import Outer
+from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
     _triton,
     direction_inner,
@@ -31,7 +31,8 @@ OPERATORS = (
     "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner", "layer_norm_sum",
     "layer_norm_sqnorm", "layer_norm_backward", "group_norm_sum", "group_norm_sqnorm",
     "group_norm_backward", "scale_sum", "rows_sqnorm", "tied_inner", "convolution_sqnorm",
-    "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
+    "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm", "pairwise_convolution",
+    "convolution_inner", "convolution_direction", "pairwise_rows", "rows_inner", "rows_direction",
 )  # fmt: skip
 
 
@@ -381,12 +382,7 @@ def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
     ids=lambda item: str(item).partition("(")[0],
 )  # fmt: skip
 def test_convolutions(kernels, layer, size, norms, beside):
-    batch = torch.randn(5, layer.in_channels, *size), torch.randn(5)
-
-    def losses(model, batch):
-        output = model(batch[0]).flatten(1)
-        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
-
+    batch, losses = (torch.randn(5, layer.in_channels, *size), torch.randn(5)), mean_square
     expected = oracle_sqnorms(layer, batch, losses)
     assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected, 1e-4)
     assert kernels == [norms]
@@ -399,11 +395,38 @@ def test_convolutions(kernels, layer, size, norms, beside):
     assert_sqnorms(tracker.stats, expected, 1e-4)
     torch.testing.assert_close(layer.weight.grad, want, rtol=1e-4, atol=1e-6)
     assert kernels == [beside]
+    layer.zero_grad()
+    kernels.clear()
+    check_products(layer, batch, mean_square, rtol=1e-5)
+    assert "convolution_direction" in kernels
+    assert {"pairwise_convolution", "pairwise_gram"} & set(kernels)
+
+
+@pytest.mark.parametrize("size", [(9, 9), (2, 2)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_products_of_convolutions(kernels, groups, size):
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), groups)
+
+    def factor(batch):
+        x = torch.randn(batch, 4, *size)
+        return Patches(x, torch.randn(batch, 8, *size), (8, 4 // groups, 3, 3), geometry)
+
+    first, second = factor(3), factor(4)
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-4)
+    norms = sizes[0], sizes[1][:3]
+    diagonal = inner_diagonal([first], [second.select(slice(0, 3))], WORKSPACE, norms)
+    torch.testing.assert_close(diagonal, (left * right[:3]).sum(1), rtol=1e-5, atol=1e-4)
+    few = size == (2, 2) and groups == 1
+    expected = ["pairwise_gram", "diagonal_gram"]
+    assert kernels == (expected if few else ["pairwise_convolution", "convolution_inner"])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_embeddings(kernels, padding_idx):
-    table = nn.Embedding(11, 6, padding_idx=padding_idx)
+    table = nn.Embedding(23, 6, padding_idx=padding_idx)
     batch = torch.randint(11, (5, 9)), torch.randn(5)
 
     def losses(model, batch):
@@ -413,6 +436,45 @@ def test_embeddings(kernels, padding_idx):
     expected = oracle_sqnorms(table, batch, losses)
     assert_sqnorms(gs.per_example_norms(table, batch, losses), expected, 1e-4)
     assert kernels == ["rows_sqnorm"]
+    kernels.clear()
+    check_products(table, batch, losses, rtol=1e-5)
+    assert {"pairwise_rows", "rows_inner", "rows_direction"} <= set(kernels)
+
+
+def test_look_ups_of_one_length_meet_look_ups_of_several(kernels):
+    shape, generator = (11, 6), torch.Generator().manual_seed(1)
+
+    def factor(lengths):
+        count, examples = sum(lengths), len(lengths)
+        example = torch.arange(examples).repeat_interleave(torch.tensor(lengths))
+        longest = max(lengths) if len(set(lengths)) == 1 else None
+        ids = torch.randint(11, (count,), generator=generator)
+        return Rows(
+            ids, torch.randn(count, 6, generator=generator), example, examples, shape, longest
+        )
+
+    first, second = factor([4, 4, 4]), factor([2, 0, 7])
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    for one, two, rows, columns in ((first, second, left, right), (second, first, right, left)):
+        torch.testing.assert_close(
+            inner_pairs([one], [two], WORKSPACE, sizes), rows @ columns.T, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            inner_diagonal([one], [two], WORKSPACE, sizes), (rows * columns).sum(1),
+            rtol=1e-5, atol=1e-5,
+        )  # fmt: skip
+    assert kernels == ["pairwise_rows", "rows_inner"] * 2
+
+
+def test_packed_examples_meet_a_direction(kernels):
+    offsets = (0, 3, 3, 8)
+    factor = Ragged(torch.randn(8, 6), torch.randn(8, 4), offsets, (6, 4))
+    direction = torch.randn(6, 4)
+    got = direction_inner([factor], direction, WORKSPACE)
+    want = factor.dense().double().flatten(1) @ direction.double().flatten()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert kernels == ["direction_inner"]
 
 
 def test_a_tied_output_projection(kernels):

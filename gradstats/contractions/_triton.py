@@ -42,6 +42,16 @@ def runs(first: Tensor, second: Tensor) -> bool:
     return True
 
 
+def convolves(*factors: Patches) -> bool:
+    """Whether the kernels contract these convolutions, alone or with each other."""
+    first = factors[0]
+    return len(first.geometry.stride) <= 3 and all(
+        factor.geometry == first.geometry and runs(first.input, side)
+        for factor in factors
+        for side in (factor.input, factor.grad)
+    )
+
+
 @cache
 def require_triton() -> None:
     """Raise unless Triton can be imported."""
@@ -160,11 +170,20 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
     """
     from gradstats.kernels import operators
 
-    if direction.dtype != factor.left.dtype:
-        direction = direction.float()
+    direction = _narrow(direction, factor.left)
     a, g = factor.right.transpose(0, 1), factor.left.transpose(0, 1)  # (K, B, T, ·)
     products = map(operators.direction_inner, a, g, direction)
     return reduce(torch.add, (part.double() for part in products))
+
+
+def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
+    """Return Σ_t left_tᵀ V right_t of packed examples, (B,) float64, for V (p, q)."""
+    from gradstats.kernels import operators
+
+    a, g, bounds = _packed(factor)
+    return operators.direction_inner(
+        a, g, _narrow(direction, a), cu_seqlens=bounds, max_seqlen=max([1, *factor.lengths])
+    ).double()
 
 
 def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -203,6 +222,36 @@ def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
     return well_conditioned(value.double(), torch.float32), gradient
 
 
+def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
+    """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    return operators.pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
+
+
+def convolution_diagonal(first: Patches, second: Patches) -> Tensor:
+    """Return the products of gradient tiles that never leave the chip, (B,) float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    return operators.convolution_inner(*operands, *_layer(first)).double()
+
+
+def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
+    """Return Σ_t grad_tᵀ V patch_t of each example, (B,) float64, for V like the weight."""
+    from gradstats.kernels import operators
+
+    direction = _narrow(direction, factor.grad)
+    value = operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
+    return value.double()
+
+
+def _narrow(direction: Tensor, operand: Tensor) -> Tensor:
+    """Return a direction in a dtype that the kernels multiply with an operand."""
+    return direction if direction.dtype == operand.dtype else direction.float()
+
+
 def _layer(factor: Patches) -> tuple:
     geometry = factor.geometry
     return (
@@ -220,6 +269,29 @@ def rows_sqnorm(factor: Rows) -> Contraction:
 
     value = operators.rows_sqnorm(*_rows(factor))
     return well_conditioned(value.double(), torch.float32)
+
+
+def rows_pairs(first: Rows, second: Rows) -> Tensor:
+    """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ of all pairs, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    return operators.pairwise_rows(*_both_rows(first, second)).double()
+
+
+def rows_diagonal(first: Rows, second: Rows) -> Tensor:
+    """Return the same of each example with its partner, (B,) float64."""
+    from gradstats.kernels import operators
+
+    return operators.rows_inner(*_both_rows(first, second)).double()
+
+
+def rows_direction(factor: Rows, table: Tensor) -> Tensor:
+    """Return Σ_n grad[n]·V[ids[n]] of each example, (B,) float64, for V (rows, width)."""
+    from gradstats.kernels import operators
+
+    ids, grad, bounds, longest = _rows(factor)
+    table = _narrow(table, grad)
+    return operators.rows_direction(ids, grad, table, bounds, longest).double()
 
 
 def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
@@ -244,9 +316,23 @@ def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     if longest is not None and factor.examples * longest == count and count > 0:
         shape = (factor.examples, longest)
         return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
+    return factor.ids, factor.grad, *_bounds(factor)
+
+
+def _bounds(factor: Rows) -> tuple[Tensor, int]:
+    """Return where each example's rows begin and end, and how many one has at most."""
     numbers = torch.arange(factor.examples + 1, device=factor.example.device)
-    bounds = torch.searchsorted(factor.example, numbers)
-    return factor.ids, factor.grad, bounds, count if longest is None else longest
+    longest = factor.ids.numel() if factor.longest is None else factor.longest
+    return torch.searchsorted(factor.example, numbers), longest
+
+
+def _both_rows(first: Rows, second: Rows) -> tuple:
+    """Return the operands of two factors, of which both are packed where one has to be."""
+    (ids, grad, bounds, longest), (ids2, grad2, bounds2, longest2) = _rows(first), _rows(second)
+    if (bounds is None) != (bounds2 is None):
+        ids, grad, ids2, grad2 = first.ids, first.grad, second.ids, second.grad
+        (bounds, longest), (bounds2, longest2) = _bounds(first), _bounds(second)
+    return ids, grad, ids2, grad2, bounds, bounds2, longest, longest2
 
 
 def layer_norm_sum(x: Tensor, g: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
