@@ -76,16 +76,15 @@ def gram_sqnorm(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums: list[list[Tensor]] = [[], [], [], []]
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums: list[list[Tensor]] = [[], [], []]
     for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
-        g_products = g_rows.double() @ g_rows.double().T
-        terms = (a_rows.double() @ a_rows.double().T) * g_products
-        values = (terms.sum(), terms.abs().sum(), g_products.sum(), g_products.abs().sum())
+        terms = (a_rows.double() @ a_rows.double().T) * (g_rows.double() @ g_rows.double().T)
+        values = (terms.sum(), terms.abs().sum(), terms.diagonal().sqrt().sum())
         for column, value in zip(sums, values, strict=True):
             column.append(value)
-    sqnorm, magnitude, bias_sqnorm, bias_magnitude = (collect(column, a) for column in sums)
-    return sqnorm, magnitude, bias_sqnorm, bias_magnitude
+    sqnorm, magnitude, size = (collect(column, a) for column in sums)
+    return sqnorm, magnitude, size
 
 
 def direct_sqnorm(
@@ -502,8 +501,8 @@ def convolution_gram_sqnorm(
     dilation: list[int],
     groups: int,
     precision: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    sqnorms, magnitudes = [], []
+) -> tuple[Tensor, Tensor, Tensor]:
+    sqnorms, magnitudes, sizes = [], [], []
     for x_example, g_example in zip(x.double().split(1), g.double().split(1), strict=True):
         outputs = g_example.reshape(groups, g.shape[1] // groups, -1)
         products = outputs.mT @ outputs  # (groups, T, T)
@@ -512,7 +511,9 @@ def convolution_gram_sqnorm(
         terms = (patches.mT @ patches) * products
         sqnorms.append(terms.sum())
         magnitudes.append(terms.abs().sum())
-    return collect(sqnorms, x), collect(magnitudes, x)
+        own = terms.diagonal(dim1=1, dim2=2).sqrt().sum(1)  # (groups,)
+        sizes.append(own.square().sum().sqrt())
+    return collect(sqnorms, x), collect(magnitudes, x), collect(sizes, x)
 
 
 def _patches(

@@ -48,66 +48,18 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (100, "ieee", True): "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
     },
     "group_norm": {
-        (
-            80,
-            "half",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            80,
-            "half",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            80,
-            "ieee",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            80,
-            "ieee",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            90,
-            "half",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            90,
-            "half",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            90,
-            "ieee",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            90,
-            "ieee",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            100,
-            "half",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            100,
-            "half",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            100,
-            "ieee",
-            False,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-        (
-            100,
-            "ieee",
-            True,
-        ): "1x2048x1w8s1 1x512x4w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (80, "half", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (80, "half", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (80, "ieee", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (80, "ieee", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (90, "half", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (90, "half", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (90, "ieee", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (90, "ieee", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (100, "half", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (100, "half", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (100, "ieee", False): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+        (100, "ieee", True): "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
     },
     "scale": {
         (80, "half", False): "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",

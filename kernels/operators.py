@@ -33,7 +33,7 @@ SCHEMAS = {
     "vector_sqnorm": f"(Tensor v, {SEGMENTS}) -> Tensor",
     "vector_inner": f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor",
     "gram_sqnorm": (
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)"
     ),
     "direct_sqnorm": f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
     "direct_inner": f"({TWO_FACTORS}, str? precision=None) -> Tensor",
@@ -86,7 +86,7 @@ SCHEMAS = {
         " SymInt? padding_idx=None, str? precision=None) -> Tensor"
     ),
     "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
-    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor)",
+    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
     "convolution_weight_gradient_sqnorm": (
         f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
     ),
@@ -133,7 +133,6 @@ LAUNCHERS = {
 
 def _launch(name: str, module: str, leading: int) -> Callable:
     """The CUDA implementation of an operator: its launcher, imported at the first call."""
-    extra = {"bias": True} if name == "gram_sqnorm" else {}
 
     def implementation(*args, **kwargs):
         try:
@@ -145,7 +144,7 @@ def _launch(name: str, module: str, leading: int) -> Callable:
             ) from error
         # launchers take everything after the operands by name
         named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
-        return launcher(*args[:leading], **named, **kwargs, **extra)
+        return launcher(*args[:leading], **named, **kwargs)
 
     return implementation
 
@@ -186,8 +185,7 @@ def _fake_vector_inner(v1, v2, cu_seqlens=None, max_seqlen=None):
 
 
 def _fake_gram_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
-    sqnorm, magnitude = _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
-    return sqnorm, magnitude, _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
+    return _per_example(a, cu_seqlens), _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
 
 
 def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
@@ -289,7 +287,7 @@ def _fake_convolution_sqnorm(x, g, *layer, **options):
 
 
 def _fake_convolution_gram_sqnorm(x, g, *layer, **options):
-    return _per_example(x), _per_example(x)
+    return _per_example(x), _per_example(x), _per_example(x)
 
 
 def _fake_convolution_weight_gradient_sqnorm(

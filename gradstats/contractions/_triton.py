@@ -73,12 +73,25 @@ def rank_one(factor: Outer) -> Contraction:
 
 
 def gram(factor: Outer) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with the bound eps·Σ|terms|."""
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude, _, _ = operators.gram_sqnorm(*_operands(factor))
-    bound = 4 * unit_roundoff(torch.float32) * _over_groups(magnitude, factor)
+    value, *sizes = operators.gram_sqnorm(*_operands(factor))
+    bound = _over_groups(_gram_bound(*sizes), factor)
     return Contraction(_over_groups(value, factor), bound)
+
+
+def _gram_bound(magnitude: Tensor, size: Tensor) -> Tensor:
+    """Return how far a Gram form may be off, float64.
+
+    Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
+    of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
+
+    Args:
+        magnitude: Σ|terms|.
+        size: Σ_t ‖left_t‖‖right_t‖.
+    """
+    return unit_roundoff(torch.float32) * (4 * magnitude.double() + size.double().square())
 
 
 def direct(factor: Outer) -> Contraction:
@@ -101,9 +114,8 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
     """Return the Gram form of packed examples, the longest of which has ``longest`` rows."""
     from gradstats.kernels import operators
 
-    value, magnitude, _, _ = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
-    bound = 4 * unit_roundoff(torch.float32) * magnitude.double()
-    return Contraction(value.double(), bound)
+    value, *sizes = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
+    return Contraction(value.double(), _gram_bound(*sizes))
 
 
 def ragged_direct(factor: Ragged, longest: int) -> Contraction:
@@ -204,11 +216,12 @@ def convolution(factor: Patches) -> Contraction:
 
 
 def convolution_gram(factor: Patches) -> Contraction:
-    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with the bound eps·Σ|terms|."""
+    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude = operators.convolution_gram_sqnorm(factor.input, factor.grad, *_layer(factor))
-    return Contraction(value.double(), 4 * unit_roundoff(torch.float32) * magnitude.double())
+    operands = (factor.input, factor.grad)
+    value, *sizes = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
+    return Contraction(value.double(), _gram_bound(*sizes))
 
 
 def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:

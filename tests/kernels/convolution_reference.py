@@ -67,12 +67,13 @@ def check_norms(
     )
     assert_close(got, sqnorm, limit, factor)
     assert_close(gradient.flatten(), want.sum(0), terms.sum(0), factor)
-    got, magnitude = run(
+    got, magnitude, size = run(
         lambda: convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=gram)
     )
-    _, want_magnitude = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+    _, want_magnitude, want_size = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
     assert_close(got, sqnorm, want_magnitude, factor)
     assert_close(magnitude, want_magnitude, factor=factor)
+    assert_close(size, want_size, factor=factor)
 
 
 def check_pairs(x1, g1, x2, g2, layer, config=None, workspace=10**8, factor=32.0, run=same):

@@ -147,7 +147,7 @@ def launches(
                     a, g, segments, statistics.row_statistics(a, 1e-5, True), None, sums=False
                 )
         elif operation == "gram":
-            gram.gram_sqnorm(a, g, bias=True, **one)
+            gram.gram_sqnorm(a, g, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
