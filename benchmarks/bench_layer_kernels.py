@@ -8,11 +8,10 @@ unfolded patches multiplied example by example, and vmap of a gradient.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -20,12 +19,13 @@ from torch.nn import functional
 from benchmarks.bench_linear_kernels import (
     CACHE_BYTES,
     DTYPES,
+    Meter,
     Provider,
-    append,
-    ceilings,
-    environment,
     measure,
-    show,
+    meter_of,
+    parser_of,
+    rotated,
+    write,
 )
 
 EPS = 1e-5
@@ -61,6 +61,14 @@ LAYERS = (
     Layer("llama_7b_rms_norm", "rms_norm", 4, (2048, 4096)),
     Layer("resnet50_group_norm", "group_norm", 64, (3136, 256, 32)),
     Layer("gpt2_embedding", "embedding", 16, (1024, 768, 50257)),
+)
+DRY = (
+    Layer("grouped", "convolution", 2, (4, 6, 5, 3, 1, 1, 2)),
+    Layer("convolution", "convolution", 2, (3, 5, 6, 3, 2, 1, 1)),
+    Layer("layer", "layer_norm", 2, (3, 20)),
+    Layer("rms", "rms_norm", 2, (3, 20)),
+    Layer("group", "group_norm", 2, (5, 12, 3)),
+    Layer("embedding", "embedding", 2, (7, 20, 11)),
 )
 QUICK = ("resnet50_stage2", "convnext_t_stage1", "gpt2_layer_norm", "gpt2_embedding")
 
@@ -289,20 +297,24 @@ def error(provider: Provider, inputs, examples: int = 4) -> float | None:
 
 
 def bench(
-    layer: Layer, dtype_name: str, limits: tuple[float, float], channels_last: bool
+    layer: Layer,
+    dtype_name: str,
+    limits: tuple[float, float],
+    channels_last: bool,
+    meter: Meter,
 ) -> Iterator[dict]:
     """One row per operation and provider."""
     dtype = DTYPES[dtype_name]
-    inputs = operands(layer, dtype, 0, channels_last=channels_last)
+
+    def drawn(seed: int) -> tuple[torch.Tensor, ...]:
+        return operands(layer, dtype, seed, meter.device, channels_last)
+
+    inputs = drawn(0)
     own = sum(operand.numel() * operand.element_size() for operand in inputs)
-    count = max(2, min(16, -(-CACHE_BYTES // own)))
-    sets = [
-        inputs,
-        *(operands(layer, dtype, seed, channels_last=channels_last) for seed in range(1, count)),
-    ]
+    sets = rotated(inputs, max(2, min(16, -(-CACHE_BYTES // own))), meter, drawn)
     row = dataclasses.asdict(layer) | {"dtype": dtype_name, "channels_last": channels_last}
     for provider in providers(layer, dtype):
-        yield row | measure(provider, inputs, sets, limits, error)
+        yield row | measure(provider, inputs, sets, limits, error, meter)
 
 
 COLUMNS = (
@@ -312,31 +324,24 @@ COLUMNS = (
 ).split()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="CSV file to append to")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="+", choices=[layer.name for layer in LAYERS])
-    parser.add_argument("--quick", action="store_true", help="four layers alone")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+    meter = meter_of(parser, options)
     names = options.layers or (QUICK if options.quick else [layer.name for layer in LAYERS])
+    layers = DRY if options.dry_run else [layer for layer in LAYERS if layer.name in names]
 
-    stamp = environment()
-    print(", ".join(f"{key} {value}" for key, value in stamp.items()))
-    rows = []
-    for dtype_name in options.dtypes:
-        limits = ceilings(DTYPES[dtype_name])
-        for layer in LAYERS:
-            if layer.name not in names:
-                continue
-            for channels_last in (False, True) if layer.kind == "convolution" else (False,):
-                for row in bench(layer, dtype_name, limits, channels_last):
-                    rows.append(row | stamp)
-                    show(f"{layer.name}{' last' if channels_last else ''}", row)
-    append(options.out, COLUMNS, rows)
+    def work() -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
+        for dtype_name in options.dtypes or ["bf16"]:
+            limits = meter.ceilings(DTYPES[dtype_name])
+            for layer in layers:
+                for last in (False, True) if layer.kind == "convolution" else (False,):
+                    rows = functools.partial(bench, layer, dtype_name, limits, last, meter)
+                    yield f"{layer.name}{' last' if last else ''}", rows
+
+    return write(options, COLUMNS, work())
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
