@@ -458,6 +458,13 @@ def scale_sum(
     return operators.scale_sum(x, g, mean, rstd)
 
 
+def sum_norms(v: Tensor) -> Contraction:
+    """Return ‖Σ_t v_t‖² of vectors (B, T, C), in one pass that writes no sum."""
+    from gradstats.kernels import operators
+
+    return well_conditioned(operators.vector_sqnorm(v).double(), torch.float32)
+
+
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:
     """Return a and g of (B·K, T, ·) as the kernels name them: G = Σ_t g_t a_tᵀ."""
     return factor.right.flatten(0, 1), factor.left.flatten(0, 1)
