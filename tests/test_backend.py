@@ -468,6 +468,43 @@ def test_look_ups_of_one_length_meet_look_ups_of_several(kernels):
     assert kernels == ["pairwise_rows", "rows_inner"] * 2
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((3, 0, 5), ["pairwise_gram", "diagonal_gram"]),
+     ((60, 0, 90), ["pairwise_direct", "direct_inner"])],
+)  # fmt: skip
+def test_packed_examples_meet_unpadded(kernels, lengths, expected):
+    def factor(lengths):
+        offsets = (0, *itertools.accumulate(lengths))
+        rows = offsets[-1]
+        return Ragged(torch.randn(rows, 20), torch.randn(rows, 16), offsets, (20, 16))
+
+    first, second = factor(lengths), factor(lengths[::-1])
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    kernels.clear()
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-3)
+    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(diagonal, (left * right).sum(1), rtol=1e-5, atol=1e-3)
+    assert kernels == expected
+
+
+def test_packed_pairs_that_cancel_are_computed_again(kernels):
+    left = torch.randn(2, 20, 64)
+    left -= left.mean(1, keepdim=True)
+    right = 3 + 1e-3 * torch.randn(2, 20, 64)
+    whole = Ragged(left.flatten(0, 1), right.flatten(0, 1), (0, 20, 40), (64, 64))
+    rows = (left.double().mT @ right.double()).flatten(1)
+    sizes = rows.norm(dim=1), rows.norm(dim=1)
+    scale = sizes[0][:, None] * sizes[1]
+    pairs = inner_pairs([whole], [whole], WORKSPACE, sizes)
+    assert bool(((pairs - rows @ rows.T).abs() <= 1e-3 * scale).all())
+    diagonal = inner_diagonal([whole], [whole], WORKSPACE, sizes)
+    assert bool(((diagonal - rows.square().sum(1)).abs() <= 1e-3 * scale.diagonal()).all())
+    assert kernels == ["pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner"]
+
+
 def test_packed_examples_meet_a_direction(kernels):
     offsets = (0, 3, 3, 8)
     factor = Ragged(torch.randn(8, 6), torch.randn(8, 4), offsets, (6, 4))

@@ -139,6 +139,41 @@ def _packed(factor: Ragged) -> tuple[Tensor, Tensor, Tensor]:
     return factor.right, factor.left, torch.tensor(factor.offsets)
 
 
+def _both_packed(first: Ragged, second: Ragged) -> tuple:
+    (a1, g1, bounds1), (a2, g2, bounds2) = _packed(first), _packed(second)
+    return a1, g1, a2, g2, bounds1, bounds2
+
+
+def ragged_gram_pairs(first: Ragged, second: Ragged) -> Tensor:
+    """Return all pairs' products of packed examples through products of rows, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    return operators.pairwise_gram(*_both_packed(first, second)).double()
+
+
+def ragged_direct_pairs(first: Ragged, second: Ragged, workspace: int) -> Tensor:
+    """Return the same from gradients formed chunk by chunk, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    operands = _both_packed(first, second)
+    return operators.pairwise_direct(*operands, workspace=workspace).double()
+
+
+def ragged_gram_diagonal(first: Ragged, second: Ragged) -> Tensor:
+    """Return the products of equal indices through products of rows, (B,) float64."""
+    from gradstats.kernels import operators
+
+    value, _ = operators.diagonal_gram(*_both_packed(first, second))
+    return value.double()
+
+
+def ragged_direct_diagonal(first: Ragged, second: Ragged) -> Tensor:
+    """Return the same from gradient tiles that never leave the chip, (B,) float64."""
+    from gradstats.kernels import operators
+
+    return operators.direct_inner(*_both_packed(first, second)).double()
+
+
 def gram_pairs(first: Outer, second: Outer) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) for all pairs, (B, B') float64."""
     from gradstats.kernels import operators
