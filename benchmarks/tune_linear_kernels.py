@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_linear_kernels                # on a GPU: the fastest of each class
     python -m benchmarks.tune_linear_kernels --compile-only # anywhere: the first without spills
+    python -m benchmarks.tune_linear_kernels --repair       # anywhere: replaces tiles that spill
 
 Candidates are grouped in classes by tile size, preferred first. A candidate that spills registers
 or exceeds the shared memory of its architecture is out. Without a GPU the first that remains
@@ -147,25 +148,43 @@ def classes_of_inputs(operation: str, architectures: Iterable[int]):
         yield key
 
 
-def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, aligned: bool):
-    """Whether every launch of the operation compiles within its limits on spills and memory."""
-    aot = importlib.import_module("tests.kernels.compiled.aot")
+def is_clean(
+    operation: str, config: TileConfig, key: tuple[int, str, bool], store: Path | None = None
+) -> bool:
+    """Whether every launch of the operation compiles within its limits.
+
+    Args:
+        operation, config, key: the entry of the table, and the tile.
+        store: file of what is known of launches, as `tests.kernels.compiled.sweep` keeps it.
+    """
     cases = importlib.import_module("tests.kernels.compiled.cases")
-    checks = importlib.import_module("tests.kernels.compiled.checks")
-    launches = importlib.import_module("tests.kernels.compiled.launches")
-    dtype = launches.DTYPES[kind]
-    operations = (operation, "example_tiles") if operation == "direct" else (operation,)
-    for name, layout in itertools.product(operations, cases.layouts(operation)):
-        for launch in launches.launches(name, config, dtype, aligned, layout):
-            compiled = aot.compile_launch(launch, architecture)
-            try:
-                checks.check_shared(compiled, _config.shared_limit(architecture))
-                checks.check_spills(compiled, checks.allowed_spills(name, architecture, config))
-                if kind != "ieee" and not compiled.name.startswith("segment_sum"):
-                    checks.check_tensor_cores(compiled, architecture, config.rows)
-            except AssertionError:
-                return False
-    return True
+    sweep = importlib.import_module("tests.kernels.compiled.sweep")
+    sharing = [name for name, other in cases.SHARED_TILES.items() if other == operation]
+    chosen = [
+        cases.Case(name, *key, config, layout, 0, False)
+        for name in (operation, *sharing)
+        for layout in cases.layouts(name)
+    ]
+    facts = sweep.sweep(chosen, sweep.Store(store))
+    return not any(sweep.findings(found, case) for case, found in facts)
+
+
+def repaired(operation: str, key: tuple[int, str, bool], store: Path | None) -> str:
+    """The table's entry with tiles that do not compile within their limits replaced.
+
+    A tile that does stands. Another gives way to the first candidate of its size that does.
+    """
+    kept, itemsize = [], 2 if key[1] == "half" else 4
+    for config in _config.shipped(operation)[key]:
+        options = [config]
+        for candidate in itertools.chain(*candidates(operation, key[1])):
+            if candidate[:2] == (config.rows, config.columns):
+                options.append(TileConfig(*candidate, config.precision))
+        options = [each for each in options if each.is_valid(itemsize, key[0])]
+        found = next((each for each in options if is_clean(operation, each, key, store)), None)
+        if found is not None:
+            kept.append(str(found))
+    return " ".join(kept)
 
 
 def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> float:
@@ -261,7 +280,7 @@ def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:
             config = TileConfig(*row, precision="ieee" if kind == "half" else kind)
             if not config.is_valid(itemsize, architecture):
                 continue
-            if not is_clean(operation, config, architecture, kind, aligned):
+            if not is_clean(operation, config, key):
                 continue
             if not timed:
                 best = (0.0, config)
@@ -297,13 +316,15 @@ def render(table: dict[str, dict[tuple[int, str, bool], str]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile-only", action="store_true", help="choose without timing")
+    parser.add_argument("--repair", action="store_true", help="replace only tiles that spill")
+    parser.add_argument("--store", type=Path, help="with --repair, the store of a sweep")
     parser.add_argument("--operations", nargs="+", choices=MATMULS, default=list(MATMULS))
     parser.add_argument(
         "--architectures", nargs="+", type=int, choices=_config.ARCHITECTURES, default=None
     )
     parser.add_argument("--out", type=Path, default=TABLE_PATH)
     options = parser.parse_args(arguments)
-    timed = not options.compile_only
+    timed = not (options.compile_only or options.repair)
     if timed and not torch.cuda.is_available():
         parser.error("timing needs a CUDA device; pass --compile-only to choose without one")
     if options.architectures is None:
@@ -319,8 +340,14 @@ def main(arguments: list[str] | None = None) -> None:
                 table[name][key] = tiles
     for operation in options.operations:
         for key in classes_of_inputs(operation, options.architectures):
-            tiles = tune(operation, key, timed)
-            print(operation, key, tiles, flush=True)
+            if options.repair and key not in table[operation]:
+                continue
+            if options.repair:
+                tiles = repaired(operation, key, options.store)
+            else:
+                tiles = tune(operation, key, timed)
+            if tiles != table[operation].get(key):
+                print(operation, key, table[operation].get(key), "->", tiles, flush=True)
             if tiles:
                 table[operation][key] = tiles
             else:

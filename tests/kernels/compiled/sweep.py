@@ -107,29 +107,35 @@ def forget_line_numbers() -> None:
                 value.starting_line_number = 0
 
 
-def read_store(store: Path) -> dict[str, Facts]:
-    known = {}
-    if store.exists():
-        for line in store.read_text().splitlines():
-            row = json.loads(line)
-            key = row.pop("key")
-            known[key] = Facts(**row)
-    return known
+class Store:
+    """Facts of launches, in a file if there is one: what it holds is not compiled again."""
+
+    def __init__(self, path: Path | None):
+        forget_line_numbers()
+        self.path = path
+        self.known: dict[str, Facts] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                key = row.pop("key")
+                self.known[key] = Facts(**row)
+
+    def facts(self, launch: aot.Launch, case: cases.Case) -> Facts:
+        key = key_of(launch, case)
+        if key not in self.known:
+            self.known[key] = facts_of(launch, case)
+            if self.path is not None:
+                row = {"key": key, **dataclasses.asdict(self.known[key])}
+                with self.path.open("a") as output:
+                    output.write(json.dumps(row) + "\n")
+        return self.known[key]
 
 
-def sweep(chosen: list[cases.Case], store: Path) -> Iterator[tuple[cases.Case, Facts]]:
-    """The facts of every launch of some cases, from the store where it has them."""
-    forget_line_numbers()
-    known = read_store(store)
-    with store.open("a") as output:
-        for case in chosen:
-            for launch in launches.of(case):
-                key = key_of(launch, case)
-                if key not in known:
-                    known[key] = facts_of(launch, case)
-                    output.write(json.dumps({"key": key, **dataclasses.asdict(known[key])}) + "\n")
-                    output.flush()
-                yield case, known[key]
+def sweep(chosen: list[cases.Case], store: Store) -> Iterator[tuple[cases.Case, Facts]]:
+    """The facts of every launch of some cases."""
+    for case in chosen:
+        for launch in launches.of(case):
+            yield case, store.facts(launch, case)
 
 
 def main() -> int:
@@ -159,7 +165,7 @@ def report(chosen: list[cases.Case], store: Path, scratch: str) -> int:
     """Sweeps, prints what is found, and returns the exit status."""
     start, failed, spills, done = time.time(), {}, Counter(), set()
     launched = 0
-    for case, facts in sweep(chosen, store):
+    for case, facts in sweep(chosen, Store(store)):
         launched += 1
         if case not in done:
             done.add(case)

@@ -24,20 +24,18 @@ def test_shipped_configuration(case):
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     chosen = [case for case in SUBSET if case.operation == "vector"][:2]
-    store = tmp_path / "store"
-    walk = sweep.sweep(chosen, store)
-    first = next(walk)
-    walk.close()
-    assert len(sweep.read_store(store)) == 1
-    everything = list(sweep.sweep(chosen, store))
+    path = tmp_path / "store"
+    first = next(sweep.sweep(chosen, sweep.Store(path)))
+    assert len(sweep.Store(path).known) == 1
+    everything = list(sweep.sweep(chosen, sweep.Store(path)))
     assert everything[0] == first
-    assert len(sweep.read_store(store)) == len(store.read_text().splitlines())
+    assert len(sweep.Store(path).known) == len(path.read_text().splitlines()) > 1
 
     def fail(*_):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(aot, "compile_launch", fail)
-    assert list(sweep.sweep(chosen, store)) == everything
+    assert list(sweep.sweep(chosen, sweep.Store(path))) == everything
 
 
 def test_a_sweep_reports_what_does_not_compile_or_exceeds_a_limit(monkeypatch):
