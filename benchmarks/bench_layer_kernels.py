@@ -114,7 +114,12 @@ def providers(layer: Layer, dtype: torch.dtype) -> Iterator[Provider]:
 
 
 def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import convolution, convolution_gram
+    from gradstats.kernels import (
+        convolution,
+        convolution_gram,
+        convolution_pairs,
+        convolution_weight_gradient,
+    )
 
     channels, outputs, side, kernel, stride, padding, groups = layer.sizes
     out = (side + 2 * padding - kernel) // stride + 1
@@ -168,7 +173,7 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     yield Provider("weight_gradient", "cudnn", native, product, read + size * weights)
     yield Provider(
         "weight_gradient", "gradstats",
-        lambda x, g, w: convolution.convolution_weight_gradient_sqnorm(x, g, *own),
+        lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *own),
         product, read + size * weights, lambda result: result[1], exact,
     )  # fmt: skip
     yield Provider(
@@ -182,13 +187,13 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     if weights * layer.batch * 4 < 2**31:
         yield Provider(
             "pairwise", "gradstats",
-            lambda x, g, w: convolution.pairwise_convolution(x, g, x, g, *own),
+            lambda x, g, w: convolution_pairs.pairwise_convolution(x, g, x, g, *own),
             product + 2.0 * layer.batch**2 * weights, read, lambda result: result.diagonal(), exact,
         )  # fmt: skip
 
 
 def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import _reference, rows, rows_pairs
+    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs
 
     positions, width, table = layer.sizes
     read = layer.batch * positions * (size * width + 8)
@@ -216,7 +221,7 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
     yield Provider("norms", "backward alone", native, 0.0, read + size * table * width)
     yield Provider("norms", "opacus formula", gram, 0.0, read, same, exact)
     yield Provider(
-        "direction", "gradstats", lambda ids, g, w: rows.rows_direction(ids, g, w),
+        "direction", "gradstats", lambda ids, g, w: rows_direction.rows_direction(ids, g, w),
         0.0, 2.0 * read, same,
         lambda ids, g, w: (g * functional.embedding(ids, w)).sum((1, 2)),
     )  # fmt: skip

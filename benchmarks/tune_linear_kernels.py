@@ -252,8 +252,10 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
 
 def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool):
     """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
-    convolution = importlib.import_module("gradstats.kernels.convolution")
-    convolution_gram = importlib.import_module("gradstats.kernels.convolution_gram")
+    convolution, convolution_gram, convolution_weight_gradient = (
+        importlib.import_module(f"gradstats.kernels.{name}")
+        for name in ("convolution", "convolution_gram", "convolution_weight_gradient")
+    )
     side = 7 if operation.endswith("gram") else 28
     outputs = 256 if config.rows >= 64 else config.rows
     layout = torch.channels_last if aligned else torch.contiguous_format
@@ -263,7 +265,7 @@ def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, ali
     )
     function = {
         "convolution": convolution.convolution_sqnorm,
-        "convolution_fused": convolution.convolution_weight_gradient_sqnorm,
+        "convolution_fused": convolution_weight_gradient.convolution_weight_gradient_sqnorm,
         "convolution_gram": convolution_gram.convolution_gram_sqnorm,
     }[operation]
     return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)

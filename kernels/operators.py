@@ -119,14 +119,14 @@ LAUNCHERS = {
     "group_norm_backward": ("group_norm", 5),
     "rows_sqnorm": ("rows", 2),
     "rows_inner": ("rows", 4),
-    "rows_direction": ("rows", 3),
+    "rows_direction": ("rows_direction", 3),
     "pairwise_rows": ("rows_pairs", 4),
-    "tied_inner": ("rows_pairs", 4),
+    "tied_inner": ("tied", 4),
     "convolution_sqnorm": ("convolution", 7),
     "convolution_gram_sqnorm": ("convolution_gram", 7),
-    "convolution_weight_gradient_sqnorm": ("convolution", 7),
+    "convolution_weight_gradient_sqnorm": ("convolution_weight_gradient", 7),
     "convolution_inner": ("convolution", 9),
-    "pairwise_convolution": ("convolution", 9),
+    "pairwise_convolution": ("convolution_pairs", 9),
     "convolution_direction": ("convolution", 8),
 }
 

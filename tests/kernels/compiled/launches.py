@@ -12,6 +12,8 @@ from gradstats.kernels import (
     _tile,
     convolution,
     convolution_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
     depthwise,
     diagonal,
     direct,
@@ -23,9 +25,11 @@ from gradstats.kernels import (
     pairwise_direct,
     rank_one,
     rows,
+    rows_direction,
     rows_pairs,
     scale,
     statistics,
+    tied,
     vector,
     weight_gradient,
 )
@@ -53,9 +57,13 @@ MODULES = (
     statistics,
     scale,
     rows,
+    rows_direction,
     rows_pairs,
+    tied,
     convolution,
     convolution_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
     depthwise,
 )
 DEVICE_FUNCTIONS = (_tile, _patches)
@@ -115,12 +123,12 @@ def launches(
             if operation == "pairwise_rows":
                 rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
             elif operation == "tied":
-                rows_pairs.tied_inner(g, a, ids, g, padding_idx=0, **two)
+                tied.tied_inner(g, a, ids, g, padding_idx=0, **two)
             else:
                 for longest in (0, 10**6):
                     rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
                 rows.rows_inner(ids, g, ids.int(), g, **two)
-                rows.rows_direction(ids, g, g.flatten(0, -2), **one)
+                rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)
         elif operation == "layer_norm":
             width = config.columns if aligned else config.columns - 7
             shape = (*a.shape[:-1], width)
@@ -198,7 +206,9 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
         return
     if operation != "convolution":
-        convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config, splits=1)
+        convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+            x, g, *layer, config=config, splits=1
+        )
     if operation != "convolution" and layout == "dense":
         convolution.convolution_inner(x, g, x, g, *layer, config=config)
     if operation != "convolution_fused":
@@ -207,4 +217,4 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
         weight = torch.empty(shape, dtype=dtype, device="meta")
         convolution.convolution_direction(x, g, weight, *layer, config=config)
-        convolution.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)
+        convolution_pairs.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)

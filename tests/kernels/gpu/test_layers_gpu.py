@@ -98,7 +98,7 @@ def test_channel_norms(dtype, sizes, groups, channels_first):
 @pytest.mark.parametrize("table", [50, 50257])
 @pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
 def test_embeddings(dtype, name, table):
-    from gradstats.kernels import _reference, rows, rows_pairs
+    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs, tied
 
     if name == "ragged":
         _, g, bounds = ragged([511, 0, 700, 3], 16, 384, front=3, back=9)(dtype, BLOCK, DEVICE)
@@ -126,13 +126,13 @@ def test_embeddings(dtype, name, table):
     got = twice(lambda: rows.rows_inner(*factors, **both))
     assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
     direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
-    got = twice(lambda: rows.rows_direction(on_device, g, direction, cu_seqlens=bounds))
+    got = twice(lambda: rows_direction.rows_direction(on_device, g, direction, cu_seqlens=bounds))
     want = _reference.rows_direction(ids, host, direction.cpu(), bounds)
     scale = _reference.rows_direction(ids, host.abs(), direction.cpu().abs(), bounds)
     assert_close(got, want, scale, FACTOR)
     if table == 50:
         head, a = random((*ids.shape, table), dtype, DEVICE, 7), random(g.shape, dtype, DEVICE, 8)
-        got = twice(lambda: rows_pairs.tied_inner(a, head, on_device, g, **both))
+        got = twice(lambda: tied.tied_inner(a, head, on_device, g, **both))
         operands = [operand.double().cpu() for operand in (a, head)]
         want = _reference.tied_inner(*operands, ids, host, **both)
         scale = _reference.tied_inner(*(o.abs() for o in operands), ids, host.abs(), **both)
@@ -152,7 +152,14 @@ def test_convolutions(dtype, name, layout):
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("kind", ["half", "ieee", "tf32x3", "tf32"])
 def test_every_shipped_tile_of_convolutions(kind, layout):
-    from gradstats.kernels import _check, _config, _reference, convolution, convolution_gram
+    from gradstats.kernels import (
+        _check,
+        _config,
+        _reference,
+        convolution,
+        convolution_gram,
+        convolution_weight_gradient,
+    )
 
     family = _config.family(_check.architecture(torch.device(DEVICE)))
     dtype = torch.bfloat16 if kind == "half" else torch.float32
@@ -169,7 +176,9 @@ def test_every_shipped_tile_of_convolutions(kind, layout):
                 got = convolution.convolution_sqnorm(x, g, *layer, config=config)
                 assert_close(got, want, scale, factor)
             for config in _config.shipped("convolution_fused").get(key, ()):
-                _, got = convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config)
+                _, got = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+                    x, g, *layer, config=config
+                )
                 assert_close(got, want, scale, factor)
             for config in _config.shipped("convolution_gram").get(key, ()):
                 got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
