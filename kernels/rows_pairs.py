@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels.pairwise import cross_tile, packed_rows
+from gradstats.kernels.pairwise import choose_pair_tiles, cross_tile, packed_rows
 
 
 @triton.jit(
@@ -167,30 +167,12 @@ def pairwise_rows(
     second = _check.check_rows(ids2, g2, cu_seqlens2, max_seqlen2)
     _check.check_match(g1, g2, "width")
     _check.check_layouts(first, second)
-    precision = _check.check_precision(g1.dtype, precision)
-    architecture = _check.architecture(g1.device)
-    config = config or _config.choose_pairwise(
-        first.batch * first.positions,
-        second.batch * second.positions,
-        g1.element_size(),
-        precision,
-        architecture,
-        _check.is_aligned(g1, g2),
-        "pairwise_rows",
-    )
-    positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
-    positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
-    examples1, examples2 = config.rows // positions1, config.columns // positions2
-    row_tiles = triton.cdiv(first.batch, examples1)
-    column_tiles = triton.cdiv(second.batch, examples2)
-    splits = splits or _config.choose_splits(
-        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
-    )
+    tiles = choose_pair_tiles(first, second, (g1, g2), precision, config, splits, "pairwise_rows")
     partial = torch.empty(
-        (splits, first.batch, second.batch), dtype=torch.float32, device=g1.device
+        (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=g1.device
     )
     if partial.numel():
-        pairwise_rows_kernel[(_check.check_programs(row_tiles * column_tiles * splits),)](
+        pairwise_rows_kernel[(_check.check_programs(tiles.programs),)](
             ids1,
             g1,
             ids2,
@@ -210,17 +192,10 @@ def pairwise_rows(
             second.total_rows,
             g1.shape[-1],
             -1 if padding_idx is None else padding_idx,
-            column_tiles,
-            splits,
+            tiles.column_tiles,
+            tiles.splits,
             PADDED=padding_idx is not None,
             RAGGED=first.ragged,
-            PRECISION=config.precision,
-            EXAMPLES1=examples1,
-            POSITIONS1=positions1,
-            EXAMPLES2=examples2,
-            POSITIONS2=positions2,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **tiles.constants(),
         )
-    return partial[0] if splits == 1 else partial.sum(0, dtype=torch.float64).float()
+    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()
