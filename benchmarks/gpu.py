@@ -44,10 +44,11 @@ class Step:
 
 def steps() -> list[Step]:
     kernels, layers = "benchmarks.bench_linear_kernels", "benchmarks.bench_layer_kernels"
-    tests = ["-m", "pytest", "-q", "-m", "gpu", "tests/kernels/gpu"]
+    files = ["tests/test_backend_models.py", "tests/kernels/gpu"]
+    tests = ["-m", "pytest", "-q", "-m", "gpu", *files]
     # most of the tests' time is the compiler's, which uses one core a process
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    found = ["-m", "pytest", "-q", "--collect-only", "tests/kernels/gpu"]
+    found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
         Step("tests", [*tests, *parallel], 240, None, found),

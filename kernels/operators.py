@@ -7,6 +7,7 @@ statistics are computed in the backward pass, beside the gradients.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -144,11 +145,17 @@ def _launch(name: str, module: str, leading: int) -> Callable:
             ) from error
         # launchers take everything after the operands by name
         named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # a launch goes to the current device, wherever its operands lie
+            with torch.cuda.device(device):
+                return launcher(*args[:leading], **named, **kwargs)
         return launcher(*args[:leading], **named, **kwargs)
 
     return implementation
 
 
+@functools.cache
 def _argument_names(name: str) -> list[str]:
     schema = getattr(torch.ops.gradstats, name).default._schema
     return [argument.name for argument in schema.arguments]

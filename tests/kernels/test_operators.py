@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gradstats.kernels import operators
+from gradstats.kernels import direct, operators
 
 from tests.kernels import reference
 from tests.kernels.reference import assert_close
@@ -85,6 +86,31 @@ def test_bad_segments_are_refused_on_the_cpu():
         operators.direct_sqnorm(a, g, torch.tensor([0, 3, 2]))
     with pytest.raises(ValueError, match="within the 4 packed rows"):
         operators.direct_sqnorm(a, g, torch.tensor([0, 3, 5]))
+
+
+def test_a_launch_goes_to_the_device_of_its_operands(monkeypatch):
+    current, launched = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(
+        direct, "direct_sqnorm", lambda *args, **named: launched.append(current[-1])
+    )
+    launch = operators._launch("direct_sqnorm", *operators.LAUNCHERS["direct_sqnorm"])
+    for index in (0, 1):
+        operand = SimpleNamespace(device=torch.device("cuda", index))
+        launch(operand, operand)
+    assert launched == [0, 1] and current == [0]
 
 
 def test_importing_operators_imports_no_triton_and_cuda_without_it_says_so():
