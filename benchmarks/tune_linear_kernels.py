@@ -23,19 +23,6 @@ from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
 TABLE_PATH = Path(_table.__file__)
-MATMULS = (
-    "gram",
-    "direct",
-    "weight_gradient",
-    "weight_gradient_descriptor",
-    "pairwise",
-    "pairwise_rows",
-    "diagonal",
-    "direction",
-    "convolution",
-    "convolution_fused",
-    "convolution_gram",
-)
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
     ("rank_one", "half"): "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
@@ -320,7 +307,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile-only", action="store_true", help="choose without timing")
     parser.add_argument("--repair", action="store_true", help="replace only tiles that spill")
     parser.add_argument("--store", type=Path, help="with --repair, the store of a sweep")
-    parser.add_argument("--operations", nargs="+", choices=MATMULS, default=list(MATMULS))
+    parser.add_argument(
+        "--operations", nargs="+", choices=_config.MATMULS, default=list(_config.MATMULS)
+    )
     parser.add_argument(
         "--architectures", nargs="+", type=int, choices=_config.ARCHITECTURES, default=None
     )

@@ -13,7 +13,8 @@ import re
 
 from gradstats.kernels._table import TABLE
 
-OPERATIONS = (
+# kernels that read once and multiply no matrices, and those that do
+STREAMING = (
     "rank_one",
     "vector",
     "layer_norm",
@@ -24,6 +25,8 @@ OPERATIONS = (
     "rows",
     "depthwise",
     "depthwise_channels_adjacent",
+)
+MATMULS = (
     "gram",
     "direct",
     "weight_gradient",
@@ -36,6 +39,7 @@ OPERATIONS = (
     "convolution_fused",
     "convolution_gram",
 )
+OPERATIONS = (*STREAMING, *MATMULS)
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
 

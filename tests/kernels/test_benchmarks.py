@@ -91,7 +91,7 @@ def test_the_committed_table_is_what_the_script_writes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", _config.KINDS)
-@pytest.mark.parametrize("operation", tune_linear_kernels.MATMULS)
+@pytest.mark.parametrize("operation", _config.MATMULS)
 def test_candidates_are_distinct_tiles_that_a_dot_can_take(operation, kind):
     for timed in (False, True):
         groups = tune_linear_kernels.candidates(operation, kind, timed)

@@ -9,34 +9,11 @@ from gradstats.kernels import _config
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._table import TABLE
 
-MATMULS = {
-    "gram",
-    "direct",
-    "diagonal",
-    "weight_gradient",
-    "weight_gradient_descriptor",
-    "pairwise",
-    "pairwise_rows",
-    "direction",
-    "convolution",
-    "convolution_fused",
-    "convolution_gram",
-}
-
 # kernels that take the tiles of another operation
 SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
 
-# kernels without matrix products, alike on all architectures: the gate compiles them for one
-STREAMING = {
-    "layer_norm",
-    "group_norm",
-    "scale",
-    "scale_positions_adjacent",
-    "statistics",
-    "rows",
-    "depthwise",
-    "depthwise_channels_adjacent",
-}
+# kernels that are alike on all architectures: the gate compiles them for one
+ALIKE = {*_config.STREAMING} - {"rank_one", "vector"}
 
 PATCHES_AND_ROWS = {
     "tied",
@@ -92,7 +69,7 @@ def cases() -> Iterator[Case]:
                         (kind == "half" and (other or operation.endswith("_descriptor")))
                         or (kind == "tf32x3" and architecture == 90 and layout == "dense")
                     )
-                    if operation in STREAMING:
+                    if operation in ALIKE:
                         default = default and architecture == 90
                     elif operation in PATCHES_AND_ROWS:
                         default = default and kind == "half" and (aligned or architecture == 90)
@@ -102,5 +79,5 @@ def cases() -> Iterator[Case]:
 
 def needs_tensor_cores(case: Case, kernel: str) -> bool:
     """Whether a kernel that a case launches multiplies matrices on tensor cores."""
-    multiplies = SHARED_TILES.get(case.operation, case.operation) in MATMULS
+    multiplies = SHARED_TILES.get(case.operation, case.operation) in _config.MATMULS
     return multiplies and case.kind != "ieee" and not kernel.startswith("segment_sum")
