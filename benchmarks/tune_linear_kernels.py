@@ -99,7 +99,16 @@ def candidates(
         ]
     if operation == "convolution_gram":
         return [
-            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(
+                64,
+                64,
+                (line, 8, 3),
+                (line, 4, 3),
+                (half, 4, 3),
+                (half, 4, 2),
+                (half, 8, 2),
+                (16, 8, 2),
+            ),
             tiles(32, 32, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
             tiles(16, 16, (line, 2, 2), (16, 4, 2)),
         ]

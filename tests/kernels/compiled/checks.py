@@ -41,10 +41,6 @@ ALLOWED_SPILLS |= {
     for tile in ("1x128x16w8s1", "1x32x64w8s1", "1x8x256w8s1", "1x1x1024w8s1")
 }
 
-# three channels: patches are addressed element by element, and who has so few hardly has so few
-# positions that this form serves
-ALLOWED_SPILLS[("convolution_gram", 90, "64x64x64w4s3")] = 16
-
 # sums are held while 64-bit addresses of the next tile are formed
 ALLOWED_SPILLS |= {
     (operation, architecture, tile): 24
