@@ -64,7 +64,8 @@ class NormalisationUse(torch.autograd.Function):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
         wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[5:7]]
         # Autocast normalises in a wider dtype than that of the input it is given.
-        own, x = x.dtype, x.to(grad.dtype)
+        own, dtype = x.dtype, torch.promote_types(x.dtype, grad.dtype)
+        grad, x = grad.to(dtype), x.to(dtype)
         result = layer.backward(grad, x, weight, (ctx.needs_input_grad[4], any(wanted)))
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):
