@@ -159,6 +159,7 @@ def is_clean(
     chosen = [
         cases.Case(name, *key, config, layout, 0, False)
         for name in (operation, *sharing)
+        if cases.takes(name, config)
         for layout in cases.layouts(name)
     ]
     facts = sweep.sweep(chosen, sweep.Store(store))

@@ -13,6 +13,8 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.gram import gram_tile
 
+LARGEST_TILE = 64  # a larger one leaves no registers for the addresses of what is gathered
+
 
 @triton.jit(
     do_not_specialize=[
@@ -148,7 +150,7 @@ def tied_inner(
         )
     precision = _check.check_precision(a.dtype, precision)
     config = config or _config.choose_gram(
-        max(first.positions, second.positions),
+        min(max(first.positions, second.positions), LARGEST_TILE),
         a.element_size(),
         precision,
         _check.architecture(a.device),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gradstats.kernels import _config
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._table import TABLE
+from gradstats.kernels.tied import LARGEST_TILE
 
 # kernels that take the tiles of another operation
 SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
@@ -56,12 +57,17 @@ def layouts(operation: str) -> tuple[str, ...]:
     return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
 
 
+def takes(operation: str, config: TileConfig) -> bool:
+    """Whether an operation is ever launched with a tile of its entry."""
+    return operation != "tied" or config.rows <= LARGEST_TILE
+
+
 def cases() -> Iterator[Case]:
     """Every case of the table."""
     for operation in (*TABLE, *SHARED_TILES):
         entries = _config.shipped(SHARED_TILES.get(operation, operation))
         for (architecture, kind, aligned), configs in entries.items():
-            for rank, config in enumerate(configs):
+            for rank, config in enumerate(each for each in configs if takes(operation, each)):
                 own = layouts(operation)
                 for layout in own:
                     other = layout == own[-1 if aligned else 0]

@@ -52,6 +52,11 @@ ALLOWED_SPILLS |= {
     )
 }
 
+# of which the oldest supported compiler spills more
+ALLOWED_SPILLS |= {
+    ("depthwise", architecture, "16x1x256w8s1"): 84 for architecture in (80, 90, 100)
+}
+
 # the division that keeps running means
 ALLOWED_SPILLS |= {
     ("statistics", 80, tile): 12 for tile in ("1x2048x1w8s1", "1x512x1w4s1", "1x128x1w2s1")
@@ -65,9 +70,9 @@ def check_shared(compiled: Compiled, limit: int) -> None:
     assert compiled.shared <= limit, f"{compiled.name}: {compiled.shared} bytes of shared memory"
 
 
-# The tiles were chosen with these compilers. Another may spill a few words of what they hold: a
-# tile that is right for the GPU is not given up for that.
-CHOSEN_WITH = ("3.6.", "3.7.")
+# The tiles were chosen with this compiler. Another may spill a few words of what they hold: a tile
+# that is right for the GPU is not given up for that.
+CHOSEN_WITH = "3.7."
 FEW = 64
 
 
