@@ -44,7 +44,7 @@ def test_a_sweep_reports_what_does_not_compile_or_exceeds_a_limit(monkeypatch):
     assert sweep.findings(good, case) == []
     for change, message in (
         ({"shared": 10**6}, "shared memory"),
-        ({"spilled_bytes": 4}, "spilled"),
+        ({"spilled_bytes": 4000}, "spilled"),
         ({"tensor_cores": False}, "tensor-core"),
         ({"complaints": ["32-bit offset"]}, "32-bit"),
     ):
