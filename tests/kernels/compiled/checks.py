@@ -22,6 +22,7 @@ ALLOWED_SPILLS = {
     # once a tile, behind the loops over features: row norms, addresses of what is gathered
     ("gram", 80, "64x64x64w4s2"): 12,
     ("gram", 80, "64x64x32w4s2"): 12,
+    ("gram", 100, "16x16x32w2s3"): 12,
     ("tied", 80, "32x32x64w4s3"): 8,
     ("tied", 80, "64x64x16w4s3"): 32,
 }
