@@ -8,11 +8,10 @@ unfolded patches multiplied example by example, and vmap of a gradient.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -20,12 +19,13 @@ from torch.nn import functional
 from benchmarks.bench_linear_kernels import (
     CACHE_BYTES,
     DTYPES,
+    Meter,
     Provider,
-    append,
-    ceilings,
-    environment,
     measure,
-    show,
+    meter_of,
+    parser_of,
+    rotated,
+    write,
 )
 
 EPS = 1e-5
@@ -61,6 +61,14 @@ LAYERS = (
     Layer("llama_7b_rms_norm", "rms_norm", 4, (2048, 4096)),
     Layer("resnet50_group_norm", "group_norm", 64, (3136, 256, 32)),
     Layer("gpt2_embedding", "embedding", 16, (1024, 768, 50257)),
+)
+DRY = (
+    Layer("grouped", "convolution", 2, (4, 6, 5, 3, 1, 1, 2)),
+    Layer("convolution", "convolution", 2, (3, 5, 6, 3, 2, 1, 1)),
+    Layer("layer", "layer_norm", 2, (3, 20)),
+    Layer("rms", "rms_norm", 2, (3, 20)),
+    Layer("group", "group_norm", 2, (5, 12, 3)),
+    Layer("embedding", "embedding", 2, (7, 20, 11)),
 )
 QUICK = ("resnet50_stage2", "convnext_t_stage1", "gpt2_layer_norm", "gpt2_embedding")
 
@@ -106,7 +114,12 @@ def providers(layer: Layer, dtype: torch.dtype) -> Iterator[Provider]:
 
 
 def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import convolution, convolution_gram
+    from gradstats.kernels import (
+        convolution,
+        convolution_gram,
+        convolution_pairs,
+        convolution_weight_gradient,
+    )
 
     channels, outputs, side, kernel, stride, padding, groups = layer.sizes
     out = (side + 2 * padding - kernel) // stride + 1
@@ -160,7 +173,7 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     yield Provider("weight_gradient", "cudnn", native, product, read + size * weights)
     yield Provider(
         "weight_gradient", "gradstats",
-        lambda x, g, w: convolution.convolution_weight_gradient_sqnorm(x, g, *own),
+        lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *own),
         product, read + size * weights, lambda result: result[1], exact,
     )  # fmt: skip
     yield Provider(
@@ -174,13 +187,13 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     if weights * layer.batch * 4 < 2**31:
         yield Provider(
             "pairwise", "gradstats",
-            lambda x, g, w: convolution.pairwise_convolution(x, g, x, g, *own),
+            lambda x, g, w: convolution_pairs.pairwise_convolution(x, g, x, g, *own),
             product + 2.0 * layer.batch**2 * weights, read, lambda result: result.diagonal(), exact,
         )  # fmt: skip
 
 
 def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import _reference, rows, rows_pairs
+    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs
 
     positions, width, table = layer.sizes
     read = layer.batch * positions * (size * width + 8)
@@ -208,7 +221,7 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
     yield Provider("norms", "backward alone", native, 0.0, read + size * table * width)
     yield Provider("norms", "opacus formula", gram, 0.0, read, same, exact)
     yield Provider(
-        "direction", "gradstats", lambda ids, g, w: rows.rows_direction(ids, g, w),
+        "direction", "gradstats", lambda ids, g, w: rows_direction.rows_direction(ids, g, w),
         0.0, 2.0 * read, same,
         lambda ids, g, w: (g * functional.embedding(ids, w)).sum((1, 2)),
     )  # fmt: skip
@@ -219,7 +232,7 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
 
 
 def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import normalization, scale
+    from gradstats.kernels import group_norm, layer_norm
 
     features = layer.sizes[1]
     elements = float(layer.batch * math.prod(layer.sizes[:2]))
@@ -238,10 +251,10 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
         return result[0]
 
     def native(x, g, w):
-        if rms:
+        if layer.kind != "layer_norm":
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
-                y = functional.rms_norm(leaf, (features,), w, EPS)
+                y = normalised(leaf) * w
             return torch.autograd.grad(y, leaf, g)[0]
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, (features,), w, w, EPS)
         return torch.ops.aten.native_layer_norm_backward(
@@ -251,21 +264,26 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
     if layer.kind == "group_norm":
         yield Provider(
             "norms", "gradstats",
-            lambda x, g, w: scale.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
-            0.0, 2 * size * elements, first, exact,
-        )  # fmt: skip
-    else:
-        yield Provider(
-            "norms", "gradstats",
-            lambda x, g, w: normalization.layer_norm_sqnorm(x, g, EPS, rms=rms),
+            lambda x, g, w: group_norm.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
             0.0, 2 * size * elements, first, exact,
         )  # fmt: skip
         yield Provider(
             "backward", "gradstats",
-            lambda x, g, w: normalization.layer_norm_backward(x, g, w, EPS, rms=rms),
+            lambda x, g, w: group_norm.group_norm_backward(x, g, w, layer.sizes[2], EPS),
             0.0, 3 * size * elements, lambda result: result[3], exact,
         )  # fmt: skip
-        yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
+    else:
+        yield Provider(
+            "norms", "gradstats",
+            lambda x, g, w: layer_norm.layer_norm_sqnorm(x, g, EPS, rms=rms),
+            0.0, 2 * size * elements, first, exact,
+        )  # fmt: skip
+        yield Provider(
+            "backward", "gradstats",
+            lambda x, g, w: layer_norm.layer_norm_backward(x, g, w, EPS, rms=rms),
+            0.0, 3 * size * elements, lambda result: result[3], exact,
+        )  # fmt: skip
+    yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
     yield Provider(
         "norms", "torch", lambda x, g, w: (normalised(x) * g).float().sum(1).square().sum(1),
         0.0, 2 * size * elements, lambda result: result, exact,
@@ -284,20 +302,24 @@ def error(provider: Provider, inputs, examples: int = 4) -> float | None:
 
 
 def bench(
-    layer: Layer, dtype_name: str, limits: tuple[float, float], channels_last: bool
+    layer: Layer,
+    dtype_name: str,
+    limits: tuple[float, float],
+    channels_last: bool,
+    meter: Meter,
 ) -> Iterator[dict]:
     """One row per operation and provider."""
     dtype = DTYPES[dtype_name]
-    inputs = operands(layer, dtype, 0, channels_last=channels_last)
+
+    def drawn(seed: int) -> tuple[torch.Tensor, ...]:
+        return operands(layer, dtype, seed, meter.device, channels_last)
+
+    inputs = drawn(0)
     own = sum(operand.numel() * operand.element_size() for operand in inputs)
-    count = max(2, min(16, -(-CACHE_BYTES // own)))
-    sets = [
-        inputs,
-        *(operands(layer, dtype, seed, channels_last=channels_last) for seed in range(1, count)),
-    ]
+    sets = rotated(inputs, max(2, min(16, -(-CACHE_BYTES // own))), meter, drawn)
     row = dataclasses.asdict(layer) | {"dtype": dtype_name, "channels_last": channels_last}
     for provider in providers(layer, dtype):
-        yield row | measure(provider, inputs, sets, limits, error)
+        yield row | measure(provider, inputs, sets, limits, error, meter)
 
 
 COLUMNS = (
@@ -307,31 +329,24 @@ COLUMNS = (
 ).split()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="CSV file to append to")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="+", choices=[layer.name for layer in LAYERS])
-    parser.add_argument("--quick", action="store_true", help="four layers alone")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+    meter = meter_of(parser, options)
     names = options.layers or (QUICK if options.quick else [layer.name for layer in LAYERS])
+    layers = DRY if options.dry_run else [layer for layer in LAYERS if layer.name in names]
 
-    stamp = environment()
-    print(", ".join(f"{key} {value}" for key, value in stamp.items()))
-    rows = []
-    for dtype_name in options.dtypes:
-        limits = ceilings(DTYPES[dtype_name])
-        for layer in LAYERS:
-            if layer.name not in names:
-                continue
-            for channels_last in (False, True) if layer.kind == "convolution" else (False,):
-                for row in bench(layer, dtype_name, limits, channels_last):
-                    rows.append(row | stamp)
-                    show(f"{layer.name}{' last' if channels_last else ''}", row)
-    append(options.out, COLUMNS, rows)
+    def work() -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
+        for dtype_name in options.dtypes or ["bf16"]:
+            limits = meter.ceilings(DTYPES[dtype_name])
+            for layer in layers:
+                for last in (False, True) if layer.kind == "convolution" else (False,):
+                    rows = functools.partial(bench, layer, dtype_name, limits, last, meter)
+                    yield f"{layer.name}{' last' if last else ''}", rows
+
+    return write(options, COLUMNS, work())
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -5,7 +5,9 @@
 A kernel's floor is the larger of its bytes over the measured copy bandwidth and its required
 operations over the measured matrix rate of the same dtype, both measured in the same run. Every
 call is timed inside a CUDA graph that rotates over input sets larger than the L2 cache. A kernel
-whose result is off its float64 reference is reported and not timed.
+whose result is off its float64 reference is reported and not timed; rows are written as they come.
+With --dry-run small shapes are interpreted on the CPU (TRITON_INTERPRET=1), each call timed once:
+that shows that the script runs to its end, and no more.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import argparse
 import csv
 import dataclasses
 import datetime
+import functools
+import shutil
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +54,7 @@ SHAPES = (
     Shape("mlp_mnist", 256, 1, 784, 2048),
 )
 QUICK = ("gpt2_qkv", "mlp_wide")
+DRY = (Shape("sequence", 2, 9, 32, 48), Shape("one_position", 5, 1, 32, 48))
 
 
 @dataclasses.dataclass
@@ -264,15 +270,38 @@ def ceilings(dtype: torch.dtype) -> tuple[float, float]:
     return bandwidth, 2.0 * side**3 / milliseconds * 1e3
 
 
+@dataclasses.dataclass(frozen=True)
+class Meter:
+    """Where calls run and how they are measured."""
+
+    device: str
+    time: Callable  # (call, input sets) to (median, low, high) milliseconds
+    peak: Callable  # (call, inputs) to bytes
+    ceilings: Callable  # dtype to (bytes per second, operations per second)
+
+
+def time_once(call: Callable, sets: list) -> tuple[float, float, float]:
+    """The milliseconds of one call, three times over."""
+    start = time.perf_counter()
+    call(*sets[0])
+    return ((time.perf_counter() - start) * 1e3,) * 3
+
+
+ON_GPU = Meter("cuda", time_graph, peak_bytes, ceilings)
+IN_A_DRY_RUN = Meter("cpu", time_once, lambda call, inputs: 0, lambda dtype: (1e12, 1e12))
+
+
 def environment() -> dict[str, str]:
     import triton
 
     def output(*command):
+        if shutil.which(command[0]) is None:
+            return "unknown"
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
 
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -281,17 +310,25 @@ def environment() -> dict[str, str]:
     }
 
 
-def bench(shape: Shape, dtype_name: str, limits: tuple[float, float]) -> Iterator[dict]:
+def bench(
+    shape: Shape, dtype_name: str, limits: tuple[float, float], meter: Meter
+) -> Iterator[dict]:
     """One row per operation and provider."""
     dtype = DTYPES[dtype_name]
-    inputs = operands(shape, dtype, 0)
+    inputs = operands(shape, dtype, 0, meter.device)
     own = sum(operand.numel() * operand.element_size() for operand in inputs)
     count = max(2, min(32, -(-CACHE_BYTES // own)))
-    sets = [inputs] + [operands(shape, dtype, seed) for seed in range(1, count)]
-    descriptors = torch.cuda.get_device_capability() >= (9, 0)
+    sets = rotated(inputs, count, meter, lambda seed: operands(shape, dtype, seed, meter.device))
+    on_gpu = meter.device == "cuda"
+    descriptors = on_gpu and torch.cuda.get_device_capability() >= (9, 0)
     for provider in providers(shape, dtype, descriptors):
         row = dataclasses.asdict(shape) | {"dtype": dtype_name}
-        yield row | measure(provider, inputs, sets, limits, error)
+        yield row | measure(provider, inputs, sets, limits, error, meter)
+
+
+def rotated(inputs, count: int, meter: Meter, another: Callable) -> list:
+    """As many sets of inputs as the cache does not hold together; in a dry run the first alone."""
+    return [inputs, *map(another, range(1, count if meter.device == "cuda" else 1))]
 
 
 def measure(
@@ -300,6 +337,7 @@ def measure(
     sets: list,
     limits: tuple[float, float],
     error: Callable[[Provider, tuple], float | None],
+    meter: Meter,
 ) -> dict:
     """What one provider takes, if its result is right; rivals of ours may round as they like."""
     bandwidth, rate = limits
@@ -313,16 +351,16 @@ def measure(
         off = error(provider, inputs)
         if provider.name.startswith("gradstats") and off is not None and not off < 1e-3:
             return row | {"note": f"wrong by {off:.3g}, not timed"}
-        memory = peak_bytes(provider.call, inputs)
-        median, low, high = time_graph(provider.call, sets)
+        memory = meter.peak(provider.call, inputs)
+        median, low, high = meter.time(provider.call, sets)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"note": "out of memory"}
-    except RuntimeError as problem:
-        # a rival that cannot be captured in a graph must not end the run
-        if provider.name.startswith("gradstats"):
+    except (RuntimeError, ValueError) as problem:
+        # what cannot run or be captured in a graph must not end the run, unless the device is lost
+        if "CUDA error" in str(problem):
             raise
-        return row | {"note": f"failed: {str(problem).splitlines()[0][:80]}"}
+        return row | {"note": f"failed: {(str(problem).splitlines() or [''])[0][:80]}"}
     floor = max(provider.bytes / bandwidth, provider.flops / rate) * 1e3
     return row | {
         "error": off,
@@ -345,32 +383,63 @@ COLUMNS = (
 ).split()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The options that the scripts for kernels share."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help="CSV file to append to")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
-    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES])
-    parser.add_argument("--quick", action="store_true", help="two shapes, bf16 alone")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
+    parser.add_argument("--quick", action="store_true", help="a few shapes in bf16 alone")
+    parser.add_argument("--seconds", type=float, help="begin with no further shape after this time")
+    parser.add_argument("--dry-run", action="store_true", help="small shapes, interpreted")
+    return parser
+
+
+def meter_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Meter:
+    if options.dry_run:
+        return IN_A_DRY_RUN
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    names = options.shapes or (QUICK if options.quick else [shape.name for shape in SHAPES])
-    dtypes = ["bf16"] if options.quick else options.dtypes
+    return ON_GPU
 
-    stamp = environment()
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES])
+    options = parser.parse_args(arguments)
+    meter = meter_of(parser, options)
+    names = options.shapes or (QUICK if options.quick else [shape.name for shape in SHAPES])
+    shapes = DRY if options.dry_run else [shape for shape in SHAPES if shape.name in names]
+    dtypes = options.dtypes or (["bf16"] if options.quick else ["bf16", "fp32"])
+
+    def work() -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
+        for dtype_name in dtypes:
+            limits = meter.ceilings(DTYPES[dtype_name])
+            bandwidth, rate = limits[0] / 1e12, limits[1] / 1e12
+            print(f"{dtype_name}: copy {bandwidth:.2f} TB/s, matmul {rate:.0f} TFLOP/s")
+            for shape in shapes:
+                yield shape.name, functools.partial(bench, shape, dtype_name, limits, meter)
+
+    return write(options, COLUMNS, work())
+
+
+def write(
+    options: argparse.Namespace,
+    columns: list[str],
+    work: Iterator[tuple[str, Callable[[], Iterator[dict]]]],
+) -> int:
+    """Prints and appends the rows of one piece of work after the other; the exit status."""
+    stamp, start, failed = environment(), time.monotonic(), 0
     print(", ".join(f"{key} {value}" for key, value in stamp.items()))
-    rows = []
-    for dtype_name in dtypes:
-        limits = ceilings(DTYPES[dtype_name])
-        bandwidth, rate = limits[0] / 1e12, limits[1] / 1e12
-        print(f"{dtype_name}: copy {bandwidth:.2f} TB/s, matmul {rate:.0f} TFLOP/s")
-        for shape in SHAPES:
-            if shape.name not in names:
-                continue
-            for row in bench(shape, dtype_name, limits):
-                rows.append(row | stamp)
-                show(shape.name, row)
-    append(options.out, COLUMNS, rows)
+    for name, rows in work:
+        if options.seconds is not None and time.monotonic() - start > options.seconds:
+            print(f"{name}: left out, {options.seconds:.0f} s are over", flush=True)
+            continue
+        for row in rows():
+            show(name, row)
+            append(options.out, columns, [row | stamp])
+            failed += row["provider"].startswith("gradstats") and "ms" not in row
+    print(f"{failed} kernels failed" if failed else "all kernels are right")
+    return int(failed > 0)
 
 
 def show(name: str, row: dict) -> None:
@@ -396,4 +465,4 @@ def append(path: Path | None, columns: list[str], rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

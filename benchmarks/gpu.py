@@ -1,38 +1,107 @@
-"""Everything that needs a GPU, in one command: correctness first, then the kernels' speed.
+"""Everything that needs a GPU, in one command: correctness, then speed.
 
     python -m benchmarks.gpu --out FOLDER
 
-Nothing is timed unless the tests pass.
+What a step prints goes to FOLDER/log.txt, what it measures to a table beside it. A step that fails
+does not keep the others from running: the scripts time no kernel whose result is wrong. The exit
+status says whether all went well. `--dry-run` takes the same steps without a GPU, on small shapes
+in Triton's interpreter, to see that the command runs to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+SECONDS = 590  # for all steps together
 
-def main() -> int:
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to run, most informative first.
+
+    Attributes:
+        name: what the log calls it.
+        command: arguments of the interpreter, "{out}" standing for the folder.
+        seconds: how long it may take; it is stopped then.
+        dry: what a dry run adds to the command; None where a dry run takes another.
+        instead: the command of a dry run in that case.
+    """
+
+    name: str
+    command: Sequence[str]
+    seconds: int
+    dry: Sequence[str] | None = ("--dry-run",)
+    instead: Sequence[str] = ()
+
+
+def steps() -> list[Step]:
+    kernels, layers = "benchmarks.bench_linear_kernels", "benchmarks.bench_layer_kernels"
+    files = ["tests/test_backend_models.py", "tests/kernels/gpu"]
+    tests = ["-m", "pytest", "-q", "-m", "gpu", *files]
+    # most of the tests' time is the compiler's, which uses one core a process
+    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    found = ["-m", "pytest", "-q", "--collect-only", *files]
+    return [
+        Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
+        Step("tests", [*tests, *parallel], 240, None, found),
+        Step("kernels", ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"], 180),
+        Step("layers", ["-m", layers, "--seconds", "100", "--out", "{out}/layers.csv"], 150),
+    ]
+
+
+def run(step: Step, folder: Path, left: float, dry: bool) -> str:
+    """Runs a step and returns what came of it; its output goes to the log."""
+    command = list(step.command)
+    if dry:
+        command = [*command, *step.dry] if step.dry is not None else list(step.instead)
+    command = [argument.replace("{out}", str(folder)) for argument in command]
+    environment = dict(os.environ)
+    if dry and step.dry is not None:
+        environment["TRITON_INTERPRET"] = "1"
+    start = time.monotonic()
+    with (folder / "log.txt").open("a") as log:
+        print(f"\n== {step.name}: {' '.join(command)}", file=log, flush=True)
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT,
+                env=environment, timeout=min(step.seconds, left), check=False,
+            )  # fmt: skip
+            outcome = "ok" if done.returncode == 0 else f"failed ({done.returncode})"
+        except subprocess.TimeoutExpired:
+            outcome = "stopped: out of time"
+        outcome = f"{outcome}, {time.monotonic() - start:.0f} s"
+        print(f"== {step.name}: {outcome}", file=log)
+    return outcome
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs and tables")
-    folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = {
-        "tests": ["-m", "pytest", "-q", "-m", "gpu", "tests/kernels/gpu"],
-        "kernels": ["-m", "benchmarks.bench_linear_kernels", "--out", str(folder / "kernels.csv")],
-        "layers": ["-m", "benchmarks.bench_layer_kernels", "--out", str(folder / "layers.csv")],
-    }
-    for name, arguments in steps.items():
-        done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, check=False
-        )
-        (folder / f"{name}.log").write_text(done.stdout + done.stderr)
-        print(f"{name}: exit {done.returncode}\n{done.stdout[-2000:]}", flush=True)
-        if done.returncode:
-            print(done.stderr[-2000:])
-            return done.returncode
-    return 0
+    parser.add_argument("--out", type=Path, required=True, help="folder for the log and the tables")
+    parser.add_argument("--dry-run", action="store_true", help="small shapes, without a GPU")
+    parser.add_argument("--steps", nargs="+", help=f"of {', '.join(s.name for s in steps())}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    failed = False
+    for step in steps():
+        if options.steps and step.name not in options.steps:
+            continue
+        left = end - time.monotonic()
+        outcome = run(step, options.out, left, options.dry_run) if left > 5 else "left out"
+        failed |= not outcome.startswith("ok")
+        print(f"{step.name}: {outcome}", flush=True)
+        if not outcome.startswith("ok"):
+            print("".join((options.out / "log.txt").read_text().splitlines(keepends=True)[-25:]))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_linear_kernels                # on a GPU: the fastest of each class
     python -m benchmarks.tune_linear_kernels --compile-only # anywhere: the first without spills
+    python -m benchmarks.tune_linear_kernels --repair       # anywhere: replaces tiles that spill
 
 Candidates are grouped in classes by tile size, preferred first. A candidate that spills registers
 or exceeds the shared memory of its architecture is out. Without a GPU the first that remains
@@ -22,19 +23,6 @@ from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
 TABLE_PATH = Path(_table.__file__)
-MATMULS = (
-    "gram",
-    "direct",
-    "weight_gradient",
-    "weight_gradient_descriptor",
-    "pairwise",
-    "pairwise_rows",
-    "diagonal",
-    "direction",
-    "convolution",
-    "convolution_fused",
-    "convolution_gram",
-)
 # kernels that only stream: nothing to spill, nothing to share
 STREAMING = {
     ("rank_one", "half"): "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
@@ -46,6 +34,7 @@ STREAMING = {
         for kind in ("half", "ieee")
         for operation, tiles in {
             "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
+            "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
             "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
             "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
             "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
@@ -110,7 +99,16 @@ def candidates(
         ]
     if operation == "convolution_gram":
         return [
-            tiles(64, 64, (line, 4, 3), (half, 4, 3), (half, 4, 2), (half, 8, 2), (16, 8, 2)),
+            tiles(
+                64,
+                64,
+                (line, 8, 3),
+                (line, 4, 3),
+                (half, 4, 3),
+                (half, 4, 2),
+                (half, 8, 2),
+                (16, 8, 2),
+            ),
             tiles(32, 32, (line, 4, 3), (half, 4, 2), (16, 4, 2)),
             tiles(16, 16, (line, 2, 2), (16, 4, 2)),
         ]
@@ -146,24 +144,44 @@ def classes_of_inputs(operation: str, architectures: Iterable[int]):
         yield key
 
 
-def is_clean(operation: str, config: TileConfig, architecture: int, kind: str, aligned: bool):
-    """Whether every launch of the operation compiles within its limits on spills and memory."""
-    aot = importlib.import_module("tests.kernels.compiled.aot")
-    checks = importlib.import_module("tests.kernels.compiled.checks")
-    launches = importlib.import_module("tests.kernels.compiled.launches")
-    dtype = launches.DTYPES[kind]
-    operations = (operation, "example_tiles") if operation == "direct" else (operation,)
-    for name, layout in itertools.product(operations, launches.layouts(operation)):
-        for launch in launches.launches(name, config, dtype, aligned, layout):
-            compiled = aot.compile_launch(launch, architecture)
-            try:
-                checks.check_shared(compiled, _config.shared_limit(architecture))
-                checks.check_spills(compiled, checks.allowed_spills(name, config, architecture))
-                if kind != "ieee" and not compiled.name.startswith("segment_sum"):
-                    checks.check_tensor_cores(compiled, architecture, config.rows)
-            except AssertionError:
-                return False
-    return True
+def is_clean(
+    operation: str, config: TileConfig, key: tuple[int, str, bool], store: Path | None = None
+) -> bool:
+    """Whether every launch of the operation compiles within its limits.
+
+    Args:
+        operation, config, key: the entry of the table, and the tile.
+        store: file of what is known of launches, as `tests.kernels.compiled.sweep` keeps it.
+    """
+    cases = importlib.import_module("tests.kernels.compiled.cases")
+    sweep = importlib.import_module("tests.kernels.compiled.sweep")
+    sharing = [name for name, other in cases.SHARED_TILES.items() if other == operation]
+    chosen = [
+        cases.Case(name, *key, config, layout, 0, False)
+        for name in (operation, *sharing)
+        if cases.takes(name, config)
+        for layout in cases.layouts(name)
+    ]
+    facts = sweep.sweep(chosen, sweep.Store(store))
+    return not any(sweep.findings(found, case) for case, found in facts)
+
+
+def repaired(operation: str, key: tuple[int, str, bool], store: Path | None) -> str:
+    """The table's entry with tiles that do not compile within their limits replaced.
+
+    A tile that does stands. Another gives way to the first candidate of its size that does.
+    """
+    kept, itemsize = [], 2 if key[1] == "half" else 4
+    for config in _config.shipped(operation)[key]:
+        options = [config]
+        for candidate in itertools.chain(*candidates(operation, key[1])):
+            if candidate[:2] == (config.rows, config.columns):
+                options.append(TileConfig(*candidate, config.precision))
+        options = [each for each in options if each.is_valid(itemsize, key[0])]
+        found = next((each for each in options if is_clean(operation, each, key, store)), None)
+        if found is not None:
+            kept.append(str(found))
+    return " ".join(kept)
 
 
 def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> float:
@@ -231,8 +249,10 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
 
 def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool):
     """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
-    convolution = importlib.import_module("gradstats.kernels.convolution")
-    convolution_gram = importlib.import_module("gradstats.kernels.convolution_gram")
+    convolution, convolution_gram, convolution_weight_gradient = (
+        importlib.import_module(f"gradstats.kernels.{name}")
+        for name in ("convolution", "convolution_gram", "convolution_weight_gradient")
+    )
     side = 7 if operation.endswith("gram") else 28
     outputs = 256 if config.rows >= 64 else config.rows
     layout = torch.channels_last if aligned else torch.contiguous_format
@@ -242,7 +262,7 @@ def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, ali
     )
     function = {
         "convolution": convolution.convolution_sqnorm,
-        "convolution_fused": convolution.convolution_weight_gradient_sqnorm,
+        "convolution_fused": convolution_weight_gradient.convolution_weight_gradient_sqnorm,
         "convolution_gram": convolution_gram.convolution_gram_sqnorm,
     }[operation]
     return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)
@@ -259,7 +279,7 @@ def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:
             config = TileConfig(*row, precision="ieee" if kind == "half" else kind)
             if not config.is_valid(itemsize, architecture):
                 continue
-            if not is_clean(operation, config, architecture, kind, aligned):
+            if not is_clean(operation, config, key):
                 continue
             if not timed:
                 best = (0.0, config)
@@ -295,13 +315,17 @@ def render(table: dict[str, dict[tuple[int, str, bool], str]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile-only", action="store_true", help="choose without timing")
-    parser.add_argument("--operations", nargs="+", choices=MATMULS, default=list(MATMULS))
+    parser.add_argument("--repair", action="store_true", help="replace only tiles that spill")
+    parser.add_argument("--store", type=Path, help="with --repair, the store of a sweep")
+    parser.add_argument(
+        "--operations", nargs="+", choices=_config.MATMULS, default=list(_config.MATMULS)
+    )
     parser.add_argument(
         "--architectures", nargs="+", type=int, choices=_config.ARCHITECTURES, default=None
     )
     parser.add_argument("--out", type=Path, default=TABLE_PATH)
     options = parser.parse_args(arguments)
-    timed = not options.compile_only
+    timed = not (options.compile_only or options.repair)
     if timed and not torch.cuda.is_available():
         parser.error("timing needs a CUDA device; pass --compile-only to choose without one")
     if options.architectures is None:
@@ -317,8 +341,14 @@ def main(arguments: list[str] | None = None) -> None:
                 table[name][key] = tiles
     for operation in options.operations:
         for key in classes_of_inputs(operation, options.architectures):
-            tiles = tune(operation, key, timed)
-            print(operation, key, tiles, flush=True)
+            if options.repair and key not in table[operation]:
+                continue
+            if options.repair:
+                tiles = repaired(operation, key, options.store)
+            else:
+                tiles = tune(operation, key, timed)
+            if tiles != table[operation].get(key):
+                print(operation, key, table[operation].get(key), "->", tiles, flush=True)
             if tiles:
                 table[operation][key] = tiles
             else:

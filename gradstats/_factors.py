@@ -233,7 +233,7 @@ class Ragged:
         return [end - start for start, end in pairwise(self.offsets)]
 
     def select(self, rows) -> Ragged:
-        chosen = torch.arange(self.batch)[rows].tolist()
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows].tolist()
         pieces = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in chosen]
         index = torch.cat(pieces) if pieces else torch.arange(0)
         index = index.to(self.left.device)

@@ -114,6 +114,25 @@ def check_rows(
     return check_operands(g, g, cu_seqlens, max_seqlen)
 
 
+def check_groups(x: torch.Tensor, groups: int) -> None:
+    """Checks that the channels of x (B, T, C) divide into groups."""
+    if x.dim() != 3 or groups < 1 or x.shape[-1] % groups:
+        raise KernelInputError(
+            f"expected (B, T, C) inputs whose C channels divide into the groups; got "
+            f"{tuple(x.shape)} and {groups} groups: pass channels that come first as a transposed "
+            "view"
+        )
+
+
+def check_scale(weight: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Checks the scale of a norm layer against the layer's inputs."""
+    if weight is not None and (tuple(weight.shape) != (x.shape[-1],) or weight.device != x.device):
+        raise KernelInputError(
+            f"weight must be ({x.shape[-1]},) on {x.device}; got {tuple(weight.shape)} on "
+            f"{weight.device}: pass the scale of the layer that was called"
+        )
+
+
 def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) -> int:
     """Checks segment bounds over `rows` packed rows; returns the longest length to provide for."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:

@@ -13,16 +13,20 @@ import re
 
 from gradstats.kernels._table import TABLE
 
-OPERATIONS = (
+# kernels that read once and multiply no matrices, and those that do
+STREAMING = (
     "rank_one",
     "vector",
     "layer_norm",
+    "group_norm",
     "scale",
     "scale_positions_adjacent",
     "statistics",
     "rows",
     "depthwise",
     "depthwise_channels_adjacent",
+)
+MATMULS = (
     "gram",
     "direct",
     "weight_gradient",
@@ -35,6 +39,7 @@ OPERATIONS = (
     "convolution_fused",
     "convolution_gram",
 )
+OPERATIONS = (*STREAMING, *MATMULS)
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
 
@@ -47,6 +52,10 @@ SMALLEST_SHARED_LIMIT = 101376
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 MAX_SPLITS = 16
+
+# features of a row, and channels of a group, that one program normalises on chip
+WIDEST_ROW = 4096
+WIDEST_GROUP = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +175,15 @@ def choose_layer_norm(
     """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
     inner unused (1)."""
     configs = candidates("layer_norm", itemsize, "ieee", architecture, aligned)
+    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
+
+
+def choose_group_norm(
+    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
+) -> TileConfig:
+    """Columns are the channels of one group: the narrowest tile that holds them, else the widest;
+    inner positions, rows unused (1)."""
+    configs = candidates("group_norm", itemsize, "ieee", architecture, aligned)
     return next((config for config in configs[::-1] if features <= config.columns), configs[0])
 
 

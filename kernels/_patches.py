@@ -85,6 +85,63 @@ def patch_tile(
     return tl.load(base + offsets, mask=mask, other=0.0).T
 
 
+@triton.jit
+def weight_tiles(
+    channels,
+    outputs,
+    TAPS: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """How many tiles the weight of one group has."""
+    if ONE_TAP:
+        return tl.cdiv(outputs, ROWS) * tl.cdiv(channels, COLUMNS) * TAPS
+    else:
+        return tl.cdiv(outputs, ROWS) * tl.cdiv(channels * TAPS, COLUMNS)
+
+
+@triton.jit
+def weight_tile(
+    index,  # which tile of the weight
+    channels,
+    outputs,
+    TAPS: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """(group, first row, tap, first column) of a tile; columns are channels if ONE_TAP."""
+    row_tiles = tl.cdiv(outputs, ROWS)
+    if ONE_TAP:
+        column_tiles = tl.cdiv(channels, COLUMNS)
+        tiles = row_tiles * column_tiles * TAPS
+    else:
+        column_tiles = tl.cdiv(channels * TAPS, COLUMNS)
+        tiles = row_tiles * column_tiles
+    group = index // tiles
+    index -= group * tiles
+    # neighbours share the rows of g, and their patches overlap
+    row = index // (tiles // row_tiles)
+    index -= row * (tiles // row_tiles)
+    return group, row * ROWS, index // column_tiles, (index % column_tiles) * COLUMNS
+
+
+@triton.jit
+def weight_offsets(rows, column, tap, channels, outputs, TAPS: tl.constexpr, ONE_TAP: tl.constexpr):
+    """(offsets, mask), [ROWS, COLUMNS], in one group's weight (outputs, channels, taps)."""
+    if ONE_TAP:
+        channel = column
+        inside = column < channels
+    else:
+        tap = column // channels
+        channel = column - tap * channels
+        inside = tap < TAPS
+    columns = tl.cast(channel, tl.int64) * TAPS + tap
+    offsets = tl.cast(rows, tl.int64)[:, None] * channels * TAPS + columns[None, :]
+    return offsets, (rows < outputs)[:, None] & inside[None, :]
+
+
 @dataclasses.dataclass(frozen=True)
 class Convolution:
     """A checked convolution: x (B, C, D, H, W), g (B, O, T), and how patches are cut.

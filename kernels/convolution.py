@@ -13,51 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, depthwise
-from gradstats.kernels._patches import Convolution, check_convolution, patch_tile
+from gradstats.kernels._patches import (
+    Convolution,
+    check_convolution,
+    patch_tile,
+    weight_offsets,
+    weight_tile,
+    weight_tiles,
+)
 from gradstats.kernels._tile import dot, load_tile
-
-WORKSPACE = 256 * 2**20
-
-
-@triton.jit
-def weight_tile(
-    index,  # which tile of the weight
-    channels,
-    outputs,
-    TAPS: tl.constexpr,
-    ONE_TAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """(group, first row, tap, first column) of a tile; columns are channels if ONE_TAP."""
-    row_tiles = tl.cdiv(outputs, ROWS)
-    if ONE_TAP:
-        column_tiles = tl.cdiv(channels, COLUMNS)
-        tiles = row_tiles * column_tiles * TAPS
-    else:
-        column_tiles = tl.cdiv(channels * TAPS, COLUMNS)
-        tiles = row_tiles * column_tiles
-    group = index // tiles
-    index -= group * tiles
-    # neighbours share the rows of g, and their patches overlap
-    row = index // (tiles // row_tiles)
-    index -= row * (tiles // row_tiles)
-    return group, row * ROWS, index // column_tiles, (index % column_tiles) * COLUMNS
-
-
-@triton.jit
-def weight_offsets(rows, column, tap, channels, outputs, TAPS: tl.constexpr, ONE_TAP: tl.constexpr):
-    """(offsets, mask), [ROWS, COLUMNS], in one group's weight (outputs, channels, taps)."""
-    if ONE_TAP:
-        channel = column
-        inside = column < channels
-    else:
-        tap = column // channels
-        channel = column - tap * channels
-        inside = tap < TAPS
-    columns = tl.cast(channel, tl.int64) * TAPS + tap
-    offsets = tl.cast(rows, tl.int64)[:, None] * channels * TAPS + columns[None, :]
-    return offsets, (rows < outputs)[:, None] & inside[None, :]
 
 
 @triton.jit
@@ -146,11 +110,7 @@ def convolution_kernel(
     """Of one tile of one example's weight gradient: its squares, its products, or itself."""
     TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
     index = tl.program_id(0)
-    tiles = groups * tl.cdiv(outputs, ROWS)
-    if ONE_TAP:
-        tiles *= tl.cdiv(channels, COLUMNS) * TAPS
-    else:
-        tiles *= tl.cdiv(channels * TAPS, COLUMNS)
+    tiles = groups * weight_tiles(channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS)
     example = tl.cast(index // tiles, tl.int64)
     group, first_row, tap, first_column = weight_tile(
         index % tiles, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
@@ -186,92 +146,6 @@ def convolution_kernel(
         else:
             output = output_ptr + example * groups * outputs * channels * TAPS
             tl.store(output + offsets, gradient, mask=mask)
-
-
-@triton.jit(do_not_specialize=["batch", "groups", "examples_per_split"])
-def convolution_weight_gradient_kernel(
-    x_ptr,  # (B, C, D, H, W)
-    g_ptr,  # (B, O, T)
-    gradient_ptr,  # (splits, O, C / groups, taps) contiguous: sums over each range of examples
-    partial_ptr,  # fp32 (B, tiles)
-    stride_xb,
-    stride_xc,
-    stride_xd,
-    stride_xh,
-    stride_xw,
-    stride_gb,
-    stride_gc,
-    stride_gt,
-    depth,
-    height,
-    width,
-    out_height,
-    out_width,
-    positions,
-    channels,
-    outputs,
-    groups,
-    batch,
-    examples_per_split,
-    WINDOW: tl.constexpr,
-    ONE_TAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """One tile of sum_b G_b over a range of examples, and partial[b, tile] = |tile of G_b|^2.
-
-    One flat loop over (example, block of positions), as for linear layers.
-    """
-    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
-    index = tl.program_id(0)
-    tiles = groups * tl.cdiv(outputs, ROWS)
-    if ONE_TAP:
-        tiles *= tl.cdiv(channels, COLUMNS) * TAPS
-    else:
-        tiles *= tl.cdiv(channels * TAPS, COLUMNS)
-    split = index // tiles
-    tile = index - split * tiles
-    group, first_row, tap, first_column = weight_tile(
-        tile, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
-    )
-    rows = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
-    inner = tl.arange(0, INNER)
-    g_channel = tl.cast(group, tl.int64) * outputs
-    x_group = x_ptr + tl.cast(group, tl.int64) * channels * stride_xc
-    g_group = g_ptr + g_channel * stride_gc
-
-    example = split * examples_per_split
-    last_example = tl.minimum(example + examples_per_split, batch)
-    start = 0
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, (last_example - example) * tl.cdiv(positions, INNER)):
-        position = start + inner
-        g_base = g_group + tl.cast(example, tl.int64) * stride_gb
-        x_base = x_group + tl.cast(example, tl.int64) * stride_xb
-        g = load_tile(g_base, rows, stride_gc, outputs, position, stride_gt, positions)
-        patches = patch_tile(
-            x_base, position, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
-            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
-        )  # fmt: skip
-        gradient = dot(g, patches, gradient, PRECISION)
-
-        ends = start + INNER >= positions
-        if ends:
-            squares = tl.sum(gradient * gradient)
-            tl.store(partial_ptr + tl.cast(example, tl.int64) * tiles + tile, squares)
-            total += gradient
-            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # where the walk stands is kept apart from the sums, so that loads can run ahead of them
-        start = tl.where(ends, 0, start + INNER)
-        example = tl.where(ends, example + 1, example)
-
-    offsets, mask = weight_offsets(rows, column, tap, channels, outputs, TAPS, ONE_TAP)
-    offsets += (tl.cast(split, tl.int64) * groups * outputs + g_channel) * channels * TAPS
-    tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
 
 
 def convolution_sqnorm(
@@ -377,120 +251,6 @@ def convolution_direction(
     return _reduce(_launch(layer, layer, direction, "direction", precision, config))
 
 
-def convolution_weight_gradient_sqnorm(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    *,
-    precision: str | None = None,
-    gradient_dtype: torch.dtype | None = None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight gradient of the summed loss and the squared norm of every example's share in it.
-
-    Args, raises: as `convolution_sqnorm`, and
-        gradient_dtype: dtype of the gradient; None means that of x. Sums are fp32 either way.
-        splits: overrides the number of ranges that the examples are split into.
-    Returns:
-        (gradient (O, C / groups, *kernel), sqnorm fp32 (B,)).
-    Cost: that of the weight gradient alone, positions rounded up to a multiple of the
-    configuration's `inner`; workspace 4 bytes per example and tile, and 4 bytes per split and
-    weight where the examples are split.
-    """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
-    gradient_dtype = gradient_dtype or x.dtype
-    if layer.channels == 1:
-        return depthwise.summed(layer, gradient_dtype, config, splits)
-    config, one_tap, tiles = _choose(layer, layer, precision, config, "convolution_fused")
-    batch, shape = layer.batch, layer.weight_shape
-    partial = torch.empty((batch, tiles), dtype=torch.float32, device=x.device)
-    if not partial.numel() or not layer.positions:
-        gradient = torch.zeros(shape, dtype=gradient_dtype, device=x.device)
-        return gradient, torch.zeros(batch, dtype=torch.float32, device=x.device)
-    architecture = _check.architecture(x.device)
-    splits = min(splits or _config.choose_splits(tiles, batch, architecture), batch)
-    examples_per_split = triton.cdiv(batch, splits)
-    splits = triton.cdiv(batch, examples_per_split)
-    gradient = torch.empty(
-        (splits, *shape),
-        dtype=gradient_dtype if splits == 1 else torch.float32,
-        device=x.device,
-    )
-    convolution_weight_gradient_kernel[(_check.check_programs(tiles * splits),)](
-        layer.x,
-        layer.g,
-        gradient,
-        partial,
-        *layer.arguments(),
-        batch,
-        examples_per_split,
-        WINDOW=layer.window,
-        ONE_TAP=one_tap,
-        PRECISION=config.precision,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        INNER=config.inner,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
-    return summed, partial.sum(1, dtype=torch.float64).float()
-
-
-def pairwise_convolution(
-    x1: torch.Tensor,
-    g1: torch.Tensor,
-    x2: torch.Tensor,
-    g2: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    *,
-    precision: str | None = None,
-    workspace: int = WORKSPACE,
-    config: _config.TileConfig | None = None,
-) -> torch.Tensor:
-    """Inner products of all pairs of per-example weight gradients, chunk by chunk of the weight.
-
-    K[i, j] = sum over chunks c of <G1_i[c], G2_j[c]>: the per-example gradients of some output
-    channels are formed in fp32, multiplied over examples, and overwritten by the next ones'.
-
-    Args, raises: as `convolution_sqnorm`, for two factors of one layer, and
-        workspace: bytes for the chunks of both factors; a chunk is at least one output channel.
-            The product over examples follows torch's fp32 matmul precision.
-    Returns:
-        fp32 (B1, B2); chunks are summed in fp64.
-    Cost: that of both weight gradients, 2 B1 B2 flops per weight, and one write and read of every
-    chunk.
-    """
-    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
-    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
-    check_same_layer(first, second)
-    total = torch.zeros((first.batch, second.batch), dtype=torch.float64, device=x1.device)
-    if total.numel() == 0:
-        return total.float()
-    same = x1 is x2 and g1 is g2
-    row_bytes = 4 * (first.batch + second.batch) * max(1, first.channels * first.taps)
-    rows = max(1, workspace // row_bytes)
-    groups_at_once = max(1, rows // max(1, first.outputs))
-    rows_at_once = max(1, min(rows, first.outputs))
-    for group in range(0, groups, groups_at_once):
-        chosen = slice(group, min(group + groups_at_once, groups))
-        for row in range(0, first.outputs, rows_at_once):
-            part = slice(row, min(row + rows_at_once, first.outputs))
-            left = _stored(first.select(chosen, part), precision, config)
-            right = left if same else _stored(second.select(chosen, part), precision, config)
-            total += left @ right.T
-    return total.float()
-
-
 def check_same_layer(first: Convolution, second: Convolution) -> None:
     """Checks that two factors are of one weight."""
     _check.check_tensors(first.x, second.x)
@@ -501,7 +261,7 @@ def check_same_layer(first: Convolution, second: Convolution) -> None:
         )
 
 
-def _stored(
+def stored(
     layer: Convolution, precision: str | None, config: _config.TileConfig | None
 ) -> torch.Tensor:
     """Per-example gradients of the layer's weight, fp32 (B, weights)."""
@@ -510,7 +270,7 @@ def _stored(
     return _launch(layer, layer, None, "store", precision, config)
 
 
-def _choose(
+def choose_tiles(
     first: Convolution,
     second: Convolution,
     precision: str | None,
@@ -543,7 +303,7 @@ def _launch(
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
     operation = "convolution_fused" if mode == "inner" else "convolution"
-    config, one_tap, tiles = _choose(first, second, precision, config, operation)
+    config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
     output = torch.empty(shape, dtype=torch.float32, device=first.x.device)
     if output.numel():

@@ -10,14 +10,14 @@ import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import check_convolution, patch_tile
 from gradstats.kernels._tile import dot, triangle
-from gradstats.kernels.gram import gram_tile
+from gradstats.kernels.gram import gram_tile, row_sizes
 
 
 @triton.jit(do_not_specialize=["batch", "groups", "pairs"])
 def convolution_gram_kernel(
     x_ptr,  # (B, C, D, H, W)
     g_ptr,  # (B, O, T)
-    partial_ptr,  # fp32 (2, B, groups * pairs): sums of terms, then of absolute terms
+    partial_ptr,  # fp32 (3, B, groups, pairs): of terms, absolute terms, |patch_t| |g_t|
     stride_xb,
     stride_xc,
     stride_xd,
@@ -99,6 +99,10 @@ def convolution_gram_kernel(
     tl.store(partial_ptr + index, weight * tl.sum(terms))
     stride_output = tl.cast(batch, tl.int64) * groups * pairs
     tl.store(partial_ptr + stride_output + index, weight * tl.sum(tl.abs(terms)))
+    size = 0.0
+    if row_tile == column_tile:
+        size += row_sizes(terms, rows, columns)
+    tl.store(partial_ptr + 2 * stride_output + index, size)
 
 
 def convolution_gram_sqnorm(
@@ -112,19 +116,21 @@ def convolution_gram_sqnorm(
     *,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Squared norms of the per-example weight gradients of a convolution, through Gram matrices.
 
     sqnorm_i = sum over groups and positions t, s of (patch_t . patch_s)(g_it . g_is),
-    magnitude_i = the same of absolute terms
+    magnitude_i = the same of absolute terms,
+    size_i^2 = sum over groups of (sum_t |patch_t| |g_it|)^2
 
-    The rounding error is about eps * magnitude_i; where that is too much use `convolution_sqnorm`.
+    Rounding errors are those of `gram.gram_sqnorm`; where they are too much use
+    `convolution_sqnorm`.
 
     Args, raises: as `convolution.convolution_sqnorm`.
     Returns:
-        (sqnorm, magnitude), each fp32 (B,).
+        (sqnorm, magnitude, size), each fp32 (B,).
     Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group;
-    workspace 8 bytes per tile pair.
+    workspace 12 bytes per tile pair.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
     config = config or _config.choose_gram(
@@ -137,7 +143,8 @@ def convolution_gram_sqnorm(
     )
     side = triton.cdiv(layer.positions, config.rows)
     pairs = side * (side + 1) // 2
-    partial = torch.empty((2, layer.batch, groups * pairs), dtype=torch.float32, device=x.device)
+    shape = (3, layer.batch, groups, pairs)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
     if partial.numel():
         convolution_gram_kernel[(_check.check_programs(partial[0].numel()),)](
             layer.x,
@@ -154,5 +161,6 @@ def convolution_gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    sqnorm, magnitude = partial.sum(2, dtype=torch.float64).float().unbind(0)
-    return sqnorm, magnitude
+    per_group = partial.sum(3, dtype=torch.float64)
+    sqnorm, magnitude = per_group[:2].sum(2).float()
+    return sqnorm, magnitude, per_group[2].square().sum(1).sqrt().float()

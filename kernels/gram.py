@@ -37,12 +37,19 @@ def gram_tile(
     return products
 
 
+@triton.jit
+def row_sizes(terms, rows, columns):
+    """The sum over positions t of a tile of sqrt of its term (t, t), which is |a_t| |g_t|."""
+    own = tl.where(rows[:, None] == columns[None, :], terms, 0.0)
+    return tl.sum(tl.sqrt(tl.sum(own, axis=1)))
+
+
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "pairs"])
 def gram_kernel(
     a_ptr,  # (B, T, d_in) or packed (N, d_in)
     g_ptr,  # (B, T, d_out) or packed (N, d_out)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (4 if BIAS else 2, B, pairs): norm, its absolute terms, the same for bias
+    partial_ptr,  # fp32 (3, B, pairs): sums of terms, of absolute terms, of |a_t| |g_t|
     stride_ab,
     stride_at,
     stride_ad,
@@ -55,7 +62,6 @@ def gram_kernel(
     d_in,
     d_out,
     pairs,  # tiles of the lower triangle of the longest example
-    BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,8 +80,7 @@ def gram_kernel(
 
     total = poison
     magnitude = poison
-    bias_total = poison
-    bias_magnitude = poison
+    size = poison
     if row_tile * BLOCK < length:
         rows = row_tile * BLOCK + tl.arange(0, BLOCK)
         columns = column_tile * BLOCK + tl.arange(0, BLOCK)
@@ -117,14 +122,11 @@ def gram_kernel(
         weight = tl.where(row_tile == column_tile, 1.0, 2.0)
         total += weight * tl.sum(terms)
         magnitude += weight * tl.sum(tl.abs(terms))
-        if BIAS:
-            bias_total += weight * tl.sum(g_products)
-            bias_magnitude += weight * tl.sum(tl.abs(g_products))
+        if row_tile == column_tile:
+            size += row_sizes(terms, rows, columns)
     tl.store(output, total)
     tl.store(output + stride_output, magnitude)
-    if BIAS:
-        tl.store(output + 2 * stride_output, bias_total)
-        tl.store(output + 3 * stride_output, bias_magnitude)
+    tl.store(output + 2 * stride_output, size)
 
 
 def gram_sqnorm(
@@ -133,16 +135,18 @@ def gram_sqnorm(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Squared norms of per-example weight gradients, from the Gram matrices of positions.
 
-    sqnorm_i = sum_{t,s} (a_it . a_is)(g_it . g_is),  magnitude_i = the same of absolute terms
+    sqnorm_i = sum_{t,s} (a_it . a_is)(g_it . g_is),  magnitude_i = the same of absolute terms,
+    size_i = sum_t |a_it| |g_it|
 
-    The sum can cancel: its rounding error is about eps * magnitude_i, which may exceed sqnorm_i
-    (then use `direct_sqnorm`). A result may be slightly negative for the same reason.
+    The sum can cancel: adding terms rounds by about eps * magnitude_i, and the inner products of
+    rows, however small they come out, by eps * |a_it| |a_is|, which is eps * size_i^2 in all. Where
+    that is large beside sqnorm_i use `direct_sqnorm`. A result may be slightly negative for the
+    same reason.
 
     Args:
         a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,
@@ -150,15 +154,14 @@ def gram_sqnorm(
         g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        bias: also return |sum_t g_it|^2 and its magnitude, from the same products.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.get_float32_matmul_precision().
         config: overrides the tile table.
     Returns:
-        (sqnorm, magnitude), and (bias_sqnorm, bias_magnitude) with `bias`; each fp32 (B,).
+        (sqnorm, magnitude, size), each fp32 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 8 bytes per tile pair.
+    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 12 bytes per tile pair.
     Source: Li et al., arXiv 2110.05679.
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
@@ -172,8 +175,7 @@ def gram_sqnorm(
     )
     side = triton.cdiv(segments.positions, config.rows)
     pairs = side * (side + 1) // 2
-    outputs = 4 if bias else 2
-    partial = torch.empty((outputs, segments.batch, pairs), dtype=torch.float32, device=a.device)
+    partial = torch.empty((3, segments.batch, pairs), dtype=torch.float32, device=a.device)
     if partial.numel():
         gram_kernel[(_check.check_programs(segments.batch * pairs),)](
             a,
@@ -188,7 +190,6 @@ def gram_sqnorm(
             a.shape[-1],
             g.shape[-1],
             pairs,
-            BIAS=bias,
             RAGGED=segments.ragged,
             PRECISION=config.precision,
             BLOCK=config.rows,
@@ -196,4 +197,5 @@ def gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(2, dtype=torch.float64).float().unbind(0)
+    sqnorm, magnitude, size = partial.sum(2, dtype=torch.float64).float()
+    return sqnorm, magnitude, size

@@ -7,6 +7,7 @@ statistics are computed in the backward pass, beside the gradients.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ SCHEMAS = {
     "vector_sqnorm": f"(Tensor v, {SEGMENTS}) -> Tensor",
     "vector_inner": f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor",
     "gram_sqnorm": (
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)"
     ),
     "direct_sqnorm": f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
     "direct_inner": f"({TWO_FACTORS}, str? precision=None) -> Tensor",
@@ -68,7 +69,11 @@ SCHEMAS = {
         f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
     ),
     "layer_norm_backward": (
-        f"(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, {SEGMENTS})"
+        "(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, bool sums=True,"
+        f" {SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "group_norm_backward": (
+        "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "rows_sqnorm": f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
@@ -82,7 +87,7 @@ SCHEMAS = {
         " SymInt? padding_idx=None, str? precision=None) -> Tensor"
     ),
     "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
-    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor)",
+    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
     "convolution_weight_gradient_sqnorm": (
         f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
     ),
@@ -107,28 +112,28 @@ LAUNCHERS = {
     "direction_inner": ("direction", 3),
     "scale_sqnorm": ("scale", 2),
     "scale_sum": ("scale", 2),
-    "group_norm_sqnorm": ("scale", 4),
-    "group_norm_sum": ("scale", 4),
-    "layer_norm_sqnorm": ("normalization", 3),
-    "layer_norm_sum": ("normalization", 3),
-    "layer_norm_backward": ("normalization", 4),
+    "group_norm_sqnorm": ("group_norm", 4),
+    "group_norm_sum": ("group_norm", 4),
+    "layer_norm_sqnorm": ("layer_norm", 3),
+    "layer_norm_sum": ("layer_norm", 3),
+    "layer_norm_backward": ("layer_norm", 4),
+    "group_norm_backward": ("group_norm", 5),
     "rows_sqnorm": ("rows", 2),
     "rows_inner": ("rows", 4),
-    "rows_direction": ("rows", 3),
+    "rows_direction": ("rows_direction", 3),
     "pairwise_rows": ("rows_pairs", 4),
-    "tied_inner": ("rows_pairs", 4),
+    "tied_inner": ("tied", 4),
     "convolution_sqnorm": ("convolution", 7),
     "convolution_gram_sqnorm": ("convolution_gram", 7),
-    "convolution_weight_gradient_sqnorm": ("convolution", 7),
+    "convolution_weight_gradient_sqnorm": ("convolution_weight_gradient", 7),
     "convolution_inner": ("convolution", 9),
-    "pairwise_convolution": ("convolution", 9),
+    "pairwise_convolution": ("convolution_pairs", 9),
     "convolution_direction": ("convolution", 8),
 }
 
 
 def _launch(name: str, module: str, leading: int) -> Callable:
     """The CUDA implementation of an operator: its launcher, imported at the first call."""
-    extra = {"bias": True} if name == "gram_sqnorm" else {}
 
     def implementation(*args, **kwargs):
         try:
@@ -140,11 +145,17 @@ def _launch(name: str, module: str, leading: int) -> Callable:
             ) from error
         # launchers take everything after the operands by name
         named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
-        return launcher(*args[:leading], **named, **kwargs, **extra)
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # a launch goes to the current device, wherever its operands lie
+            with torch.cuda.device(device):
+                return launcher(*args[:leading], **named, **kwargs)
+        return launcher(*args[:leading], **named, **kwargs)
 
     return implementation
 
 
+@functools.cache
 def _argument_names(name: str) -> list[str]:
     schema = getattr(torch.ops.gradstats, name).default._schema
     return [argument.name for argument in schema.arguments]
@@ -181,8 +192,7 @@ def _fake_vector_inner(v1, v2, cu_seqlens=None, max_seqlen=None):
 
 
 def _fake_gram_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
-    sqnorm, magnitude = _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
-    return sqnorm, magnitude, _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
+    return _per_example(a, cu_seqlens), _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
 
 
 def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
@@ -246,11 +256,16 @@ def _fake_layer_norm_sum(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None)
     return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
 
 
-def _fake_layer_norm_backward(x, g, weight, eps, rms=False, cu_seqlens=None, max_seqlen=None):
-    dtype = _reference.result_dtype(x)
-    sums = [x.new_empty((x.shape[-1],), dtype=dtype) for _ in range(2)]
-    sqnorms = _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
-    return x.new_empty(x.shape), *sums, *sqnorms
+def _fake_layer_norm_backward(
+    x, g, weight, eps, rms=False, sums=True, cu_seqlens=None, max_seqlen=None
+):
+    channels = x.shape[-1] if sums else 0
+    totals = [x.new_empty((channels,), dtype=_reference.result_dtype(x)) for _ in range(2)]
+    return torch.empty_like(x), *totals, _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
+
+
+def _fake_group_norm_backward(x, g, weight, groups, eps, sums=True):
+    return _fake_layer_norm_backward(x, g, weight, eps, sums=sums)
 
 
 def _fake_rows_sqnorm(ids, g, cu_seqlens=None, max_seqlen=None, padding_idx=None):
@@ -279,7 +294,7 @@ def _fake_convolution_sqnorm(x, g, *layer, **options):
 
 
 def _fake_convolution_gram_sqnorm(x, g, *layer, **options):
-    return _per_example(x), _per_example(x)
+    return _per_example(x), _per_example(x), _per_example(x)
 
 
 def _fake_convolution_weight_gradient_sqnorm(
@@ -321,6 +336,7 @@ FAKES = {
     "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
     "layer_norm_sum": _fake_layer_norm_sum,
     "layer_norm_backward": _fake_layer_norm_backward,
+    "group_norm_backward": _fake_group_norm_backward,
     "rows_sqnorm": _fake_rows_sqnorm,
     "rows_inner": _fake_rows_inner,
     "rows_direction": _fake_rows_direction,
@@ -360,6 +376,7 @@ group_norm_sum = torch.ops.gradstats.group_norm_sum.default
 layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default
 layer_norm_sum = torch.ops.gradstats.layer_norm_sum.default
 layer_norm_backward = torch.ops.gradstats.layer_norm_backward.default
+group_norm_backward = torch.ops.gradstats.group_norm_backward.default
 rows_sqnorm = torch.ops.gradstats.rows_sqnorm.default
 rows_inner = torch.ops.gradstats.rows_inner.default
 rows_direction = torch.ops.gradstats.rows_direction.default

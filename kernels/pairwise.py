@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -198,6 +200,78 @@ def pairwise_kernel(
     tl.store(partial_ptr + offsets, total, mask=mask)
 
 
+@dataclasses.dataclass(frozen=True)
+class PairTiles:
+    """How a tile of rows x columns divides into examples and their positions.
+
+    Where an example has fewer positions than the tile has rows, a tile holds several examples.
+    """
+
+    config: _config.TileConfig
+    positions1: int
+    positions2: int
+    row_tiles: int
+    column_tiles: int
+    splits: int
+
+    @property
+    def programs(self) -> int:
+        return self.row_tiles * self.column_tiles * self.splits
+
+    def constants(self) -> dict[str, int | str]:
+        """The constants and options of a launch."""
+        return {
+            "PRECISION": self.config.precision,
+            "EXAMPLES1": self.config.rows // self.positions1,
+            "POSITIONS1": self.positions1,
+            "EXAMPLES2": self.config.columns // self.positions2,
+            "POSITIONS2": self.positions2,
+            "INNER": self.config.inner,
+            "num_warps": self.config.num_warps,
+            "num_stages": self.config.num_stages,
+        }
+
+
+def choose_pair_tiles(
+    first: _check.Segments,
+    second: _check.Segments,
+    operands: tuple[torch.Tensor, ...],
+    precision: str | None,
+    config: _config.TileConfig | None,
+    splits: int | None,
+    operation: str,
+) -> PairTiles:
+    """The tiles in which all pairs of two factors are contracted.
+
+    Args:
+        first, second: how the factors' rows divide into examples.
+        operands: what the kernel multiplies.
+        precision: of fp32 products, as the caller gave it.
+        config, splits: override the table and the number of parts of the positions.
+        operation: the table's entry.
+    """
+    some = operands[0]
+    precision = _check.check_precision(some.dtype, precision)
+    architecture = _check.architecture(some.device)
+    config = config or _config.choose_pairwise(
+        first.batch * first.positions,
+        second.batch * second.positions,
+        some.element_size(),
+        precision,
+        architecture,
+        _check.is_aligned(*operands),
+        operation,
+    )
+    positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
+    positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
+    row_tiles = triton.cdiv(first.batch, config.rows // positions1)
+    column_tiles = triton.cdiv(second.batch, config.columns // positions2)
+    splits = splits or _config.choose_splits(
+        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
+    )
+    return PairTiles(config, positions1, positions2, row_tiles, column_tiles, splits)
+
+
 def pairwise_gram(
     a1: torch.Tensor,
     g1: torch.Tensor,
@@ -240,29 +314,14 @@ def pairwise_gram(
     first, second = check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    precision = _check.check_precision(a1.dtype, precision)
-    architecture = _check.architecture(a1.device)
-    config = config or _config.choose_pairwise(
-        first.batch * first.positions,
-        second.batch * second.positions,
-        a1.element_size(),
-        precision,
-        architecture,
-        _check.is_aligned(a1, g1, a2, g2),
-    )
-    positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
-    positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
-    examples1, examples2 = config.rows // positions1, config.columns // positions2
-    row_tiles = triton.cdiv(first.batch, examples1)
-    column_tiles = triton.cdiv(second.batch, examples2)
-    splits = splits or _config.choose_splits(
-        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
+    tiles = choose_pair_tiles(
+        first, second, (a1, g1, a2, g2), precision, config, splits, "pairwise"
     )
     partial = torch.empty(
-        (splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
+        (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
     )
     if partial.numel():
-        pairwise_kernel[(_check.check_programs(row_tiles * column_tiles * splits),)](
+        pairwise_kernel[(_check.check_programs(tiles.programs),)](
             a1,
             g1,
             a2,
@@ -282,17 +341,10 @@ def pairwise_gram(
             second.total_rows,
             a1.shape[-1],
             g1.shape[-1],
-            column_tiles,
-            splits,
+            tiles.column_tiles,
+            tiles.splits,
             BIAS=bias,
             RAGGED=first.ragged,
-            PRECISION=config.precision,
-            EXAMPLES1=examples1,
-            POSITIONS1=positions1,
-            EXAMPLES2=examples2,
-            POSITIONS2=positions2,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **tiles.constants(),
         )
-    return partial[0] if splits == 1 else partial.sum(0, dtype=torch.float64).float()
+    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()

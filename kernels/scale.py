@@ -2,76 +2,17 @@
 
 x_hat is the input itself (a scale by broadcasting), or the input normalised by statistics that are
 given or computed here: GroupNorm, InstanceNorm, BatchNorm in evaluation, and LayerNorm of rows too
-long for `normalization.py`. Operands are (B, T, C); channels that come first are a transposed view.
+long for `layer_norm.py`. Operands are (B, T, C); channels that come first are a transposed view.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import example_base, load_tile, segment
-
-
-@triton.jit(do_not_specialize=["positions", "features", "batch", "groups"])
-def statistics_kernel(
-    x_ptr,  # (B, T, C)
-    output_ptr,  # fp32 (2, B, groups) contiguous: mean, 1 / sqrt(variance + eps)
-    stride_xb,
-    stride_xg,  # from one group to the next
-    stride_xt,
-    stride_xd,
-    batch,
-    groups,
-    positions,  # of one group
-    features,  # of one group
-    eps,
-    RMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """Mean and inverse deviation over the positions and features of one group of one example.
-
-    Every lane keeps the mean and the squared deviations of what it has seen, so that a mean far
-    larger than the deviation costs no digits; lanes are joined at the end.
-    """
-    index = tl.program_id(0)
-    example = index // groups
-    group = index - example * groups
-    base = x_ptr + tl.cast(example, tl.int64) * stride_xb + tl.cast(group, tl.int64) * stride_xg
-    inner, lanes = tl.arange(0, INNER), tl.arange(0, COLUMNS)
-
-    count = tl.zeros((INNER, COLUMNS), tl.float32)
-    mean = tl.zeros((INNER, COLUMNS), tl.float32)
-    squares = tl.zeros((INNER, COLUMNS), tl.float32)
-    for column in range(0, features, COLUMNS):
-        columns = column + lanes
-        for row in range(0, positions, INNER):
-            rows = row + inner
-            x = load_tile(base, rows, stride_xt, positions, columns, stride_xd, features)
-            inside = (rows < positions)[:, None] & (columns < features)[None, :]
-            x = x.to(tl.float32)
-            if RMS:
-                squares += x * x
-            else:
-                count += tl.where(inside, 1.0, 0.0)
-                apart = tl.where(inside, x - mean, 0.0)
-                mean += apart / tl.maximum(count, 1.0)
-                squares += apart * tl.where(inside, x - mean, 0.0)
-    total = tl.cast(positions, tl.float32) * features
-    if RMS:
-        average = 0.0
-        variance = tl.sum(squares) / total
-    else:
-        average = tl.sum(count * mean) / total
-        apart = tl.where(count > 0.0, mean - average, 0.0)
-        variance = (tl.sum(squares) + tl.sum(count * apart * apart)) / total
-    tl.store(output_ptr + index, average)
-    stride_output = tl.cast(batch, tl.int64) * groups
-    tl.store(output_ptr + stride_output + index, 1.0 / tl.sqrt(variance + eps))
+from gradstats.kernels.statistics import Statistics
 
 
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "tiles"])
@@ -151,86 +92,6 @@ def scale_kernel(
         tl.store(output_ptr + stride_output + index, tl.sum(shift * shift) + poison)
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Mean and inverse deviation by which inputs are normalised, fp32 of one shape and layout.
-
-    With `by_position` (B, T), or (N,) for packed rows; else (B, groups), or (groups,) for all
-    examples alike, where a group is `features_per_group` adjacent channels.
-    """
-
-    mean: torch.Tensor
-    rstd: torch.Tensor
-    features_per_group: int = 1
-    by_position: bool = False
-
-    def strides(self) -> tuple[int, int, int]:
-        """(example, position, group) strides."""
-        example = 0 if self.mean.dim() == 1 else self.mean.stride(0)
-        other = self.mean.stride(-1)
-        return (example, other, 0) if self.by_position else (example, 0, other)
-
-
-def group_statistics(x: torch.Tensor, groups: int, eps: float) -> Statistics:
-    """Statistics of every group of channels of every example of x (B, T, C), from one read."""
-    channels = x.shape[-1]
-    if x.dim() != 3 or groups < 1 or channels % groups:
-        raise _check.KernelInputError(
-            f"expected (B, T, C) inputs whose C channels divide into the groups; got "
-            f"{tuple(x.shape)} and {groups} groups: pass channels that come first as a transposed "
-            "view"
-        )
-    width = channels // groups
-    strides = (x.stride(0), width * x.stride(2), x.stride(1), x.stride(2))
-    mean, rstd = _statistics(x, (x.shape[0], groups), strides, x.shape[1], width, eps, False)
-    return Statistics(mean, rstd, max(width, 1))
-
-
-def row_statistics(x: torch.Tensor, eps: float, rms: bool) -> Statistics:
-    """Statistics of every row of x (B, T, D) or (N, D), however long; with `rms` the mean is 0."""
-    rows = x if x.dim() == 3 else x[None]
-    strides = (rows.stride(0), rows.stride(1), 0, rows.stride(2))
-    mean, rstd = _statistics(rows, tuple(rows.shape[:2]), strides, 1, rows.shape[2], eps, rms)
-    if x.dim() == 2:
-        mean, rstd = mean[0], rstd[0]
-    return Statistics(mean, rstd, by_position=True)
-
-
-def _statistics(
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    strides: tuple[int, int, int, int],
-    positions: int,
-    features: int,
-    eps: float,
-    rms: bool,
-) -> torch.Tensor:
-    """(mean, rstd), fp32 (2, *shape), of blocks of x at the first two strides."""
-    if strides[2] == 1 and strides[3] == positions:
-        # channels that come first: a group is one row of memory
-        strides, positions, features = (*strides[:2], 0, 1), 1, positions * features
-    config = _config.choose_statistics(
-        positions, features, x.element_size(), _check.architecture(x.device)
-    )
-    output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
-    if output.numel():
-        statistics_kernel[(_check.check_programs(output[0].numel()),)](
-            x,
-            output,
-            *strides,
-            *shape,
-            positions,
-            features,
-            eps,
-            RMS=rms,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return output
-
-
 def scale_sqnorm(
     x: torch.Tensor,
     g: torch.Tensor,
@@ -286,42 +147,6 @@ def scale_sum(
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
     statistics = _given(mean, rstd, segments, x)
-    scale, shift = scale_products(x, g, segments, statistics, config, sums=True)
-    return scale, shift
-
-
-def group_norm_sqnorm(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    groups: int,
-    eps: float,
-    *,
-    config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale_sqnorm`, x normalised over positions and the channels of each of `groups` groups.
-
-    Args:
-        x, g: (B, T, C); with one channel in each group this is InstanceNorm.
-        groups: a divisor of C.
-        eps: what the layer adds to the variance.
-    Cost: two reads of x, the second mostly from cache, and one of g.
-    """
-    segments = _check.check_pair(x, g)
-    statistics = group_statistics(x, groups, eps)
-    return squares(scale_products(x, g, segments, statistics, config, sums=False))
-
-
-def group_norm_sum(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    groups: int,
-    eps: float,
-    *,
-    config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale_sum`, x normalised as by `group_norm_sqnorm`."""
-    segments = _check.check_pair(x, g)
-    statistics = group_statistics(x, groups, eps)
     scale, shift = scale_products(x, g, segments, statistics, config, sums=True)
     return scale, shift
 

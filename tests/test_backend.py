@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from gradstats.kernels import operators
+from gradstats.kernels import _config, operators
 from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats._cost import choose_outer_form
-from gradstats._factors import Outer
+from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
     _triton,
     direction_inner,
@@ -25,10 +27,13 @@ from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 WORKSPACE = 1 << 20
 
 OPERATORS = (
-    "rank_one_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm", "pairwise_gram",
-    "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner", "layer_norm_sum",
-    "group_norm_sum", "scale_sum", "rows_sqnorm", "tied_inner", "convolution_sqnorm",
-    "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
+    "rank_one_sqnorm", "vector_sqnorm", "gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm",
+    "pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner", "direction_inner",
+    "layer_norm_sum", "layer_norm_sqnorm", "layer_norm_backward", "group_norm_sum",
+    "group_norm_sqnorm", "group_norm_backward", "scale_sum", "rows_sqnorm", "tied_inner",
+    "convolution_sqnorm", "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
+    "pairwise_convolution", "convolution_inner", "convolution_direction", "pairwise_rows",
+    "rows_inner", "rows_direction",
 )  # fmt: skip
 
 
@@ -152,31 +157,214 @@ def test_a_transformer(kernels):
     assert {"pairwise_direct", "direction_inner"} <= set(kernels)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "expected"),
+NORM_LAYERS = pytest.mark.parametrize(
+    ("layer", "shape", "family"),
     [
-        (nn.LayerNorm(6), (5, 3, 6), "layer_norm_sum"),
-        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm_sum"),
-        (nn.RMSNorm(6), (5, 6), "layer_norm_sum"),
-        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm_sum"),
-        (nn.GroupNorm(2, 6), (5, 6), "group_norm_sum"),
-        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm_sum"),
-        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), "scale_sum"),
+        (nn.LayerNorm(6), (5, 3, 6), "layer_norm"),
+        (nn.LayerNorm((4, 6)), (5, 3, 4, 6), "layer_norm"),
+        (nn.LayerNorm(6, bias=False), (5, 2, 3, 6), "layer_norm"),
+        (nn.RMSNorm(6, eps=1e-5), (5, 6), "layer_norm"),
+        (nn.GroupNorm(2, 6), (5, 6, 3, 4), "group_norm"),
+        (nn.GroupNorm(2, 6), (5, 6), "group_norm"),
+        (nn.InstanceNorm1d(6, affine=True), (5, 6, 7), "group_norm"),
+        (nn.BatchNorm2d(6).eval(), (5, 6, 3, 4), None),
     ],
     ids=lambda item: str(item).replace(" ", ""),
 )
-def test_norm_layers(kernels, layer, shape, expected):
+
+
+def mean_square(model, batch):
+    """Losses of a model whose outputs are squared and averaged."""
+    output = model(batch[0]).flatten(1)
+    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+
+class Scaled(nn.Module):
+    """A layer whose input depends on a parameter, so that it has a gradient."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(()))
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(self.moved(x))
+
+    def moved(self, x):
+        # not by a common factor or term: norm layers undo those
+        return torch.sin(3 * x + self.factor)
+
+
+def random_parameters(layer):
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    batch = torch.randn(shape), torch.randn(5)
+    return layer
 
-    def losses(model, batch):
-        output = model(batch[0]).flatten(1)
+
+@NORM_LAYERS
+def test_norm_layers_alone(kernels, layer, shape, family):
+    random_parameters(layer)
+    batch = torch.randn(shape), torch.randn(5)
+    expected = oracle_sqnorms(layer, batch, mean_square)
+    assert_sqnorms(gs.per_example_norms(layer, batch, mean_square), expected, 1e-4)
+    assert kernels == [f"{family}_sqnorm" if family else "scale_sum"]
+
+
+@NORM_LAYERS
+def test_norm_layers_in_one_pass(kernels, layer, shape, family):
+    model = Scaled(random_parameters(layer))
+    batch = torch.randn(shape), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    assert_sqnorms(gs.per_example_norms(model, batch, mean_square), expected, 1e-4)
+    assert kernels == [f"{family}_backward" if family else "scale_sum"]
+    check_training(model, batch, mean_square, expected)
+    assert kernels == [f"{family}_backward" if family else "scale_sum"] * 2
+    kernels.clear()
+    model.zero_grad()
+    check_products(model, batch, mean_square, rtol=1e-5)
+    assert set(kernels) == {f"{family}_sum" if family else "scale_sum"}
+
+
+def check_training(model, batch, losses, expected, fused=True):
+    """Norms against ``expected``, gradients against a backward without tracking."""
+    model.zero_grad()
+    losses(model, batch).mean().backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with gs.track(model, batch_size=len(batch[1]), fused=fused) as tracker:
+        tracker.backward(losses(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    for name, parameter in model.named_parameters():
+        if fused:
+            torch.testing.assert_close(parameter.grad, want[name], rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(parameter.grad, want[name])
+
+
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_one_pass_only_where_it_is_the_same(kernels, kind):
+    layer = nn.LayerNorm(6) if kind == "layer" else nn.GroupNorm(2, 6)
+    model = Scaled(random_parameters(layer))
+    batch = torch.randn(5, 6), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    check_training(model, batch, mean_square, expected, fused=False)
+    assert kernels == [f"{kind}_norm_sum"]
+    kernels.clear()
+    layer.weight.requires_grad_(False)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    check_training(model, batch, mean_square, expected)
+    assert kernels == [f"{kind}_norm_backward"]
+    kernels.clear()
+    layer.weight.requires_grad_(True)
+
+    def twice(model, batch):
+        output = model.layer(model.moved(model(batch[0])))
         return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
 
-    expected_norms = oracle_sqnorms(layer, batch, losses)
-    assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected_norms, 1e-4)
-    assert kernels == [expected]
+    expected = oracle_sqnorms(model, batch, twice)
+    check_training(model, batch, twice, expected)
+    # gradients from the one pass, factors beside it: the layer's uses must meet
+    assert sorted(kernels) == [f"{kind}_norm_backward"] * 2 + [f"{kind}_norm_sum"] * 2
+
+
+def test_rows_too_long_for_one_pass(kernels, monkeypatch):
+    monkeypatch.setattr(_config, "WIDEST_ROW", 5)
+    monkeypatch.setattr(_config, "WIDEST_GROUP", 2)
+    for layer, expected in (
+        (nn.LayerNorm(6), "layer_norm_sum"),
+        (nn.GroupNorm(2, 6), "group_norm_sum"),
+    ):
+        kernels.clear()
+        model, batch = Scaled(random_parameters(layer)), (torch.randn(5, 6), torch.randn(5))
+        check_training(model, batch, mean_square, oracle_sqnorms(model, batch, mean_square))
+        assert kernels == [expected]
+
+
+def test_norm_layers_along_another_example_axis(kernels):
+    layer = random_parameters(nn.LayerNorm(6))
+
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.project = layer, nn.Linear(6, 6)
+
+        def forward(self, x):  # (T, B, 6)
+            return self.norm(self.project(x)).square().sum(0)
+
+    def by_sequence(model, batch):
+        return model(batch[0].transpose(0, 1)).sum(1).sin()
+
+    def along_columns(model, batch):
+        return model(batch[0]).sum(1).sin()
+
+    model, x = Sequences(), torch.randn(4, 5, 6)
+    expected = oracle_sqnorms(model, (x.transpose(0, 1), torch.zeros(5)), by_sequence)
+    stats = gs.per_example_norms(model, (x,), along_columns, batch_dim=1)
+    assert_sqnorms(stats, expected, 1e-4)
+    assert "layer_norm_backward" in kernels
+
+
+def test_norm_layers_of_packed_examples(kernels):
+    model = nn.Sequential(nn.Linear(4, 6), random_parameters(nn.LayerNorm(6)), nn.Linear(6, 2))
+    lengths = torch.tensor([3, 1, 0, 4])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    x = torch.randn(8, 4)
+
+    def losses(model, batch):
+        values = model(batch).square().sum(1)
+        owner = torch.arange(4).repeat_interleave(lengths)
+        return torch.zeros(4).index_add(0, owner, values)
+
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds)
+    for example, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        model.zero_grad()
+        model(x[start:end]).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            got = stats.by_parameter[name][example]
+            torch.testing.assert_close(got, parameter.grad.square().sum(), rtol=1e-4, atol=1e-9)
+    assert "layer_norm_backward" in kernels
+
+
+@pytest.mark.parametrize("weight_tracked", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_losses_with_derivatives_through_norm_layers(kernels, kind, weight_tracked):
+    layer = nn.LayerNorm(6) if kind == "layer" else nn.GroupNorm(2, 6)
+    model = nn.Sequential(nn.Linear(4, 6), random_parameters(layer), nn.Tanh(), nn.Linear(6, 1))
+    layer.weight.requires_grad_(weight_tracked)
+
+    def penalty(model, batch):
+        x = batch[0].detach().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.squeeze(1) * batch[1] + slope.square().sum(1)
+
+    batch = torch.randn(5, 4), torch.randn(5)
+    expected = oracle_sqnorms(model, batch, penalty)
+    assert_sqnorms(gs.per_example_norms(model, batch, penalty), expected, 1e-4)
+
+
+def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
+    native = torch.layer_norm
+    # CUDA's autocast normalises in float32 whatever it is given; the CPU's does not
+    monkeypatch.setattr(torch, "layer_norm", lambda x, *rest: native(x.float(), *rest))
+    monkeypatch.setattr(_triton, "runs", lambda first, second: True)
+
+    def losses(model, batch):
+        output = model.layer(model.moved(batch[0]).bfloat16()).flatten(1)
+        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+    model, batch = (
+        Scaled(random_parameters(nn.LayerNorm(6))),
+        (torch.randn(5, 3, 6), torch.randn(5)),
+    )
+    stats = gs.per_example_norms(model, batch, losses)
+    assert kernels == ["layer_norm_backward"]
+    monkeypatch.setattr(torch, "layer_norm", native)
+    wide = model.moved(batch[0]).bfloat16().float().detach()
+    expected = oracle_sqnorms(model.layer, (wide, batch[1]), mean_square)
+    for name, want in expected.items():
+        got = stats.by_parameter[f"layer.{name}"].double()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +383,10 @@ def test_norm_layers(kernels, layer, shape, expected):
     ids=lambda item: str(item).partition("(")[0],
 )  # fmt: skip
 def test_convolutions(kernels, layer, size, norms, beside):
-    batch = torch.randn(5, layer.in_channels, *size), torch.randn(5)
-
-    def losses(model, batch):
-        output = model(batch[0]).flatten(1)
-        return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
-
+    batch, losses = (torch.randn(5, layer.in_channels, *size), torch.randn(5)), mean_square
     expected = oracle_sqnorms(layer, batch, losses)
     assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected, 1e-4)
-    assert kernels == [norms]
+    assert sorted(kernels) == [norms, "vector_sqnorm"]
     kernels.clear()
     losses(layer, batch).mean().backward()
     want = layer.weight.grad.clone()
@@ -213,11 +396,38 @@ def test_convolutions(kernels, layer, size, norms, beside):
     assert_sqnorms(tracker.stats, expected, 1e-4)
     torch.testing.assert_close(layer.weight.grad, want, rtol=1e-4, atol=1e-6)
     assert kernels == [beside]
+    layer.zero_grad()
+    kernels.clear()
+    check_products(layer, batch, mean_square, rtol=1e-5)
+    assert "convolution_direction" in kernels
+    assert {"pairwise_convolution", "pairwise_gram"} & set(kernels)
+
+
+@pytest.mark.parametrize("size", [(9, 9), (2, 2)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_products_of_convolutions(kernels, groups, size):
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), groups)
+
+    def factor(batch):
+        x = torch.randn(batch, 4, *size)
+        return Patches(x, torch.randn(batch, 8, *size), (8, 4 // groups, 3, 3), geometry)
+
+    first, second = factor(3), factor(4)
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-4)
+    norms = sizes[0], sizes[1][:3]
+    diagonal = inner_diagonal([first], [second.select(slice(0, 3))], WORKSPACE, norms)
+    torch.testing.assert_close(diagonal, (left * right[:3]).sum(1), rtol=1e-5, atol=1e-4)
+    few = size == (2, 2) and groups == 1
+    expected = ["pairwise_gram", "diagonal_gram"]
+    assert kernels == (expected if few else ["pairwise_convolution", "convolution_inner"])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_embeddings(kernels, padding_idx):
-    table = nn.Embedding(11, 6, padding_idx=padding_idx)
+    table = nn.Embedding(23, 6, padding_idx=padding_idx)
     batch = torch.randint(11, (5, 9)), torch.randn(5)
 
     def losses(model, batch):
@@ -227,6 +437,82 @@ def test_embeddings(kernels, padding_idx):
     expected = oracle_sqnorms(table, batch, losses)
     assert_sqnorms(gs.per_example_norms(table, batch, losses), expected, 1e-4)
     assert kernels == ["rows_sqnorm"]
+    kernels.clear()
+    check_products(table, batch, losses, rtol=1e-5)
+    assert {"pairwise_rows", "rows_inner", "rows_direction"} <= set(kernels)
+
+
+def test_look_ups_of_one_length_meet_look_ups_of_several(kernels):
+    shape, generator = (11, 6), torch.Generator().manual_seed(1)
+
+    def factor(lengths):
+        count, examples = sum(lengths), len(lengths)
+        example = torch.arange(examples).repeat_interleave(torch.tensor(lengths))
+        longest = max(lengths) if len(set(lengths)) == 1 else None
+        ids = torch.randint(11, (count,), generator=generator)
+        return Rows(
+            ids, torch.randn(count, 6, generator=generator), example, examples, shape, longest
+        )
+
+    first, second = factor([4, 4, 4]), factor([2, 0, 7])
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    for one, two, rows, columns in ((first, second, left, right), (second, first, right, left)):
+        torch.testing.assert_close(
+            inner_pairs([one], [two], WORKSPACE, sizes), rows @ columns.T, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            inner_diagonal([one], [two], WORKSPACE, sizes), (rows * columns).sum(1),
+            rtol=1e-5, atol=1e-5,
+        )  # fmt: skip
+    assert kernels == ["pairwise_rows", "rows_inner"] * 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((3, 0, 5), ["pairwise_gram", "diagonal_gram"]),
+     ((60, 0, 90), ["pairwise_direct", "direct_inner"])],
+)  # fmt: skip
+def test_packed_examples_meet_unpadded(kernels, lengths, expected):
+    def factor(lengths):
+        offsets = (0, *itertools.accumulate(lengths))
+        rows = offsets[-1]
+        return Ragged(torch.randn(rows, 20), torch.randn(rows, 16), offsets, (20, 16))
+
+    first, second = factor(lengths), factor(lengths[::-1])
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    kernels.clear()
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-3)
+    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(diagonal, (left * right).sum(1), rtol=1e-5, atol=1e-3)
+    assert kernels == expected
+
+
+def test_packed_pairs_that_cancel_are_computed_again(kernels):
+    left = torch.randn(2, 20, 64)
+    left -= left.mean(1, keepdim=True)
+    right = 3 + 1e-3 * torch.randn(2, 20, 64)
+    whole = Ragged(left.flatten(0, 1), right.flatten(0, 1), (0, 20, 40), (64, 64))
+    rows = (left.double().mT @ right.double()).flatten(1)
+    sizes = rows.norm(dim=1), rows.norm(dim=1)
+    scale = sizes[0][:, None] * sizes[1]
+    pairs = inner_pairs([whole], [whole], WORKSPACE, sizes)
+    assert bool(((pairs - rows @ rows.T).abs() <= 1e-3 * scale).all())
+    diagonal = inner_diagonal([whole], [whole], WORKSPACE, sizes)
+    assert bool(((diagonal - rows.square().sum(1)).abs() <= 1e-3 * scale.diagonal()).all())
+    assert kernels == ["pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner"]
+
+
+def test_packed_examples_meet_a_direction(kernels):
+    offsets = (0, 3, 3, 8)
+    factor = Ragged(torch.randn(8, 6), torch.randn(8, 4), offsets, (6, 4))
+    direction = torch.randn(6, 4)
+    got = direction_inner([factor], direction, WORKSPACE)
+    want = factor.dense().double().flatten(1) @ direction.double().flatten()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert kernels == ["direction_inner"]
 
 
 def test_a_tied_output_projection(kernels):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradstats._factors import ConvolutionGeometry, Factor, Outer, Patches, Vector, compute_dtype
 from gradstats.capture._layout import Examples
+from gradstats.capture._linear import bias_norms
 from gradstats.capture._uses import Use, derived, report, unseen
 from gradstats.contractions import Fused, sqnorm_and_sum
 
@@ -81,11 +82,17 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(Fused(patches, result, total))
             else:
                 factors.append(patches)
-        if bias_tracked or (ctx.bias_dtype is not None and ctx.needs_input_grad[6]):
+        want_bias = settings.weight_gradients and ctx.needs_input_grad[6]
+        alone = None
+        if bias_tracked and not want_bias:
+            alone = bias_norms(use, settings, examples, grad, channel=1)
+        if alone is not None:
+            factors.append(alone)
+        elif bias_tracked or want_bias:
             values = channel_gradient(examples, grad)
             if bias_tracked:
                 factors.append(Vector(values, (grad.shape[1],)))
-            if settings.weight_gradients and ctx.needs_input_grad[6]:
+            if want_bias:
                 grad_bias = values.sum(0).to(ctx.bias_dtype)
         reports = report(use, settings, factors)
         stride, padding, dilation, transposed, output_padding, groups = ctx.call

@@ -8,8 +8,8 @@ from torch import Tensor
 from gradstats._cost import product
 from gradstats._factors import Factor, Outer, Ragged, Vector, cast, compute_dtype
 from gradstats.capture._layout import Examples
-from gradstats.capture._uses import Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned
+from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
+from gradstats.contractions import Fused, WellConditioned, _triton
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -72,14 +72,16 @@ class LinearUse(torch.autograd.Function):
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ cast(x.flatten(0, -2), grad.dtype)
         if bias_tracked:
-            values = bias_gradient(examples, grad)
-            vector = Vector(values, shape[:1])
-            if values is grad and use is not None and use.is_sole(len(factors)):
-                factors.append(of_left(vector, factors))
+            alone = None if want_bias else bias_norms(use, settings, examples, grad)
+            if alone is not None:
+                factors.append(alone)
             else:
-                factors.append(vector)
-            if want_bias:
-                grad_bias = cast(values.sum(0), bias_dtype)
+                values = bias_gradient(examples, grad)
+                vector = Vector(values, shape[:1])
+                shared = values is grad and use is not None and use.is_sole(len(factors))
+                factors.append(of_left(vector, factors) if shared else vector)
+                if want_bias:
+                    grad_bias = cast(values.sum(0), bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         reports = report(use, settings, factors)
@@ -109,6 +111,25 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
     return examples.reduce(
         rows.to(dtype) if rows.dim() == 2 else rows.flatten(1, -2).sum(1, dtype=dtype)
     )
+
+
+def bias_norms(
+    use: Use | None, settings: Settings, examples: Examples, grad: Tensor, *, channel: int = -1
+) -> Fused | None:
+    """Return the norms of a bias, where nobody needs its gradients and a kernel sums and squares.
+
+    Args:
+        use, settings: the bias is the use's last node.
+        examples: where the examples of ``grad`` lie.
+        grad: (…, width), or with the width along ``channel``.
+        channel: the axis of the bias.
+    """
+    if use is None or settings.consumer is not None or not use.is_sole(len(use.nodes) - 1):
+        return None
+    if examples.segments is not None or not _triton.runs(grad, grad):
+        return None
+    rows = examples.first(grad.movedim(channel, -1))
+    return Fused(None, _triton.sum_norms(rows.reshape(len(rows), -1, rows.shape[-1])), None)
 
 
 def linear_factor(

@@ -52,7 +52,7 @@ CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
 def on_chip(factor: Factor) -> bool:
     """Whether kernels contract a factor without writing its gradients."""
     if isinstance(factor, Patches):
-        return _triton.runs(factor.input, factor.grad)
+        return _triton.convolves(factor)
     return isinstance(factor, (Outer, Ragged)) and _triton.serves(factor)
 
 

@@ -91,7 +91,10 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
 def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.input, factor.grad, direction)
     geometry, spatial = factor.geometry, factor.grad.dim() - 2
-    weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
+    weight = direction.reshape(*factor.shape[:2], *factor.kernel)
+    if _triton.convolves(factor):
+        return _triton.convolution_direction(factor, weight)
+    weight = weight.to(dtype)
     result = _tiles.zeros([factor], factor.batch)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
     chunk = max(1, workspace // max(1, size * torch.finfo(dtype).bits // 8))
@@ -108,6 +111,8 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
 
 
 def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
+    if _triton.serves(factor):
+        return _triton.ragged_direction(factor, direction.reshape(factor.shape))
     dtype = compute_dtype(factor.left, factor.right, direction)
     matrix = direction.reshape(factor.shape).to(dtype)
     rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
@@ -123,6 +128,8 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.grad, direction)
     count, width = factor.grad.shape
     table = direction.reshape(factor.shape[0], width)
+    if _triton.runs(factor.grad, factor.grad):
+        return _triton.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
     chunk = max(1, workspace // max(1, 3 * width * torch.finfo(dtype).bits // 8))
     for here in _tiles.chunks(count, chunk):

@@ -27,7 +27,15 @@ from gradstats._factors import (
     map_tensors,
     tensors_of,
 )
-from gradstats.contractions import _outer_pairs, _patch_pairs, _row_pairs, _tiles, _vector_pairs
+from gradstats.contractions import (
+    _outer_pairs,
+    _patch_pairs,
+    _ragged_pairs,
+    _row_pairs,
+    _tiles,
+    _triton,
+    _vector_pairs,
+)
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer_pairs import Sizes
 
@@ -48,6 +56,7 @@ PAIRS: dict[tuple[type, type], Rule] = {
     (Rows, Outer): _swapped_pairs,
     (Rows, Rows): _row_pairs.pairs,
     (Patches, Patches): _patch_pairs.pairs,
+    (Ragged, Ragged): _ragged_pairs.pairs,
     (Vector, Vector): _vector_pairs.pairs,
 }
 
@@ -57,6 +66,7 @@ DIAGONAL: dict[tuple[type, type], Rule] = {
     (Rows, Outer): _swapped_diagonal,
     (Rows, Rows): _row_pairs.diagonal,
     (Patches, Patches): _patch_pairs.diagonal,
+    (Ragged, Ragged): _ragged_pairs.diagonal,
     (Vector, Vector): _vector_pairs.diagonal,
 }
 
@@ -133,8 +143,11 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
 
 def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:
     same = first is second
-    groups = _padded(by_path(first))
-    partners = groups if same else _padded(by_path(second))
+    groups = by_path(first)
+    partners = groups if same else by_path(second)
+    if not _packed_on_chip(groups, partners):
+        groups = _padded(groups)
+        partners = groups if same else _padded(partners)
     terms: list[tuple[Rule, Factor, Factor]] = []
     for path, left in groups.items():
         for other, right in partners.items():
@@ -189,8 +202,15 @@ def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
     return {path: merge(group) for path, group in groups.items()}
 
 
+def _packed_on_chip(*sides: dict[Any, list[Factor]]) -> bool:
+    """Whether all factors are packed examples that the kernels take as they are."""
+    factors = [factor for side in sides for group in side.values() for factor in group]
+    packed = [factor for factor in factors if isinstance(factor, Ragged)]
+    return bool(packed) and len(packed) == len(factors) and _triton.serves(*packed)
+
+
 def _padded(groups: dict[Any, list[Factor]]) -> dict[Any, list[Factor]]:
-    """Return packed examples filled up to one length: no rule takes them as they are."""
+    """Return packed examples filled up to one length, as most rules take them."""
     return {
         path: [factor.padded() if isinstance(factor, Ragged) else factor for factor in group]
         for path, group in groups.items()

@@ -40,17 +40,12 @@ def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
     if form == "direct":
         return _direct_pairs(first, second, workspace)
     result = _triton.gram_pairs(first, second) if on_chip else gram_pairs(first, second, workspace)
-    if form == "gram":
-        mine, theirs = _conditions(first, second, sizes)
-        rows = (mine * theirs.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
-        columns = (theirs * mine.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
-        # Either covers every doubtful pair.
-        if rows.numel() * second.batch <= columns.numel() * first.batch:
-            if rows.numel():
-                result[rows] = _direct_pairs(first.select(rows), second, workspace)
-        else:
-            result[:, columns] = _direct_pairs(first, second.select(columns), workspace)
-    return result
+    if form != "gram":
+        return result
+    conditions = _conditions(first, second, sizes)
+    return recompute_pairs(
+        result, first, second, conditions, lambda one, two: _direct_pairs(one, two, workspace)
+    )
 
 
 def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
@@ -68,11 +63,41 @@ def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tenso
         result = _triton.gram_diagonal(first, second)
     else:
         result = gram_diagonal(first, second, workspace)
-    if form == "gram":
-        mine, theirs = _conditions(first, second, sizes)
-        again = (mine * theirs > GUARD_TOLERANCE).nonzero().squeeze(1)
-        if again.numel():
-            result[again] = _direct_diagonal(first.select(again), second.select(again), workspace)
+    if form != "gram":
+        return result
+    conditions = _conditions(first, second, sizes)
+    return recompute_diagonal(
+        result, first, second, conditions, lambda one, two: _direct_diagonal(one, two, workspace)
+    )
+
+
+def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
+    """Replace rows or columns of doubtful pairs by ``again`` of their examples.
+
+    Args:
+        result: (B, B') by the Gram form.
+        first, second: the factors.
+        conditions: of either side's examples; a pair's product is its relative error.
+        again: called as again(first, second) with the examples concerned.
+    """
+    mine, theirs = conditions
+    rows = (mine * theirs.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
+    columns = (theirs * mine.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
+    # Either covers every doubtful pair.
+    if rows.numel() * second.batch <= columns.numel() * first.batch:
+        if rows.numel():
+            result[rows] = again(first.select(rows), second)
+    else:
+        result[:, columns] = again(first, second.select(columns))
+    return result
+
+
+def recompute_diagonal(result: Tensor, first, second, conditions, again) -> Tensor:
+    """Replace doubtful products of equal indices, (B,), in the same way."""
+    mine, theirs = conditions
+    rows = (mine * theirs > GUARD_TOLERANCE).nonzero().squeeze(1)
+    if rows.numel():
+        result[rows] = again(first.select(rows), second.select(rows))
     return result
 
 
@@ -197,9 +222,10 @@ def _conditions(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tens
     Their product bounds a pair's error relative to ‖G_i‖‖G'_j‖.
     """
     dtype = compute_dtype(first.left, first.right, second.left, second.right)
-    conditions = []
-    for factor, size in zip((first, second), sizes, strict=True):
-        ratio = _outer.magnitude(factor, dtype).sum(1) / size
-        # Zero by zero: there is nothing to lose.
-        conditions.append(unit_roundoff(dtype) ** 0.5 * ratio.nan_to_num(nan=0.0))
-    return conditions[0], conditions[1]
+    one, two = (_outer.magnitude(factor, dtype).sum(1) for factor in (first, second))
+    return condition(one, sizes[0], dtype), condition(two, sizes[1], dtype)
+
+
+def condition(magnitude: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return √eps · magnitude / size; zero by zero is zero: there is nothing to lose."""
+    return unit_roundoff(dtype) ** 0.5 * (magnitude / size).nan_to_num(nan=0.0)

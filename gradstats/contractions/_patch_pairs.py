@@ -1,6 +1,7 @@
 """Inner products of Patches factors: tiles of gradients, or patches written out for few positions.
 
-Patches are written out for as many examples as a quarter of the workspace holds.
+On a GPU the kernels form the gradients, of patches that they address where they need them. Patches
+are written out for as many examples as a quarter of the workspace holds.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
-from gradstats.contractions import _outer_pairs, _tiles
+from gradstats.contractions import _outer_pairs, _tiles, _triton
 from gradstats.contractions._outer_pairs import Sizes
 
 
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
-    if _form(first, second, first.batch, second.batch) == "direct":
+    on_chip = _triton.convolves(first, second)
+    if _form(first, second, first.batch, second.batch, on_chip) == "direct":
+        if on_chip:
+            return _triton.convolution_pairs(first, second, workspace)
         one = [first]
         return _tiles.dense_pairs(one, one if first is second else [second], workspace)
     result = _tiles.zeros([first], first.batch, second.batch)
@@ -32,7 +36,10 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
 
 def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
-    if _form(first, second, 1, 1) == "direct":
+    on_chip = _triton.convolves(first, second)
+    if _form(first, second, 1, 1, on_chip) == "direct":
+        if on_chip:
+            return _triton.convolution_diagonal(first, second)
         return _tiles.dense_diagonal([first], [second], workspace)
     result = _tiles.zeros([first], first.batch)
     larger = first if first.positions > second.positions else second
@@ -43,11 +50,16 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
     return result
 
 
-def _form(first: Patches, second: Patches, examples1: int, examples2: int) -> _cost.Form:
-    if first.geometry.groups != second.geometry.groups:
+def _form(
+    first: Patches, second: Patches, examples1: int, examples2: int, on_chip: bool
+) -> _cost.Form:
+    groups = first.geometry.groups
+    # The kernels would contract written-out patches group by group.
+    if groups != second.geometry.groups or (on_chip and groups > 1):
         return "direct"
     p, q = first.shape[0] // first.geometry.groups, _cost.product(first.shape[1:])
-    return _cost.choose_pair_form(first.positions, second.positions, p, q, examples1, examples2)
+    positions = first.positions, second.positions
+    return _cost.choose_pair_form(*positions, p, q, examples1, examples2, on_chip=on_chip)
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):

@@ -26,7 +26,7 @@ def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     groups = factor.geometry.groups
     p, q = factor.shape[0] // groups, _cost.product(factor.shape[1:])
-    if _triton.runs(factor.input, factor.grad):
+    if _triton.convolves(factor):
         return _by_kernels(factor, guarded=guarded)
     form = _cost.choose_outer_form(factor.positions, p, q, guarded=guarded)
     if form == "direct":
@@ -45,7 +45,7 @@ def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
 
 def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
-    if _triton.runs(factor.input, factor.grad):
+    if _triton.convolves(factor):
         if _form_on_chip(factor, with_sum=True) != "gram":
             return _triton.convolution_and_sum(factor)
         return _by_kernels(factor, guarded=True), _total(factor)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Ragged
+from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import Contraction, recompute_suspects
 
@@ -44,6 +44,13 @@ def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
         _triton.ragged_gram(factor, longest),
         lambda rows: _triton.ragged_direct(factor.select(rows), longest),
     )
+
+
+def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:
+    """Return Σ_t ‖left_t‖‖right_t‖ of shape (B,); its square bounds Σ|terms| of the Gram form."""
+    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
+    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
+    return segment_sum((left * right).double(), torch.tensor(factor.lengths, device=left.device))
 
 
 def groups(factor: Ragged, workspace: int) -> list[list[int]]:

@@ -114,12 +114,12 @@ class Fused:
     """A factor whose squared norms were found where it was, with its sum over examples.
 
     Attributes:
-        factor: what was contracted.
+        factor: what was contracted; None where nobody else needs it.
         norms: its squared norms.
         total: Σ_i F[i] in the parameter's shape; None where nobody wants it.
     """
 
-    factor: Factor
+    factor: Factor | None
     norms: Contraction
     total: Tensor | None
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +45,16 @@ def runs(first: Tensor, second: Tensor) -> bool:
     return True
 
 
+def convolves(*factors: Patches) -> bool:
+    """Whether the kernels contract these convolutions, alone or with each other."""
+    first = factors[0]
+    return len(first.geometry.stride) <= 3 and all(
+        factor.geometry == first.geometry and runs(first.input, side)
+        for factor in factors
+        for side in (factor.input, factor.grad)
+    )
+
+
 @cache
 def require_triton() -> None:
     """Raise unless Triton can be imported."""
@@ -64,12 +76,25 @@ def rank_one(factor: Outer) -> Contraction:
 
 
 def gram(factor: Outer) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with the bound eps·Σ|terms|."""
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude, _, _ = operators.gram_sqnorm(*_operands(factor))
-    bound = 4 * unit_roundoff(torch.float32) * _over_groups(magnitude, factor)
+    value, *sizes = operators.gram_sqnorm(*_operands(factor))
+    bound = _over_groups(_gram_bound(*sizes), factor)
     return Contraction(_over_groups(value, factor), bound)
+
+
+def _gram_bound(magnitude: Tensor, size: Tensor) -> Tensor:
+    """Return how far a Gram form may be off, float64.
+
+    Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
+    of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
+
+    Args:
+        magnitude: Σ|terms|.
+        size: Σ_t ‖left_t‖‖right_t‖.
+    """
+    return unit_roundoff(torch.float32) * (4 * magnitude.double() + size.double().square())
 
 
 def direct(factor: Outer) -> Contraction:
@@ -92,9 +117,8 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
     """Return the Gram form of packed examples, the longest of which has ``longest`` rows."""
     from gradstats.kernels import operators
 
-    value, magnitude, _, _ = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
-    bound = 4 * unit_roundoff(torch.float32) * magnitude.double()
-    return Contraction(value.double(), bound)
+    value, *sizes = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
+    return Contraction(value.double(), _gram_bound(*sizes))
 
 
 def ragged_direct(factor: Ragged, longest: int) -> Contraction:
@@ -116,6 +140,41 @@ def ragged_and_sum(factor: Ragged, longest: int) -> tuple[Contraction, Tensor]:
 def _packed(factor: Ragged) -> tuple[Tensor, Tensor, Tensor]:
     """Return a, g and the bounds of the examples as the kernels take them."""
     return factor.right, factor.left, torch.tensor(factor.offsets)
+
+
+def _both_packed(first: Ragged, second: Ragged) -> tuple:
+    (a1, g1, bounds1), (a2, g2, bounds2) = _packed(first), _packed(second)
+    return a1, g1, a2, g2, bounds1, bounds2
+
+
+def ragged_gram_pairs(first: Ragged, second: Ragged) -> Tensor:
+    """Return all pairs' products of packed examples through products of rows, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    return operators.pairwise_gram(*_both_packed(first, second)).double()
+
+
+def ragged_direct_pairs(first: Ragged, second: Ragged, workspace: int) -> Tensor:
+    """Return the same from gradients formed chunk by chunk, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    operands = _both_packed(first, second)
+    return operators.pairwise_direct(*operands, workspace=workspace).double()
+
+
+def ragged_gram_diagonal(first: Ragged, second: Ragged) -> Tensor:
+    """Return the products of equal indices through products of rows, (B,) float64."""
+    from gradstats.kernels import operators
+
+    value, _ = operators.diagonal_gram(*_both_packed(first, second))
+    return value.double()
+
+
+def ragged_direct_diagonal(first: Ragged, second: Ragged) -> Tensor:
+    """Return the same from gradient tiles that never leave the chip, (B,) float64."""
+    from gradstats.kernels import operators
+
+    return operators.direct_inner(*_both_packed(first, second)).double()
 
 
 def gram_pairs(first: Outer, second: Outer) -> Tensor:
@@ -161,11 +220,20 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
     """
     from gradstats.kernels import operators
 
-    if direction.dtype != factor.left.dtype:
-        direction = direction.float()
+    direction = _narrow(direction, factor.left)
     a, g = factor.right.transpose(0, 1), factor.left.transpose(0, 1)  # (K, B, T, ·)
     products = map(operators.direction_inner, a, g, direction)
     return reduce(torch.add, (part.double() for part in products))
+
+
+def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
+    """Return Σ_t left_tᵀ V right_t of packed examples, (B,) float64, for V (p, q)."""
+    from gradstats.kernels import operators
+
+    a, g, bounds = _packed(factor)
+    return operators.direction_inner(
+        a, g, _narrow(direction, a), cu_seqlens=bounds, max_seqlen=max([1, *factor.lengths])
+    ).double()
 
 
 def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -186,11 +254,12 @@ def convolution(factor: Patches) -> Contraction:
 
 
 def convolution_gram(factor: Patches) -> Contraction:
-    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with the bound eps·Σ|terms|."""
+    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude = operators.convolution_gram_sqnorm(factor.input, factor.grad, *_layer(factor))
-    return Contraction(value.double(), 4 * unit_roundoff(torch.float32) * magnitude.double())
+    operands = (factor.input, factor.grad)
+    value, *sizes = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
+    return Contraction(value.double(), _gram_bound(*sizes))
 
 
 def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
@@ -202,6 +271,36 @@ def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
     )
     gradient = gradient.reshape(factor.shape)
     return well_conditioned(value.double(), torch.float32), gradient
+
+
+def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
+    """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    return operators.pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
+
+
+def convolution_diagonal(first: Patches, second: Patches) -> Tensor:
+    """Return the products of gradient tiles that never leave the chip, (B,) float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    return operators.convolution_inner(*operands, *_layer(first)).double()
+
+
+def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
+    """Return Σ_t grad_tᵀ V patch_t of each example, (B,) float64, for V like the weight."""
+    from gradstats.kernels import operators
+
+    direction = _narrow(direction, factor.grad)
+    value = operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
+    return value.double()
+
+
+def _narrow(direction: Tensor, operand: Tensor) -> Tensor:
+    """Return a direction in a dtype that the kernels multiply with an operand."""
+    return direction if direction.dtype == operand.dtype else direction.float()
 
 
 def _layer(factor: Patches) -> tuple:
@@ -221,6 +320,29 @@ def rows_sqnorm(factor: Rows) -> Contraction:
 
     value = operators.rows_sqnorm(*_rows(factor))
     return well_conditioned(value.double(), torch.float32)
+
+
+def rows_pairs(first: Rows, second: Rows) -> Tensor:
+    """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ of all pairs, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    return operators.pairwise_rows(*_both_rows(first, second)).double()
+
+
+def rows_diagonal(first: Rows, second: Rows) -> Tensor:
+    """Return the same of each example with its partner, (B,) float64."""
+    from gradstats.kernels import operators
+
+    return operators.rows_inner(*_both_rows(first, second)).double()
+
+
+def rows_direction(factor: Rows, table: Tensor) -> Tensor:
+    """Return Σ_n grad[n]·V[ids[n]] of each example, (B,) float64, for V (rows, width)."""
+    from gradstats.kernels import operators
+
+    ids, grad, bounds, longest = _rows(factor)
+    table = _narrow(table, grad)
+    return operators.rows_direction(ids, grad, table, bounds, longest).double()
 
 
 def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
@@ -245,9 +367,23 @@ def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     if longest is not None and factor.examples * longest == count and count > 0:
         shape = (factor.examples, longest)
         return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
+    return factor.ids, factor.grad, *_bounds(factor)
+
+
+def _bounds(factor: Rows) -> tuple[Tensor, int]:
+    """Return where each example's rows begin and end, and how many one has at most."""
     numbers = torch.arange(factor.examples + 1, device=factor.example.device)
-    bounds = torch.searchsorted(factor.example, numbers)
-    return factor.ids, factor.grad, bounds, count if longest is None else longest
+    longest = factor.ids.numel() if factor.longest is None else factor.longest
+    return torch.searchsorted(factor.example, numbers), longest
+
+
+def _both_rows(first: Rows, second: Rows) -> tuple:
+    """Return the operands of two factors, of which both are packed where one has to be."""
+    (ids, grad, bounds, longest), (ids2, grad2, bounds2, longest2) = _rows(first), _rows(second)
+    if (bounds is None) != (bounds2 is None):
+        ids, grad, ids2, grad2 = first.ids, first.grad, second.ids, second.grad
+        (bounds, longest), (bounds2, longest2) = _bounds(first), _bounds(second)
+    return ids, grad, ids2, grad2, bounds, bounds2, longest, longest2
 
 
 def layer_norm_sum(x: Tensor, g: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
@@ -264,6 +400,93 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     return operators.group_norm_sum(x, g, groups, eps)
 
 
+def normalises(x: Tensor, features: int, *, groups: bool = False) -> bool:
+    """Whether the kernels differentiate a layer that normalises x over so many features.
+
+    Args:
+        x: the layer's input.
+        features: of a row, or of a group of channels.
+        groups: the layer normalises groups of channels over positions.
+    """
+    if not runs(x, x):
+        return False
+    from gradstats.kernels import _config
+
+    return features <= (_config.WIDEST_GROUP if groups else _config.WIDEST_ROW)
+
+
+class NormGradients(NamedTuple):
+    """The backward of a normalisation layer.
+
+    Attributes:
+        input: its gradient, in the shape that the kernels took; None where it was not wanted.
+        scale, shift: Σ_i of the examples' gradients, (features,) float32; None where not wanted.
+        scale_norms, shift_norms: squared norms of the examples' gradients.
+    """
+
+    input: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    scale_norms: Contraction
+    shift_norms: Contraction
+
+
+def layer_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rms: bool,
+    offsets: Sequence[int] | None,
+    wanted: tuple[bool, bool],
+) -> NormGradients:
+    """Return the backward of rows (B, T, D), or packed (N, D), normalised over D.
+
+    Args:
+        x, g: inputs and output gradients.
+        weight: the scale (D,); None for 1.
+        eps: what the layer adds to the variance.
+        rms: the layer is an RMSNorm.
+        offsets: where the examples of packed rows begin and end; None for dense rows.
+        wanted: whether the input's gradient and the parameters' are wanted.
+    """
+    from gradstats.kernels import operators
+
+    bounds = None if offsets is None else torch.tensor(offsets)
+    if not any(wanted):
+        return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms, bounds))
+    result = operators.layer_norm_backward(x, g, weight, eps, rms, wanted[1], bounds)
+    return _norm_gradients(result, wanted[1])
+
+
+def group_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    eps: float,
+    wanted: tuple[bool, bool],
+) -> NormGradients:
+    """Return the backward of channels (B, T, C) normalised by groups; as `layer_norm_backward`."""
+    from gradstats.kernels import operators
+
+    if not any(wanted):
+        return _norms_alone(*operators.group_norm_sqnorm(x, g, groups, eps))
+    result = operators.group_norm_backward(x, g, weight, groups, eps, wanted[1])
+    return _norm_gradients(result, wanted[1])
+
+
+def _norms_alone(scale: Tensor, shift: Tensor) -> NormGradients:
+    norms = [well_conditioned(value.double(), torch.float32) for value in (scale, shift)]
+    return NormGradients(None, None, None, *norms)
+
+
+def _norm_gradients(result: tuple[Tensor, ...], sums: bool) -> NormGradients:
+    gradient, scale, shift, *squares = result
+    norms = [well_conditioned(value.double(), torch.float32) for value in squares]
+    return NormGradients(gradient, *((scale, shift) if sums else (None, None)), *norms)
+
+
 def scale_sum(
     x: Tensor, g: Tensor, mean: Tensor | None = None, rstd: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -271,6 +494,13 @@ def scale_sum(
     from gradstats.kernels import operators
 
     return operators.scale_sum(x, g, mean, rstd)
+
+
+def sum_norms(v: Tensor) -> Contraction:
+    """Return ‖Σ_t v_t‖² of vectors (B, T, C), in one pass that writes no sum."""
+    from gradstats.kernels import operators
+
+    return well_conditioned(operators.vector_sqnorm(v).double(), torch.float32)
 
 
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import torch
-from gradstats.kernels import _reference, convolution, convolution_gram
+from gradstats.kernels import (
+    _reference,
+    convolution,
+    convolution_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
+)
 
 from tests.kernels.cases import random
 from tests.kernels.reference import assert_close
@@ -61,18 +67,19 @@ def check_norms(
     got = run(lambda: convolution.convolution_sqnorm(x, g, *layer, config=config))
     assert_close(got, sqnorm, limit, factor)
     gradient, got = run(
-        lambda: convolution.convolution_weight_gradient_sqnorm(
+        lambda: convolution_weight_gradient.convolution_weight_gradient_sqnorm(
             x, g, *layer, config=fused, splits=splits, gradient_dtype=torch.float32
         )
     )
     assert_close(got, sqnorm, limit, factor)
     assert_close(gradient.flatten(), want.sum(0), terms.sum(0), factor)
-    got, magnitude = run(
+    got, magnitude, size = run(
         lambda: convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=gram)
     )
-    _, want_magnitude = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+    _, want_magnitude, want_size = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
     assert_close(got, sqnorm, want_magnitude, factor)
     assert_close(magnitude, want_magnitude, factor=factor)
+    assert_close(size, want_size, factor=factor)
 
 
 def check_pairs(x1, g1, x2, g2, layer, config=None, workspace=10**8, factor=32.0, run=same):
@@ -84,7 +91,7 @@ def check_pairs(x1, g1, x2, g2, layer, config=None, workspace=10**8, factor=32.0
         got = run(lambda: convolution.convolution_inner(*factors, config=config))
         assert_close(got, (first * second).sum(1), limit.diagonal(), factor)
     got = run(
-        lambda: convolution.pairwise_convolution(*factors, workspace=workspace, config=config)
+        lambda: convolution_pairs.pairwise_convolution(*factors, workspace=workspace, config=config)
     )
     assert_close(got, first @ second.T, limit, factor)
     shape = (g1.shape[1], x1.shape[1] // layer[-1], *layer[0])

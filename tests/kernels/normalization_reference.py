@@ -81,28 +81,52 @@ def check_squares(got, want, factor=32.0):
 
 def check_backward(got, x, g, weight, bounds, eps, rms, factor=32.0):
     """Checks (input gradient, scale and shift gradients, squared norms) of a whole backward."""
-    function = functional.rms_norm if rms else functional.layer_norm
-    host, shape = x.double().cpu(), x.shape[-1:]
-    used = torch.ones(host.shape[:-1], dtype=torch.bool)
+    used = torch.ones(x.shape[:-1], dtype=torch.bool)
     if bounds is not None:
         used[: bounds[0]], used[bounds[-1] :] = False, False
-    leaf = torch.where(used[..., None], host, 0.0).requires_grad_()
-    scale_ = None if weight is None else weight.double().cpu()
-    output = function(leaf, shape, weight=scale_, eps=eps)
-    upstream = torch.where(used[..., None], g.double().cpu(), 0.0)
-    (want,) = torch.autograd.grad(output, leaf, upstream)
-    want = torch.where(used[..., None], want, 0.0)
-    rounding = torch.finfo(x.dtype).eps
-    # what is subtracted from g may be as large as g, in units of the deviation
-    spread = host if rms else host - host.mean(-1, keepdim=True)
-    rstd = (spread.square().mean(-1, keepdim=True) + eps).rsqrt()
-    weighted = upstream if scale_ is None else upstream * scale_
-    size = torch.where(used[..., None], weighted.norm(dim=-1, keepdim=True) * rstd, 0.0)
-    limit = 4 * rounding * want.abs() + factor * FLOAT32_EPS * size
-    assert got[0].dtype == x.dtype and got[0].is_contiguous()
-    assert ((got[0].double().cpu() - want).abs() <= limit).all()
+    rows, upstream = (torch.where(used[..., None], side.double().cpu(), 0.0) for side in (x, g))
+    check_input_gradient(got[0], x, rows, _weighted(upstream, weight), eps, rms, factor)
+    check_totals(got[1:], layer_norm(x, g, bounds, eps, rms), factor)
 
-    sums, terms = layer_norm(x, g, bounds, eps, rms)
+
+def check_group_backward(got, x, g, weight, groups, eps, factor=32.0):
+    """As `check_backward`, for groups of channels."""
+    batch, positions, channels = x.shape
+
+    def blocks(side):
+        return side.double().cpu().mT.reshape(batch, groups, -1)
+
+    def whole(side):
+        return side.reshape(batch, channels, positions).mT
+
+    weighted = _weighted(g.double().cpu(), weight)
+    check_input_gradient(got[0], x, blocks(x), blocks(weighted), eps, False, factor, whole)
+    check_totals(got[1:], group_norm(x, g, groups, eps), factor)
+
+
+def _weighted(g, weight):
+    return g if weight is None else g * weight.double().cpu()
+
+
+def check_input_gradient(got, x, rows, upstream, eps, rms, factor, whole=lambda side: side):
+    """Checks the gradient of `rows` that are normalised; `whole` gives them the shape of x."""
+    function = functional.rms_norm if rms else functional.layer_norm
+    leaf = rows.clone().requires_grad_()
+    (want,) = torch.autograd.grad(function(leaf, rows.shape[-1:], eps=eps), leaf, upstream)
+    # a row of zeros that nobody uses has no gradient, whatever its deviation
+    want = torch.where(upstream.any(-1, keepdim=True), want, 0.0)
+    # what is subtracted from g may be as large as g, in units of the deviation
+    spread = rows if rms else rows - rows.mean(-1, keepdim=True)
+    rstd = (spread.square().mean(-1, keepdim=True) + eps).rsqrt()
+    size = (upstream.norm(dim=-1, keepdim=True) * rstd).expand_as(rows)
+    limit = 4 * torch.finfo(x.dtype).eps * want.abs() + factor * FLOAT32_EPS * size
+    assert got.dtype == x.dtype and got.stride() == torch.empty_like(x).stride()
+    assert ((got.double().cpu() - whole(want)).abs() <= whole(limit)).all()
+
+
+def check_totals(got, want, factor):
+    """Checks (scale gradient, shift gradient, their squared norms) summed over the examples."""
+    sums, terms = want
     for index in range(2):
-        assert_close(got[1 + index], sums[index].sum(0), terms[index].sum(0), factor)
-    check_squares(got[3:], (sums, terms), factor)
+        assert_close(got[index], sums[index].sum(0), terms[index].sum(0), factor)
+    check_squares(got[2:], want, factor)

@@ -38,6 +38,12 @@ def magnitude_reference(a, g, cu_seqlens=None):
     return torch.stack([((x @ x.T) * (y @ y.T)).abs().sum() for x, y in pairs])
 
 
+def size_reference(a, g, cu_seqlens=None):
+    """sum_t |a_t| |g_t|, whose square bounds the rounding of the rows' inner products."""
+    pairs = zip(examples_of(a, cu_seqlens), examples_of(g, cu_seqlens), strict=True)
+    return torch.stack([(x.norm(dim=1) * y.norm(dim=1)).sum() for x, y in pairs])
+
+
 def bias_gradients(g, cu_seqlens=None):
     """sum_t g_it, float64 (B, d_out)."""
     return torch.stack([rows.sum(0) for rows in examples_of(g, cu_seqlens)])

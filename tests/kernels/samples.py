@@ -61,7 +61,11 @@ def operator_samples(dtype, device="cpu"):
     for weight_or_none in (bias, None):
         yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {}
         yield "layer_norm_backward", (x, g, weight_or_none, 1e-5), {"rms": True}
+        yield "group_norm_backward", (x, g, weight_or_none, 4, 1e-5), {}
+        yield "group_norm_backward", (x.mT.contiguous().mT, g, weight_or_none, 20, 1e-5), {}
     yield "layer_norm_backward", (rows, packed[1], bias, 1e-5), segments
+    yield "layer_norm_backward", (x, g, bias, 1e-5), {"sums": False}
+    yield "group_norm_backward", (x, g, bias, 1, 1e-5), {"sums": False}
 
     ids = torch.tensor([[3, 1, 3, 0, 3], [2, 2, 2, 2, 2], [0, 1, 2, 3, 4]], device=device)
     ids2 = ids.flatten().repeat(2)[:28].view(4, 7).to(torch.int32)

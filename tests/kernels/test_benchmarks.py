@@ -1,5 +1,6 @@
 """The GPU scripts parse, refuse to run without a GPU, and write the table that is committed."""
 
+import csv
 import runpy
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
 
-from benchmarks import bench_layer_kernels, bench_linear_kernels, tune_linear_kernels
+from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, tune_linear_kernels
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
@@ -23,6 +24,65 @@ def test_help_and_the_need_for_a_gpu(script, capsys):
         assert "CUDA device" in capsys.readouterr().err
 
 
+def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "SECONDS", 120)
+    assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert [line.partition(",")[0] for line in printed.splitlines()] == [
+        "quick: ok", "tests: ok", "kernels: ok", "layers: ok"
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "kernels.csv", "layers.csv", "log.txt"
+    ]  # fmt: skip
+    with (tmp_path / "layers.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"convolution", "embedding", "layer_norm", "rms_norm", "group_norm"}
+    assert all(float(row["ms"]) > 0 and row["note"] == "" for row in rows)
+
+
+def test_a_step_that_fails_keeps_no_other_from_running(tmp_path, monkeypatch, capsys):
+    steps = [
+        gpu.Step("wrong", ["-c", "raise SystemExit('this is why')"], 20, ()),
+        gpu.Step("slow", ["-c", "import time; time.sleep(60)"], 1, ()),
+        gpu.Step("right", ["-c", "open('{out}/table.csv', 'w').close()"], 20, ()),
+    ]
+    monkeypatch.setattr(gpu, "steps", lambda: steps)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    for line in ("wrong: failed (1)", "this is why", "slow: stopped: out of time", "right: ok"):
+        assert line in printed
+    assert (tmp_path / "table.csv").exists()
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
+    module = bench_linear_kernels
+
+    def providers(shape, dtype, descriptors):
+        def broken(*inputs):
+            raise ValueError("no such tile")
+
+        def want(a, g, weight):
+            return torch.ones(2)
+
+        yield module.Provider(
+            "one", "gradstats", lambda *i: torch.full((2,), 2.0), 0, 0, lambda r: r, want
+        )
+        yield module.Provider("two", "gradstats", broken, 0, 0, lambda r: r, want)
+        yield module.Provider(
+            "three", "gradstats", lambda *i: torch.ones(2), 0, 1, lambda r: r, want
+        )
+
+    monkeypatch.setattr(module, "providers", providers)
+    path = tmp_path / "kernels.csv"
+    arguments = ["--dry-run", "--quick", "--out", str(path)]
+    assert module.main(arguments) == 1
+    with path.open() as file:
+        rows = list(csv.DictReader(file))[:3]
+    assert [row["note"] for row in rows] == ["wrong by 1, not timed", "failed: no such tile", ""]
+    assert [bool(row["ms"]) for row in rows] == [False, False, True]
+
+
 def test_the_committed_table_is_what_the_script_writes(tmp_path):
     written = tune_linear_kernels.render(TABLE)
     assert Path(_config.__file__).with_name("_table.py").read_text() == written
@@ -31,7 +91,7 @@ def test_the_committed_table_is_what_the_script_writes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", _config.KINDS)
-@pytest.mark.parametrize("operation", tune_linear_kernels.MATMULS)
+@pytest.mark.parametrize("operation", _config.MATMULS)
 def test_candidates_are_distinct_tiles_that_a_dot_can_take(operation, kind):
     for timed in (False, True):
         groups = tune_linear_kernels.candidates(operation, kind, timed)

@@ -11,17 +11,7 @@ GPUS = (80, 86, 87, 89, 90, 100, 103, 120)
 SIZES = (1, 15, 16, 17, 100, 768, 4096, 50257)
 PRECISIONS = {2: ("ieee",), 4: ("ieee", "tf32x3", "tf32", "highest")}
 # kernels that only stream, so that the precision of products means nothing to them
-STREAMING = {
-    "rank_one",
-    "vector",
-    "layer_norm",
-    "scale",
-    "scale_positions_adjacent",
-    "statistics",
-    "rows",
-    "depthwise",
-    "depthwise_channels_adjacent",
-}
+STREAMING = set(_config.STREAMING)
 CLASSES = [
     (itemsize, precision, gpu, aligned)
     for itemsize in (2, 4)

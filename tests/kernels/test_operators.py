@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gradstats.kernels import operators
+from gradstats.kernels import direct, operators
 
 from tests.kernels import reference
 from tests.kernels.reference import assert_close
@@ -70,14 +71,13 @@ def test_values_on_the_cpu():
 
 def test_second_results_on_the_cpu():
     a, g = next(arguments for name, arguments, _ in SAMPLES if name == "gram_sqnorm")
-    _, magnitude, bias_sqnorm, bias_magnitude = operators.gram_sqnorm(a, g)
+    _, magnitude, size = operators.gram_sqnorm(a, g)
     assert_close(magnitude, reference.magnitude_reference(a, g))
-    assert_close(bias_sqnorm, reference.bias_sqnorm_reference(g))
-    assert_close(bias_magnitude, reference.bias_magnitude_reference(g))
+    assert_close(size, reference.size_reference(a, g))
     _, sqnorm = operators.weight_gradient_sqnorm(a, g)
     assert_close(sqnorm, reference.sqnorm_reference(a, g))
     paired, _ = operators.diagonal_gram(a, g, a, g, bias=True)
-    assert_close(paired, reference.sqnorm_reference(a, g) + bias_sqnorm)
+    assert_close(paired, reference.sqnorm_reference(a, g) + reference.bias_sqnorm_reference(g))
 
 
 def test_bad_segments_are_refused_on_the_cpu():
@@ -86,6 +86,31 @@ def test_bad_segments_are_refused_on_the_cpu():
         operators.direct_sqnorm(a, g, torch.tensor([0, 3, 2]))
     with pytest.raises(ValueError, match="within the 4 packed rows"):
         operators.direct_sqnorm(a, g, torch.tensor([0, 3, 5]))
+
+
+def test_a_launch_goes_to_the_device_of_its_operands(monkeypatch):
+    current, launched = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(
+        direct, "direct_sqnorm", lambda *args, **named: launched.append(current[-1])
+    )
+    launch = operators._launch("direct_sqnorm", *operators.LAUNCHERS["direct_sqnorm"])
+    for index in (0, 1):
+        operand = SimpleNamespace(device=torch.device("cuda", index))
+        launch(operand, operand)
+    assert launched == [0, 1] and current == [0]
 
 
 def test_importing_operators_imports_no_triton_and_cuda_without_it_says_so():

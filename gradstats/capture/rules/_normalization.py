@@ -18,11 +18,13 @@ from gradstats._cost import product
 from gradstats._factors import Vector, compute_dtype, segment_sum
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
+from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import derived, tap
+from gradstats.capture._uses import Settings, carriers_for, derived, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import _triton
+from gradstats.contractions._triton import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
 SCRATCH = 8 * 1024 * 1024
@@ -36,6 +38,19 @@ class Normalise(Protocol):
 
     def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ_t g·x̂ and Σ_t g of operands (B, T, features), by the kernels."""
+
+    def one_pass(self, x: Tensor) -> bool:
+        """Whether the kernels compute the whole backward of a layer on this input."""
+
+    def backward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        weight: Tensor | None,
+        offsets: Sequence[int] | None,
+        wanted: tuple[bool, bool],
+    ) -> NormGradients:
+        """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,45 @@ class AffineFactors:
             return [operand.reshape(len(operand), -1, features) for operand in operands]
         return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
 
+    def one_pass(self, settings: Settings, x: Tensor) -> bool:
+        """Whether the kernels compute the layer's backward: gradients and norms in one pass."""
+        if torch.compiler.is_compiling() or settings.consumer is not None:
+            return False
+        if settings.weight_gradients and not settings.fused:
+            return False
+        segments = self.examples.segments
+        apart = segments is None or segments.order is None
+        if self.channel_axis is not None:
+            apart = self.examples.plain
+        return apart and self.normalise.one_pass(x)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: tuple[bool, bool]
+    ) -> NormGradients:
+        """Return gradients and squared norms, by the kernels."""
+        examples = self.examples
+        if weight is not None:
+            weight = weight.flatten()
+        offsets = None
+        if examples.segments is None:
+            leading = examples.first(x)
+            rows, g = self._positions(leading, examples.first(grad))
+        else:
+            leading = examples.lead(x)
+            rows, g = (
+                side.reshape(-1, product(self.shape)) for side in (leading, examples.lead(grad))
+            )
+            each = len(rows) // max(1, len(leading))
+            offsets = [each * bound for bound in examples.segments.offsets]
+        result = self.normalise.backward(rows, g, weight, offsets, wanted)
+        if result.input is None:
+            return result
+        gradient = result.input if self.channel_axis is None else result.input.mT
+        gradient = gradient.reshape(leading.shape)
+        if examples.segments is None and examples.fold != 1:
+            gradient = gradient.flatten(0, 1)
+        return result._replace(input=gradient.movedim(0, examples.axis))
+
     def _offsets(self) -> Sequence[int]:
         """Return where each example's rows begin, once sorted by example."""
         if self.examples.segments is not None:
@@ -122,22 +176,59 @@ class AffineFactors:
         """Differentiate x̂·w, of which each example sees a scale of its own."""
         if not self.scale:
             return None
-        node = nodes[0]
-        normalised = self.normalise(self.examples.lead(x), *statistics)
-        if self.channel_axis is not None:
-            node = derived(node, Tensor.view, (-1, *(1 for _ in normalised.shape[2:])))
-        layout = ExampleLayout(normalised.dim(), self.examples.along(0))
-        result = normalised * example_view(node.tracker, node, layout)
-        (gradient,) = torch.autograd.grad(result, x, self.examples.lead(grad), create_graph=True)
+        gradient = self.input_gradient(nodes, grad, x, None, *statistics)
         return gradient, *(None for _ in statistics)
 
+    def input_gradient(
+        self,
+        nodes: Sequence[Node],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        *statistics: Tensor,
+    ) -> Tensor:
+        """Return the input's gradient as tracked operations compute it.
 
-def _attach(tracker, func, result, weight, bias, examples, normalise, channel_axis, *saved):
+        Args:
+            nodes: of the tracked parameters.
+            grad, x: the output's gradient and the input.
+            weight: the scale where it is not tracked; None for 1.
+            statistics: as they were saved.
+        """
+        normalised = self.normalise(self.examples.lead(x).to(grad.dtype), *statistics)
+        ones = (1,) * (normalised.dim() - 2)
+        if self.scale:
+            node = nodes[0]
+            if self.channel_axis is not None:
+                node = derived(node, Tensor.view, (-1, *ones))
+            layout = ExampleLayout(normalised.dim(), self.examples.along(0))
+            normalised = normalised * example_view(node.tracker, node, layout)
+        elif weight is not None:
+            normalised = normalised * (
+                weight if self.channel_axis is None else weight.view(-1, *ones)
+            )
+        gradients = torch.autograd.grad(normalised, x, self.examples.lead(grad), create_graph=True)
+        return gradients[0]
+
+
+def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input, *statistics):
+    """Run the layer with the factors of its parameters attached.
+
+    Args:
+        run: called as run(input, weight, bias), the caller's own operation.
+        statistics: what ``normalise`` needs beside the input.
+    """
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     shape = tuple((weight if node_of(weight) is not None else bias).shape)
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    return tap(tracker, nodes, result, factors, *saved)
+    if factors.one_pass(tracker.settings, input):
+        use, carriers = carriers_for(nodes)
+        return NormalisationUse.apply(
+            use, tracker.settings, factors, run, input, plain(weight), plain(bias), *carriers
+        )
+    result = run(input, plain(weight), plain(bias))
+    return tap(tracker, nodes, result, factors, input, *statistics)
 
 
 def layer_norm(
@@ -147,9 +238,12 @@ def layer_norm(
     shape = tuple(normalized_shape)
     node = first_node(weight, bias)
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
-    result = func(input, shape, plain(weight), plain(bias), eps)
+
+    def run(x, weight, bias):
+        return func(x, shape, weight, bias, eps)
+
     normalise = LayerNormalise(shape, eps)
-    return _attach(tracker, func, result, weight, bias, examples, normalise, None, input)
+    return _attach(tracker, run, weight, bias, examples, normalise, None, input)
 
 
 @dataclass(frozen=True)
@@ -163,15 +257,24 @@ class LayerNormalise:
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.layer_norm_sum(x, g, self.eps, False)
 
+    def one_pass(self, x: Tensor) -> bool:
+        return _triton.normalises(x, product(self.shape))
+
+    def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
+        return _triton.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
+
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
     shape = tuple(normalized_shape)
     examples = locate(tracker, func, first_node(weight), input, folds=True, trailing=len(shape))
-    result = func(input, shape, plain(weight), eps)
+
+    def run(x, weight, bias):
+        return func(x, shape, weight, eps)
+
     # Without eps PyTorch takes the machine epsilon of the input's own dtype.
     normalise = RootMeanSquareNormalise(shape, torch.finfo(input.dtype).eps if eps is None else eps)
-    return _attach(tracker, func, result, weight, None, examples, normalise, None, input)
+    return _attach(tracker, run, weight, None, examples, normalise, None, input)
 
 
 @dataclass(frozen=True)
@@ -185,13 +288,22 @@ class RootMeanSquareNormalise:
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.layer_norm_sum(x, g, self.eps, True)
 
+    def one_pass(self, x: Tensor) -> bool:
+        return _triton.normalises(x, product(self.shape))
+
+    def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
+        return _triton.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
+
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
     """Normalisation over groups of channels and all positions."""
     examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
-    result = func(input, num_groups, plain(weight), plain(bias), eps)
+
+    def run(x, weight, bias):
+        return func(x, num_groups, weight, bias, eps)
+
     normalise = GroupNormalise(num_groups, eps)
-    return _attach(tracker, func, result, weight, bias, examples, normalise, 1, input)
+    return _attach(tracker, run, weight, bias, examples, normalise, 1, input)
 
 
 @dataclass(frozen=True)
@@ -204,6 +316,12 @@ class GroupNormalise:
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.group_norm_sum(x, g, self.groups, self.eps)
+
+    def one_pass(self, x: Tensor) -> bool:
+        return _triton.normalises(x, x.shape[1] // self.groups, groups=True)
+
+    def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
+        return _triton.group_norm_backward(x, g, weight, self.groups, self.eps, wanted)
 
 
 def instance_norm(
@@ -220,26 +338,16 @@ def instance_norm(
 ):
     """Normalisation over the positions of each channel of each example."""
     examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
-    result = func(
-        input, running_mean, running_var, plain(weight), plain(bias), use_input_stats, momentum, eps
-    )
+
+    def run(x, weight, bias):
+        return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
     if use_input_stats:
         own = GroupNormalise(input.shape[1], eps)
-        return _attach(tracker, func, result, weight, bias, examples, own, 1, input)
+        return _attach(tracker, run, weight, bias, examples, own, 1, input)
+    statistics = running_mean, running_var
     normalise = RunningNormalise(eps)
-    return _attach(
-        tracker,
-        func,
-        result,
-        weight,
-        bias,
-        examples,
-        normalise,
-        1,
-        input,
-        running_mean,
-        running_var,
-    )
+    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
 
 
 def batch_norm(
@@ -257,23 +365,13 @@ def batch_norm(
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
-    result = func(
-        input, running_mean, running_var, plain(weight), plain(bias), training, momentum, eps
-    )
+
+    def run(x, weight, bias):
+        return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
+
+    statistics = running_mean, running_var
     normalise = RunningNormalise(eps)
-    return _attach(
-        tracker,
-        func,
-        result,
-        weight,
-        bias,
-        examples,
-        normalise,
-        1,
-        input,
-        running_mean,
-        running_var,
-    )
+    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
 
 
 @dataclass(frozen=True)
@@ -289,6 +387,9 @@ class RunningNormalise:
     def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = statistics
         return _triton.scale_sum(x, g, mean.float(), (variance.float() + self.eps).rsqrt())
+
+    def one_pass(self, x: Tensor) -> bool:
+        return False
 
 
 RULES = {

@@ -7,12 +7,3 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     collect_ignore_glob = ["test_*.py"]
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--all-configs",
-        action="store_true",
-        default=os.environ.get("GRADSTATS_ALL_CONFIGS") == "1",
-        help="compile every shipped configuration, not a representative subset",
-    )

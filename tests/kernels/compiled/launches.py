@@ -8,29 +8,65 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    _patches,
+    _tile,
     convolution,
     convolution_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
     depthwise,
     diagonal,
     direct,
     direction,
     gram,
-    normalization,
+    group_norm,
+    layer_norm,
     pairwise,
     pairwise_direct,
     rank_one,
     rows,
+    rows_direction,
     rows_pairs,
     scale,
+    statistics,
+    tied,
     vector,
     weight_gradient,
 )
 
 from tests.kernels.compiled import aot
+from tests.kernels.compiled.cases import Case
 
 ALIGNED, UNALIGNED = 1024, 1001
 DTYPES = {"half": torch.bfloat16, "ieee": torch.float32, "tf32x3": torch.float32}
 DTYPES["tf32"] = torch.float32
+
+
+MODULES = (
+    rank_one,
+    vector,
+    gram,
+    diagonal,
+    direct,
+    weight_gradient,
+    pairwise,
+    pairwise_direct,
+    direction,
+    layer_norm,
+    group_norm,
+    statistics,
+    scale,
+    rows,
+    rows_direction,
+    rows_pairs,
+    tied,
+    convolution,
+    convolution_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
+    depthwise,
+)
+DEVICE_FUNCTIONS = (_tile, _patches)
 
 
 def factor(dtype, aligned, layout, batch=8, positions=1024):
@@ -50,11 +86,10 @@ def factor(dtype, aligned, layout, batch=8, positions=1024):
     return a.flatten(0, 1), g.flatten(0, 1), cu_seqlens, positions
 
 
-def layouts(operation: str) -> tuple[str, ...]:
-    """The layouts of operands that an operation's kernels differ by."""
-    if operation.endswith("_descriptor") or operation.startswith("depthwise"):
-        return ("dense",)
-    return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
+def of(case: Case) -> list[aot.Launch]:
+    """The launches of one case."""
+    dtype = DTYPES[case.kind]
+    return launches(case.operation, case.config, dtype, case.aligned, case.layout)
 
 
 def launches(
@@ -69,11 +104,8 @@ def launches(
     one = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "config": config}
     two = {f"{name}{index}": one[name] for name in ("cu_seqlens", "max_seqlen") for index in (1, 2)}
     two["config"] = config
-    modules = (rank_one, vector, gram, diagonal, direct, weight_gradient)
-    modules = (*modules, pairwise, pairwise_direct, direction, normalization, scale)
-    modules = (*modules, rows, rows_pairs, convolution, convolution_gram, depthwise)
     with (
-        aot.recorded(*modules) as recorded,
+        aot.recorded(*MODULES) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
     ):
         if operation == "rank_one":
@@ -91,21 +123,23 @@ def launches(
             if operation == "pairwise_rows":
                 rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
             elif operation == "tied":
-                rows_pairs.tied_inner(g, a, ids, g, padding_idx=0, **two)
+                tied.tied_inner(g, a, ids, g, padding_idx=0, **two)
             else:
                 for longest in (0, 10**6):
                     rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
                 rows.rows_inner(ids, g, ids.int(), g, **two)
-                rows.rows_direction(ids, g, g.flatten(0, -2), **one)
+                rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)
         elif operation == "layer_norm":
             width = config.columns if aligned else config.columns - 7
             shape = (*a.shape[:-1], width)
             x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             weight = torch.empty(width, dtype=dtype, device="meta")
             for rms in (False, True):
-                normalization.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
-            normalization.layer_norm_sum(x, g, 1e-5, splits=4, **one)
-            normalization.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+                layer_norm.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
+            layer_norm.layer_norm_sum(x, g, 1e-5, splits=4, **one)
+            layer_norm.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
+        elif operation == "group_norm":
+            group_norm_launches(config, dtype, aligned, layout)
         elif operation in ("scale", "scale_positions_adjacent"):
             if operation == "scale_positions_adjacent" and layout == "dense":
                 a, g = (operand.transpose(1, 2) for operand in (a, g))
@@ -113,15 +147,15 @@ def launches(
             scale.scale_sum(a, g, **one)
             scale.scale_sqnorm(a, g, mean=channels, rstd=channels, **one)
         elif operation == "statistics":
-            scale.row_statistics(a, 1e-5, False)
+            statistics.row_statistics(a, 1e-5, False)
             if layout == "dense":
-                scale.group_statistics(a.transpose(1, 2), 16, 1e-5)
+                statistics.group_statistics(a.transpose(1, 2), 16, 1e-5)
                 segments = _check.check_pair(a, g)
                 scale.scale_products(
-                    a, g, segments, scale.row_statistics(a, 1e-5, True), None, sums=False
+                    a, g, segments, statistics.row_statistics(a, 1e-5, True), None, sums=False
                 )
         elif operation == "gram":
-            gram.gram_sqnorm(a, g, bias=True, **one)
+            gram.gram_sqnorm(a, g, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
@@ -147,6 +181,18 @@ def launches(
     return recorded
 
 
+def group_norm_launches(config, dtype, aligned, layout):
+    """Four groups that fill a tile, or nearly. Layout: channels last, or "first"."""
+    width = config.columns if aligned or config.columns == 1 else config.columns - 1
+    shape = (8, 1024 if aligned else 1001, 4 * width)
+    x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+    if layout == "first":
+        x, g = (side.mT.contiguous().mT for side in (x, g))
+    weight = torch.empty(4 * width, dtype=dtype, device="meta")
+    group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=config)
+    group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=config)
+
+
 def convolution_launches(operation, config, dtype, aligned, layout):
     """Channels last where aligned, else first. Layout: "dense", or "stem" with three channels."""
     format_ = torch.channels_last if aligned else torch.contiguous_format
@@ -160,7 +206,9 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
         return
     if operation != "convolution":
-        convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config, splits=1)
+        convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+            x, g, *layer, config=config, splits=1
+        )
     if operation != "convolution" and layout == "dense":
         convolution.convolution_inner(x, g, x, g, *layer, config=config)
     if operation != "convolution_fused":
@@ -169,4 +217,4 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
         weight = torch.empty(shape, dtype=dtype, device="meta")
         convolution.convolution_direction(x, g, weight, *layer, config=config)
-        convolution.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)
+        convolution_pairs.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)

@@ -1,96 +1,62 @@
-"""Shipped configurations, compiled for sm_80, sm_90 and sm_100 and inspected."""
+"""Shipped configurations, compiled for sm_80, sm_90 and sm_100 and inspected.
 
+The gate compiles a representative subset; `tests.kernels.compiled.sweep` compiles all.
+"""
+
+import dataclasses
+
+import pytest
 from gradstats.kernels import _config
 from gradstats.kernels._config import TileConfig
-from gradstats.kernels._table import TABLE
 
-from tests.kernels.compiled import aot, checks, launches
+from tests.kernels.compiled import aot, cases, checks, launches, sweep
 
-MATMULS = {
-    "gram",
-    "direct",
-    "diagonal",
-    "weight_gradient",
-    "weight_gradient_descriptor",
-    "pairwise",
-    "pairwise_rows",
-    "direction",
-    "convolution",
-    "convolution_fused",
-    "convolution_gram",
-}
-
-# kernels that take the tiles of another operation
-SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
-
-# kernels without matrix products, alike on all architectures: the subset compiles them for one
-STREAMING = {
-    "layer_norm",
-    "scale",
-    "scale_positions_adjacent",
-    "statistics",
-    "rows",
-    "depthwise",
-    "depthwise_channels_adjacent",
-}
-
-PATCHES_AND_ROWS = {
-    "tied",
-    "pairwise_rows",
-    "convolution",
-    "convolution_fused",
-    "convolution_gram",
-}
+SUBSET = [case for case in cases.cases() if case.default]
 
 
-def cases():
-    """(operation, architecture, kind, aligned, configuration, layout, in the default subset)."""
-    for operation in (*TABLE, *SHARED_TILES):
-        entries = _config.shipped(SHARED_TILES.get(operation, operation))
-        for (architecture, kind, aligned), configs in entries.items():
-            for rank, config in enumerate(configs):
-                layouts = launches.layouts(operation)
-                for layout in layouts:
-                    other = layout == layouts[-1 if aligned else 0]
-                    default = rank == 0 and (
-                        (kind == "half" and (other or operation.endswith("_descriptor")))
-                        or (kind == "tf32x3" and architecture == 90 and layout == "dense")
-                    )
-                    if operation in STREAMING:
-                        default = default and architecture == 90
-                    elif operation in PATCHES_AND_ROWS:
-                        default = default and kind == "half" and (aligned or architecture == 90)
-                    yield operation, architecture, kind, aligned, config, layout, default
-
-
-def name_of(case):
-    operation, architecture, kind, aligned, config, layout, _ = case
-    alignment = "aligned" if aligned else "unaligned"
-    return f"{operation}-sm_{architecture}-{kind}-{alignment}-{config}-{layout}"
-
-
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-configs", default=False)
-        chosen = [case for case in cases() if every or case[-1]]
-        metafunc.parametrize("case", chosen, ids=map(name_of, chosen))
-
-
+@pytest.mark.parametrize("case", SUBSET, ids=map(str, SUBSET))
 def test_shipped_configuration(case):
-    operation, architecture, kind, aligned, config, layout, _ = case
-    recorded = launches.launches(operation, config, launches.DTYPES[kind], aligned, layout)
+    recorded = launches.of(case)
     assert recorded
     for launch in recorded:
-        compiled = aot.compile_launch(launch, architecture)
-        checks.check_shared(compiled, _config.shared_limit(architecture))
-        checks.check_spills(compiled, checks.allowed_spills(operation, config, architecture))
-        checks.check_no_atomics(compiled)
-        checks.check_offsets(compiled)
-        matmul = SHARED_TILES.get(operation, operation) in MATMULS and not compiled.name.startswith(
-            "segment_sum"
-        )
-        if matmul and kind != "ieee":
-            checks.check_tensor_cores(compiled, architecture, config.rows)
+        assert not sweep.findings(sweep.facts_of(launch, case), case)
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    chosen = [case for case in SUBSET if case.operation == "vector"][:2]
+    path = tmp_path / "store"
+    first = next(sweep.sweep(chosen, sweep.Store(path)))
+    assert len(sweep.Store(path).known) == 1
+    everything = list(sweep.sweep(chosen, sweep.Store(path)))
+    assert everything[0] == first
+    assert len(sweep.Store(path).known) == len(path.read_text().splitlines()) > 1
+
+    def fail(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(aot, "compile_launch", fail)
+    assert list(sweep.sweep(chosen, sweep.Store(path))) == everything
+
+
+def test_a_sweep_reports_what_does_not_compile_or_exceeds_a_limit(monkeypatch):
+    case = next(case for case in SUBSET if case.operation == "gram")
+    good = sweep.Facts("gram_kernel", 0, 32, 0, True, [])
+    assert sweep.findings(good, case) == []
+    for change, message in (
+        ({"shared": 10**6}, "shared memory"),
+        ({"spilled_bytes": 4000}, "spilled"),
+        ({"tensor_cores": False}, "tensor-core"),
+        ({"complaints": ["32-bit offset"]}, "32-bit"),
+    ):
+        (found,) = sweep.findings(dataclasses.replace(good, **change), case)
+        assert message in found
+
+    def fail(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(aot, "compile_launch", fail)
+    (found,) = sweep.facts_of(launches.of(case)[0], case).complaints
+    assert "PassManager" in found
 
 
 def test_transposed_operands_compile():
@@ -111,5 +77,5 @@ def test_the_largest_fused_tile_spills_no_more_than_listed():
     for launch in launches.launches(operation, config, launches.DTYPES["half"], True):
         compiled = aot.compile_launch(launch, 90)
         checks.check_shared(compiled, _config.shared_limit(90))
-        checks.check_spills(compiled, checks.allowed_spills(operation, config, 90))
+        checks.check_spills(compiled, checks.allowed_spills(operation, 90, config))
         assert compiled.ptx.count("cp.async.bulk.tensor") >= 2

@@ -48,7 +48,7 @@ def dtype(request):
 
 @pytest.mark.parametrize("name", [*CASES, *NORMS])
 def test_layer_norm(dtype, name):
-    from gradstats.kernels import normalization
+    from gradstats.kernels import layer_norm
 
     if name in NORMS:
         case = random(NORMS[name], dtype, DEVICE, 1), None, None
@@ -58,14 +58,14 @@ def test_layer_norm(dtype, name):
     for rms in (False, True):
         want = normalization_reference.layer_norm(x, g, bounds, EPS, rms)
         options = {"rms": rms, "cu_seqlens": bounds}
-        got = twice(functools.partial(normalization.layer_norm_sum, x, g, EPS, **options))
+        got = twice(functools.partial(layer_norm.layer_norm_sum, x, g, EPS, **options))
         normalization_reference.check_sums(got, want, FACTOR)
-        got = twice(functools.partial(normalization.layer_norm_sqnorm, x, g, EPS, **options))
+        got = twice(functools.partial(layer_norm.layer_norm_sqnorm, x, g, EPS, **options))
         normalization_reference.check_squares(got, want, FACTOR)
-        if x.shape[-1] > normalization.WIDEST:
+        if x.shape[-1] > layer_norm.WIDEST:
             continue
         weight = random(x.shape[-1:], dtype, DEVICE, 5)
-        backward = normalization.layer_norm_backward
+        backward = layer_norm.layer_norm_backward
         got = twice(functools.partial(backward, x, g, weight, EPS, **options))
         normalization_reference.check_backward(got, x, g, weight, bounds, EPS, rms, FACTOR)
 
@@ -75,16 +75,19 @@ def test_layer_norm(dtype, name):
     "sizes, groups", [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12)]
 )
 def test_channel_norms(dtype, sizes, groups, channels_first):
-    from gradstats.kernels import scale
+    from gradstats.kernels import group_norm, scale
 
     x, g = random(sizes, dtype, DEVICE, 1), random(sizes, dtype, DEVICE, 2)
     if channels_first:
         x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
     want = normalization_reference.group_norm(x, g, groups, EPS)
-    got = twice(lambda: scale.group_norm_sum(x, g, groups, EPS))
+    got = twice(lambda: group_norm.group_norm_sum(x, g, groups, EPS))
     normalization_reference.check_sums(got, want, FACTOR)
-    got = twice(lambda: scale.group_norm_sqnorm(x, g, groups, EPS))
+    got = twice(lambda: group_norm.group_norm_sqnorm(x, g, groups, EPS))
     normalization_reference.check_squares(got, want, FACTOR)
+    weight = random(sizes[2:], dtype, DEVICE, 5)
+    got = twice(lambda: group_norm.group_norm_backward(x, g, weight, groups, EPS))
+    normalization_reference.check_group_backward(got, x, g, weight, groups, EPS, FACTOR)
     mean = random(sizes[2:], torch.float32, DEVICE, 3)
     rstd = random(sizes[2:], torch.float32, DEVICE, 4).abs()
     want = normalization_reference.scale(x, g, None, mean, rstd)
@@ -95,7 +98,7 @@ def test_channel_norms(dtype, sizes, groups, channels_first):
 @pytest.mark.parametrize("table", [50, 50257])
 @pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
 def test_embeddings(dtype, name, table):
-    from gradstats.kernels import _reference, rows, rows_pairs
+    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs, tied
 
     if name == "ragged":
         _, g, bounds = ragged([511, 0, 700, 3], 16, 384, front=3, back=9)(dtype, BLOCK, DEVICE)
@@ -123,13 +126,13 @@ def test_embeddings(dtype, name, table):
     got = twice(lambda: rows.rows_inner(*factors, **both))
     assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
     direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
-    got = twice(lambda: rows.rows_direction(on_device, g, direction, cu_seqlens=bounds))
+    got = twice(lambda: rows_direction.rows_direction(on_device, g, direction, cu_seqlens=bounds))
     want = _reference.rows_direction(ids, host, direction.cpu(), bounds)
     scale = _reference.rows_direction(ids, host.abs(), direction.cpu().abs(), bounds)
     assert_close(got, want, scale, FACTOR)
     if table == 50:
         head, a = random((*ids.shape, table), dtype, DEVICE, 7), random(g.shape, dtype, DEVICE, 8)
-        got = twice(lambda: rows_pairs.tied_inner(a, head, on_device, g, **both))
+        got = twice(lambda: tied.tied_inner(a, head, on_device, g, **both))
         operands = [operand.double().cpu() for operand in (a, head)]
         want = _reference.tied_inner(*operands, ids, host, **both)
         scale = _reference.tied_inner(*(o.abs() for o in operands), ids, host.abs(), **both)
@@ -149,7 +152,14 @@ def test_convolutions(dtype, name, layout):
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("kind", ["half", "ieee", "tf32x3", "tf32"])
 def test_every_shipped_tile_of_convolutions(kind, layout):
-    from gradstats.kernels import _check, _config, _reference, convolution, convolution_gram
+    from gradstats.kernels import (
+        _check,
+        _config,
+        _reference,
+        convolution,
+        convolution_gram,
+        convolution_weight_gradient,
+    )
 
     family = _config.family(_check.architecture(torch.device(DEVICE)))
     dtype = torch.bfloat16 if kind == "half" else torch.float32
@@ -159,15 +169,17 @@ def test_every_shipped_tile_of_convolutions(kind, layout):
         layer = ([3, 3], [1, 2], [1, 1], [1, 1], 1)
         x, g = convolution_reference.build(sizes, 160, layer, layout, dtype, device=DEVICE)
         want = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
-        _, scale = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+        _, scale, _ = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
         for aligned in (True, False):
             key = (family, kind, aligned)
             for config in _config.shipped("convolution").get(key, ()):
                 got = convolution.convolution_sqnorm(x, g, *layer, config=config)
                 assert_close(got, want, scale, factor)
             for config in _config.shipped("convolution_fused").get(key, ()):
-                _, got = convolution.convolution_weight_gradient_sqnorm(x, g, *layer, config=config)
+                _, got = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+                    x, g, *layer, config=config
+                )
                 assert_close(got, want, scale, factor)
             for config in _config.shipped("convolution_gram").get(key, ()):
-                got, _ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+                got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
                 assert_close(got, want, scale, factor)

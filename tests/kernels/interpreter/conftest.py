@@ -19,15 +19,18 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch):
-    """Fills torch.empty with NaN, so that an output element that no program writes is seen."""
+    """Fills what torch.empty returns with NaN, so that an element that nobody writes is seen."""
     import torch
 
-    def poisoned(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        return out.fill_(float("nan")) if out.is_floating_point() else out
+    def poisoned(allocate):
+        def allocate_poisoned(*args, **kwargs):
+            out = allocate(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
 
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return allocate_poisoned
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 def pytest_collection_modifyitems(items):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, convolution
+from gradstats.kernels import _check, convolution, convolution_pairs, convolution_weight_gradient
 from gradstats.kernels._config import TileConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,7 +85,7 @@ def test_pairs_of_a_batch_with_itself():
     sizes, outputs, layer = NAMED["patches of three axes"]
     x, g = build(sizes, outputs, layer, "sliced", torch.float32)
     want, terms = exact(x, g, layer), absolute(x, g, layer)
-    got = convolution.pairwise_convolution(x, g, x, g, *layer, config=TILE)
+    got = convolution_pairs.pairwise_convolution(x, g, x, g, *layer, config=TILE)
     assert_close(got, want @ want.T, terms @ terms.T)
 
 
@@ -93,7 +93,7 @@ def test_pairs_of_images_of_two_sizes():
     sizes, outputs, layer = NAMED["grouped"]
     x1, g1 = build(sizes, outputs, layer, "first", torch.float32)
     x2, g2 = build([36, 3, 5], outputs, layer, "first", torch.float32, 3)
-    got = convolution.pairwise_convolution(x1, g1, x2, g2, *layer, config=TILE)
+    got = convolution_pairs.pairwise_convolution(x1, g1, x2, g2, *layer, config=TILE)
     limit = absolute(x1, g1, layer) @ absolute(x2, g2, layer).T
     assert_close(got, exact(x1, g1, layer) @ exact(x2, g2, layer).T, limit)
 
@@ -102,11 +102,11 @@ def test_an_empty_batch():
     sizes, outputs, layer = NAMED["grouped"]
     x, g = (operand[:0] for operand in build(sizes, outputs, layer, "first", torch.float32))
     assert convolution.convolution_sqnorm(x, g, *layer).shape == (0,)
-    gradient, sqnorm = convolution.convolution_weight_gradient_sqnorm(x, g, *layer)
+    gradient, sqnorm = convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
     assert sqnorm.shape == (0,) and (gradient == 0).all()
     sizes, outputs, layer = NAMED["depthwise"]
     x, g = (operand[:0] for operand in build(sizes, outputs, layer, "first", torch.float32))
-    gradient, sqnorm = convolution.convolution_weight_gradient_sqnorm(x, g, *layer)
+    gradient, sqnorm = convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
     assert sqnorm.shape == (0,) and gradient.shape == (5, 1, 5, 3) and (gradient == 0).all()
 
 
@@ -128,6 +128,6 @@ def test_what_no_kernel_serves_is_refused():
     with pytest.raises(_check.KernelInputError, match="images of one size"):
         convolution.convolution_inner(x, g, x[:, :, :3], g[:, :, :4], *layer)
     with pytest.raises(_check.KernelInputError, match="must be of one weight"):
-        convolution.pairwise_convolution(x, g, x, g[:, :4], *layer)
+        convolution_pairs.pairwise_convolution(x, g, x, g[:, :4], *layer)
     with pytest.raises(_check.KernelInputError, match=r"direction must be \(6, 18, 2, 2\)"):
         convolution.convolution_direction(x, g, torch.zeros(6, 36, 2, 2), *layer)

@@ -7,9 +7,11 @@ from gradstats.kernels import (
     _reference,
     _tile,
     convolution,
+    convolution_weight_gradient,
     direct,
     gram,
-    normalization,
+    group_norm,
+    layer_norm,
     rows,
     weight_gradient,
 )
@@ -48,7 +50,7 @@ def check_fused_gradient(module, case):
 
 def check_gram(module, case):
     a, g, cu_seqlens = operands(case)
-    got, _ = module.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    got, *_ = module.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
     magnitude = reference.magnitude_reference(a, g, cu_seqlens)
     assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
 
@@ -85,6 +87,14 @@ def check_convolution(module, fused):
     assert_close(got, want)
 
 
+def check_group_norm(module, _):
+    x, g = random((3, 19, 12), torch.float32, "cpu", 1), random((3, 19, 12), torch.float32, "cpu")
+    weight = random((12,), torch.float32, "cpu", 5)
+    tile = TileConfig(1, 4, 8, num_warps=1, num_stages=1)
+    got = module.group_norm_backward(x, g, weight, 3, 1e-5, config=tile)
+    normalization_reference.check_group_backward(got, x, g, weight, 3, 1e-5)
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -96,11 +106,12 @@ def test_the_checks_accept_what_is_shipped():
         check_fused_norm(weight_gradient, case)
         check_fused_gradient(weight_gradient, case)
         check_gram(gram, case)
-        check_layer_norm(normalization, case)
+        check_layer_norm(layer_norm, case)
     for longest_compared in (0, 100):
         check_rows(rows, longest_compared)
-    for fused in (False, True):
-        check_convolution(convolution, fused)
+    check_convolution(convolution, False)
+    check_convolution(convolution_weight_gradient, True)
+    check_group_norm(group_norm, None)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -168,8 +179,8 @@ def test_an_example_that_reads_its_neighbours_rows(tmp_path):
     ids=["lanes past the features", "sums that run on into the next example"],
 )
 def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
-    monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (2, 1))
-    broken = mutant(normalization, right, wrong, tmp_path)
+    monkeypatch.setattr(layer_norm._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(layer_norm, right, wrong, tmp_path)
     rejects(check_layer_norm, broken, "prime")
 
 
@@ -205,10 +216,31 @@ def test_broken_patches(tmp_path, monkeypatch, right, wrong):
 
 def test_a_convolution_without_example_boundaries(tmp_path):
     broken = mutant(
-        convolution,
+        convolution_weight_gradient,
         "            total += gradient\n"
         "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
         "            total = gradient\n",
         tmp_path,
     )
     rejects(check_convolution, broken, True)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("scale_total += scale_sum", "scale_total = scale_sum"),
+        ("(g - shift_mean - x_hat * scale_mean) * rstd", "(g - x_hat * scale_mean) * rstd"),
+        (
+            "            if WEIGHT:\n                scale_sum",
+            "            if False:\n                scale_sum",
+        ),
+        ("first_channel + columns, mask=inside, other=0.0", "columns, mask=inside, other=0.0"),
+        ("square = sqnorm_ptr + wide * groups + group", "square = sqnorm_ptr + wide * groups"),
+    ],
+    ids=["a missing example", "a missing mean", "a missing scale", "another group's", "one group"],
+)
+def test_a_broken_group_norm(tmp_path, monkeypatch, right, wrong):
+    monkeypatch.setattr(group_norm._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(group_norm, right, wrong, tmp_path)
+    with pytest.raises(AssertionError):
+        check_group_norm(broken, None)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gradstats.kernels import _check, normalization, scale
+from gradstats.kernels import _check, group_norm, layer_norm, scale, statistics
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import normalization_reference as reference
@@ -36,8 +36,8 @@ def test_layer_norm(case, rms, splits):
     x, g, bounds = case
     want = reference.layer_norm(x, g, bounds, EPS, rms)
     options = {"rms": rms, "cu_seqlens": bounds, "config": ROWS, "splits": splits}
-    reference.check_sums(normalization.layer_norm_sum(x, g, EPS, **options), want)
-    reference.check_squares(normalization.layer_norm_sqnorm(x, g, EPS, **options), want)
+    reference.check_sums(layer_norm.layer_norm_sum(x, g, EPS, **options), want)
+    reference.check_squares(layer_norm.layer_norm_sqnorm(x, g, EPS, **options), want)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -45,34 +45,34 @@ def test_layer_norm(case, rms, splits):
 def test_the_whole_backward(dtype, name, rms):
     x, g, bounds = reference.operands(CASES[name](dtype, BLOCK, "cpu"))
     for weight, splits in itertools.product((None, random(x.shape[-1:], dtype, "cpu", 5)), (1, 3)):
-        got = normalization.layer_norm_backward(
+        got = layer_norm.layer_norm_backward(
             x, g, weight, EPS, rms=rms, cu_seqlens=bounds, config=ROWS, splits=splits
         )
         reference.check_backward(got, x, g, weight, bounds, EPS, rms)
 
 
 def test_examples_that_share_a_program(dtype, monkeypatch):
-    monkeypatch.setattr(normalization._config, "choose_partition", lambda *sizes: (3, 1))
+    monkeypatch.setattr(layer_norm._config, "choose_partition", lambda *sizes: (3, 1))
     x, g, _ = reference.operands(CASES["prime"](dtype, BLOCK, "cpu"))
     x, g = x.repeat(4, 1, 1), torch.cat([g, -2 * g, g / 2, 3 * g])
-    got = normalization.layer_norm_backward(x, g, None, EPS, config=ROWS)
+    got = layer_norm.layer_norm_backward(x, g, None, EPS, config=ROWS)
     reference.check_backward(got, x, g, None, None, EPS, False)
     want = reference.layer_norm(x, g, None, EPS, False)
-    reference.check_sums(normalization.layer_norm_sum(x, g, EPS, config=ROWS), want)
-    reference.check_squares(normalization.layer_norm_sqnorm(x, g, EPS, config=ROWS), want)
+    reference.check_sums(layer_norm.layer_norm_sum(x, g, EPS, config=ROWS), want)
+    reference.check_squares(layer_norm.layer_norm_sqnorm(x, g, EPS, config=ROWS), want)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("name", ["prime", "transposed", "ragged in padding"])
 def test_rows_too_long_for_one_program(dtype, name, rms, monkeypatch):
-    monkeypatch.setattr(normalization, "WIDEST", 0)
+    monkeypatch.setattr(layer_norm, "WIDEST", 0)
     x, g, bounds = reference.operands(CASES[name](dtype, BLOCK, "cpu"))
     if bounds is not None:
         x = torch.where(x.isnan(), 1.0, x)  # statistics are taken of every row
     want = reference.layer_norm(x, g, bounds, EPS, rms)
     options = {"rms": rms, "cu_seqlens": bounds}
-    reference.check_sums(normalization.layer_norm_sum(x, g, EPS, **options), want)
-    reference.check_squares(normalization.layer_norm_sqnorm(x, g, EPS, **options), want)
+    reference.check_sums(layer_norm.layer_norm_sum(x, g, EPS, **options), want)
+    reference.check_squares(layer_norm.layer_norm_sqnorm(x, g, EPS, **options), want)
 
 
 def test_scale(case):
@@ -100,26 +100,51 @@ def test_group_norm(dtype, groups, channels_first):
     x = x + 3  # a mean larger than the deviation
     want = reference.group_norm(x, g, groups, EPS)
     for config in (TILE, None):
-        got = scale.group_norm_sum(x, g, groups, EPS, config=config)
+        got = group_norm.group_norm_sum(x, g, groups, EPS, config=config)
         reference.check_sums(got, want)
-        got = scale.group_norm_sqnorm(x, g, groups, EPS, config=config)
+        got = group_norm.group_norm_sqnorm(x, g, groups, EPS, config=config)
         reference.check_squares(got, want)
+
+
+@pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
+def test_the_whole_backward_of_groups(dtype, groups, channels_first, monkeypatch):
+    # two examples share a program, and the third is alone
+    monkeypatch.setattr(group_norm._config, "choose_partition", lambda *sizes: (2, 1))
+    x, g = (2 + random((3, 19, 12), dtype, "cpu", seed) for seed in (1, 2))
+    if channels_first:
+        x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
+    narrow = TileConfig(1, 16, 8, num_warps=1, num_stages=1)
+    for weight, config in itertools.product((None, random((12,), dtype, "cpu", 5)), (narrow, None)):
+        got = group_norm.group_norm_backward(x, g, weight, groups, EPS, config=config)
+        reference.check_group_backward(got, x, g, weight, groups, EPS)
+        alone = group_norm.group_norm_backward(x, g, weight, groups, EPS, sums=False, config=config)
+        assert torch.equal(alone[0], got[0]) and torch.equal(alone[3], got[3])
+        assert alone[1].shape == alone[2].shape == (0,)
+
+
+def test_groups_of_nothing_have_no_gradient():
+    for shape in ((3, 0, 12), (0, 5, 12)):
+        x = torch.ones(shape)
+        gradient, scale_, shift, *squares = group_norm.group_norm_backward(x, x, None, 3, EPS)
+        assert gradient.shape == shape
+        assert all(bool((part == 0).all()) for part in (scale_, shift, *squares))
+        assert scale_.shape == shift.shape == (12,)
 
 
 def test_a_mean_far_larger_than_the_deviation_costs_no_digits():
     x = 1000 + random((2, 40, 8), torch.float32, "cpu", 1)
     for groups in (1, 8):
-        statistics = scale.group_statistics(x, groups, 0.0)
+        found = statistics.group_statistics(x, groups, 0.0)
         blocks = x.double().mT.reshape(2, groups, -1)
         want = blocks.var(2, correction=0).rsqrt()
-        torch.testing.assert_close(statistics.mean.double(), blocks.mean(2), rtol=2e-7, atol=0)
-        torch.testing.assert_close(statistics.rstd.double(), want, rtol=1e-4, atol=0)
+        torch.testing.assert_close(found.mean.double(), blocks.mean(2), rtol=2e-7, atol=0)
+        torch.testing.assert_close(found.rstd.double(), want, rtol=1e-4, atol=0)
 
 
 def test_rows_of_zeros_past_the_end_do_not_count_without_eps():
     x, g = random((2, 5, 20), torch.float32, "cpu", 1), random((2, 5, 20), torch.float32, "cpu", 2)
     want = reference.layer_norm(x, g, None, 0.0, True)
-    got = normalization.layer_norm_sqnorm(x, g, 0.0, rms=True, config=ROWS)
+    got = layer_norm.layer_norm_sqnorm(x, g, 0.0, rms=True, config=ROWS)
     reference.check_squares(got, want)
 
 
@@ -128,9 +153,7 @@ def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch):
     x, g = random((20, 17), torch.float32, "cpu", 1), random((20, 17), torch.float32, "cpu", 2)
     options = {"cu_seqlens": torch.tensor([0, 5, 3, 20]), "max_seqlen": 17}
     for splits in (1, 2):
-        for got in normalization.layer_norm_sqnorm(
-            x, g, EPS, config=ROWS, splits=splits, **options
-        ):
+        for got in layer_norm.layer_norm_sqnorm(x, g, EPS, config=ROWS, splits=splits, **options):
             assert got.isfinite().tolist() == [True, False, True]
     for got in scale.scale_sqnorm(x, g, config=TILE, **options):
         assert got.isfinite().tolist() == [True, False, True]
@@ -141,14 +164,20 @@ def test_what_no_kernel_serves_is_refused():
     with pytest.raises(
         _check.KernelInputError, match=r"one shape; got \(2, 5, 12\) and \(2, 5, 6\)"
     ):
-        normalization.layer_norm_sqnorm(x, x[..., :6], EPS)
+        layer_norm.layer_norm_sqnorm(x, x[..., :6], EPS)
     with pytest.raises(_check.KernelInputError, match="weight must be"):
-        normalization.layer_norm_backward(x, x, torch.ones(6), EPS)
+        layer_norm.layer_norm_backward(x, x, torch.ones(6), EPS)
     with pytest.raises(_check.KernelInputError, match=r"divide into the groups.*5 groups"):
-        scale.group_norm_sqnorm(x, x, 5, EPS)
+        group_norm.group_norm_sqnorm(x, x, 5, EPS)
+    with pytest.raises(_check.KernelInputError, match=r"divide into the groups.*5 groups"):
+        group_norm.group_norm_backward(x, x, None, 5, EPS)
+    with pytest.raises(_check.KernelInputError, match="weight must be"):
+        group_norm.group_norm_backward(x, x, torch.ones(6), 4, EPS)
+    with pytest.raises(_check.KernelInputError, match="leave this backward to PyTorch"):
+        group_norm.group_norm_backward(x, x, None, 1, EPS, config=TileConfig(1, 8, 1, 1, 1))
     with pytest.raises(_check.KernelInputError, match="both be given"):
         scale.scale_sqnorm(x, x, mean=torch.ones(12))
     with pytest.raises(_check.KernelInputError, match="one number for each channel"):
         scale.scale_sqnorm(x, x, mean=torch.ones(5), rstd=torch.ones(5))
     with pytest.raises(_check.KernelInputError, match="leave this backward to PyTorch"):
-        normalization.layer_norm_backward(x, x, None, EPS, config=TileConfig(1, 8, 1, 1, 1))
+        layer_norm.layer_norm_backward(x, x, None, EPS, config=TileConfig(1, 8, 1, 1, 1))

@@ -12,12 +12,12 @@ from gradstats.kernels import (
     direct,
     direction,
     gram,
-    normalization,
+    group_norm,
+    layer_norm,
     pairwise,
     pairwise_direct,
     rank_one,
     rows,
-    scale,
     vector,
     weight_gradient,
 )
@@ -94,13 +94,26 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
     x = far_apart((3, 2, 17), STRIDES[axis], 1)
     g = random((3, 2, 17), torch.float16, "cpu", 2)
     want = _reference.layer_norm_sqnorm(x.double(), g, 1e-5)
-    got = normalization.layer_norm_sqnorm(x, g, 1e-5, config=TileConfig(4, 32, 1, 1, 1))
+    got = layer_norm.layer_norm_sqnorm(x, g, 1e-5, config=TileConfig(4, 32, 1, 1, 1))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
     want = _reference.group_norm_sqnorm(x.double(), g, 17, 1e-5)
-    got = scale.group_norm_sqnorm(x, g, 17, 1e-5, config=TileConfig(1, 16, 8, 1, 1))
+    got = group_norm.group_norm_sqnorm(x, g, 17, 1e-5, config=TileConfig(1, 16, 8, 1, 1))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+    scale = random((17,), torch.float16, "cpu", 3)
+    for got, want in (
+        (
+            layer_norm.layer_norm_backward(g, x, scale, 1e-5, config=TileConfig(4, 32, 1, 1, 1)),
+            _reference.layer_norm_backward(g.double(), x.double(), scale, 1e-5),
+        ),
+        (
+            group_norm.group_norm_backward(x, g, scale, 17, 1e-5, config=TileConfig(1, 1, 8, 1, 1)),
+            _reference.group_norm_backward(x.double(), g, scale, 17, 1e-5),
+        ),
+    ):
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-2, atol=1e-2)
     ids = torch.tensor([[1, 1], [0, 1], [2, 2]])
     got = rows.rows_sqnorm(ids, x, config=TileConfig(1, 32, 4, 1, 1))
     assert_close(got, _reference.rows_sqnorm(ids, x.double()), _reference.rows_sqnorm(ids, x.abs()))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, _reference, rows, rows_pairs
+from gradstats.kernels import _check, _reference, rows, rows_direction, rows_pairs, tied
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels.cases import CASES, random
@@ -66,7 +66,7 @@ def test_pairs_and_directions(case, padding_idx):
     assert_close(got, want.diagonal(), scale.diagonal())
 
     table = random((g.shape[-1], TABLE), torch.float32, "cpu", 4).T
-    got = rows.rows_direction(
+    got = rows_direction.rows_direction(
         ids, g, table, cu_seqlens=bounds, padding_idx=padding_idx, config=ROWS
     )
     want = _reference.rows_direction(ids, g.double(), table, bounds, padding_idx=padding_idx)
@@ -83,7 +83,7 @@ def test_the_cross_term_with_a_tied_projection(case, padding_idx):
         a[: bounds[0]] = float("nan")
         head[bounds[-1] :] = float("nan")
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
-    got = rows_pairs.tied_inner(a, head, ids, g, **options, padding_idx=padding_idx, config=TILE)
+    got = tied.tied_inner(a, head, ids, g, **options, padding_idx=padding_idx, config=TILE)
     operands = (a.double(), head.double(), ids, g.double())
     want = _reference.tied_inner(*operands, **options, padding_idx=padding_idx)
     absolute = (a.double().abs(), head.double().abs(), ids, g.double().abs())
@@ -96,7 +96,7 @@ def test_a_projection_over_other_positions_than_the_look_up():
         random((3, 19, 20), torch.float32, "cpu", 3),
         random((3, 19, TABLE), torch.float32, "cpu"),
     )
-    got = rows_pairs.tied_inner(a, head, ids, g, config=TILE)
+    got = tied.tied_inner(a, head, ids, g, config=TILE)
     want = _reference.tied_inner(a.double(), head.double(), ids, g.double())
     assert_close(
         got,
@@ -127,4 +127,4 @@ def test_what_no_kernel_serves_is_refused():
     with pytest.raises(_check.KernelInputError, match="equal batches; got 2 and 1"):
         rows.rows_inner(ids, g, ids[:1], g[:1])
     with pytest.raises(_check.KernelInputError, match=r"direction must be \(rows, 3\)"):
-        rows.rows_direction(ids, g, torch.zeros(7, 4))
+        rows_direction.rows_direction(ids, g, torch.zeros(7, 4))

@@ -7,8 +7,10 @@ import torch
 from gradstats.kernels import _check, direct, gram, vector, weight_gradient
 from gradstats.kernels._config import TileConfig
 
+from gradstats.contractions._triton import _gram_bound
 from tests.kernels import reference
 from tests.kernels.cases import CASES, cancelling, dense, random
+from tests.kernels.mutants import mutant
 from tests.kernels.reference import assert_close
 
 BLOCK = 16
@@ -32,13 +34,27 @@ def case(request, dtype):
 
 def test_gram(case):
     a, g, cu_seqlens = case
-    got = gram.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, bias=True, config=TILE)
+    got = gram.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
     magnitude = reference.magnitude_reference(a, g, cu_seqlens)
-    bias_magnitude = reference.bias_magnitude_reference(g, cu_seqlens)
     assert_close(got[0], reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
     assert_close(got[1], magnitude)
-    assert_close(got[2], reference.bias_sqnorm_reference(g, cu_seqlens), bias_magnitude)
-    assert_close(got[3], bias_magnitude)
+    assert_close(got[2], reference.size_reference(a, g, cu_seqlens))
+
+
+def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
+    """Orthogonal rows: absolute terms alone would promise more than inner products can hold."""
+    roundoff = torch.finfo(torch.float32).eps / 2
+    positions, width = 4 * BLOCK, 4 * BLOCK
+    a = 2.0 * torch.eye(positions, width)[None]
+    g = torch.ones(1, positions, 5)
+    exact = reference.sqnorm_reference(a, g)
+    # every inner product of rows off by as much as one rounding of its largest partial sum may be
+    source, rounded = "    return products\n", f"    return products + {0.9 * roundoff} * 4.0\n"
+    broken = mutant(gram, source, rounded, tmp_path)
+    value, magnitude, size = broken.gram_sqnorm(a, g, config=TILE)
+    error = (value.double() - exact).abs()
+    assert bool((error > 4 * roundoff * magnitude).all())
+    assert bool((error <= _gram_bound(magnitude, size)).all())
 
 
 def test_direct(case):
@@ -119,7 +135,7 @@ def test_cancelling_halves(dtype):
     want = reference.sqnorm_reference(a, g)
     magnitude = reference.magnitude_reference(a, g)
     assert (magnitude > 1e4 * want).all()
-    sqnorm, got_magnitude = gram.gram_sqnorm(a, g, config=TILE)
+    sqnorm, got_magnitude, _ = gram.gram_sqnorm(a, g, config=TILE)
     assert_close(sqnorm, want, magnitude)
     assert_close(got_magnitude, magnitude)
     terms = reference.gradients(a.abs(), g.abs()).square().sum((1, 2))

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.scale import row_statistics, scale_products, squares
+from gradstats.kernels.scale import scale_products, squares
+from gradstats.kernels.statistics import row_statistics
 
-WIDEST = 4096  # features that one program holds
+WIDEST = _config.WIDEST_ROW
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def layer_norm_kernel(
     g_ptr,  # (B, T, D) or packed (N, D)
     weight_ptr,  # (D,) contiguous, read if WEIGHT
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    input_gradient_ptr,  # (B, T, D) or (N, D) contiguous, written if INPUT_GRADIENT
+    input_gradient_ptr,  # (B, T, D) or packed (N, D), written if INPUT_GRADIENT
     sums_ptr,  # fp32 (2, programs, D): sums of every program, written if SUMS
     sqnorm_ptr,  # fp32 (2, B), written if SQUARES
     stride_xb,
@@ -45,6 +46,9 @@ def layer_norm_kernel(
     stride_gb,
     stride_gt,
     stride_gd,
+    stride_ob,
+    stride_ot,
+    stride_od,
     batch,
     positions,
     total_rows,
@@ -82,9 +86,8 @@ def layer_norm_kernel(
         first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
         x_base = example_base(x_ptr, example, stride_xb, first_row, stride_xt)
         g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
-        output_row = first_row
-        if not RAGGED:
-            output_row += tl.cast(example, tl.int64) * positions
+        if INPUT_GRADIENT:
+            o_base = example_base(input_gradient_ptr, example, stride_ob, first_row, stride_ot)
         # lanes are summed once an example: a reduction over rows in the loop would stall loads
         scale_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         shift_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -104,9 +107,10 @@ def layer_norm_kernel(
                     # x_hat sums to zero over a row, so the mean is still that of g * weight
                     g -= (tl.sum(g, axis=1) / features)[:, None]
                 g = g * rstd[:, None]
-                target = (output_row + rows)[:, None] * features + columns[None, :]
+                target = tl.cast(rows, tl.int64)[:, None] * stride_ot
+                target += tl.cast(columns, tl.int64)[None, :] * stride_od
                 tl.store(
-                    input_gradient_ptr + target,
+                    o_base + target,
                     g.to(input_gradient_ptr.dtype.element_ty),
                     mask=(rows < length)[:, None] & inside[None, :],
                 )
@@ -202,6 +206,7 @@ def layer_norm_backward(
     eps: float,
     *,
     rms: bool = False,
+    sums: bool = True,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     config: _config.TileConfig | None = None,
@@ -211,6 +216,7 @@ def layer_norm_backward(
 
     Args, raises: as `layer_norm_sqnorm`, and
         weight: (D,) the layer's scale; None for 1.
+        sums: whether the summed gradients are wanted; without them they are empty.
     Returns:
         (input_gradient like x, scale_gradient fp32 (D,), shift_gradient fp32 (D,),
         scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)). Rows outside every segment have input
@@ -219,16 +225,15 @@ def layer_norm_backward(
     alone; workspace as `layer_norm_sqnorm`.
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    if weight is not None and (tuple(weight.shape) != (x.shape[-1],) or weight.device != x.device):
-        raise _check.KernelInputError(
-            f"weight must be ({x.shape[-1]},) on {x.device}; got {tuple(weight.shape)} on "
-            f"{weight.device}: pass the scale of the layer that was called"
-        )
-    gradient, sums, sqnorm = _launch(
-        x, g, weight, eps, rms, segments, config, splits, input_gradient=True
+    _check.check_scale(weight, x)
+    gradient, partial, sqnorm = _launch(
+        x, g, weight, eps, rms, segments, config, splits, sums=sums, input_gradient=True
     )
     assert gradient is not None
-    scale, shift = sums.sum(1, dtype=torch.float64).float()
+    if sums:
+        scale, shift = partial.sum(1, dtype=torch.float64).float()
+    else:
+        scale, shift = partial.new_empty((2, 0))
     return gradient, scale, shift, sqnorm[0], sqnorm[1]
 
 
@@ -270,8 +275,7 @@ def _launch(
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program
-        allocate = torch.zeros if segments.ragged else torch.empty
-        gradient = allocate(x.shape, dtype=x.dtype, device=x.device)
+        gradient = torch.zeros_like(x) if segments.ragged else torch.empty_like(x)
     if batch:
         layer_norm_kernel[(_check.check_programs(programs),)](
             x,
@@ -283,6 +287,7 @@ def _launch(
             sqnorm,
             *segments.strides(x),
             *segments.strides(g),
+            *((0, 0, 0) if gradient is None else segments.strides(gradient)),
             batch,
             segments.positions,
             segments.total_rows,

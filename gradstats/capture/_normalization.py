@@ -1,0 +1,92 @@
+"""Normalisation layers on chip: one pass over the data gives gradients and squared norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import Use, free_of_views, report, unseen
+from gradstats.contractions import Fused
+from gradstats.contractions._triton import NormGradients
+
+
+class OnChip(Protocol):
+    """A normalisation layer that the kernels differentiate.
+
+    Attributes:
+        scale, shift: which of the two are tracked.
+    """
+
+    scale: bool
+    shift: bool
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        """Return the factors of the tracked parameters."""
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: tuple[bool, bool]
+    ) -> NormGradients:
+        """Return the gradients of input and of parameters, as far as wanted, and squared norms."""
+
+    def input_gradient(
+        self, nodes: Sequence[Node], grad: Tensor, x: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        """Return the input's gradient as tracked operations compute it."""
+
+
+def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None):
+    if not ctx.needs_input_grad[4]:
+        return ()
+    return ((4, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight)),)
+
+
+class NormalisationUse(torch.autograd.Function):
+    """x̂ w + b with a backward that makes all gradients and the squared norms in one pass.
+
+    Shapes: x (B, *, features) or (B, C, *); weight and bias as the layer has them, or None.
+    """
+
+    @staticmethod
+    def forward(ctx, use, settings, layer, run: Callable, x, weight, bias, *carriers):
+        ctx.use, ctx.settings, ctx.layer = use, settings, layer
+        ctx.save_for_backward(x, weight)
+        ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
+        return free_of_views(run(x, weight, bias))
+
+    @staticmethod
+    @unseen(_normalisation_again)
+    def backward(ctx, grad, x, weight):
+        use, settings, layer = ctx.use, ctx.settings, ctx.layer
+        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[5:7]]
+        # Autocast normalises in a wider dtype than that of the input it is given.
+        own, dtype = x.dtype, torch.promote_types(x.dtype, grad.dtype)
+        grad, x = grad.to(dtype), x.to(dtype)
+        result = layer.backward(grad, x, weight, (ctx.needs_input_grad[4], any(wanted)))
+        totals: list[Tensor | None] = [None, None]
+        for index, total in enumerate((result.scale, result.shift)):
+            if wanted[index]:
+                assert total is not None
+                shape, dtype = ctx.parameters[index]
+                totals[index] = total.view(shape).to(dtype)
+        reports = report(use, settings, _factors(use, layer, result, totals, grad, x))
+        grad_x = None if result.input is None else result.input.to(own)
+        return (None, None, None, None, grad_x, *totals, *reports)
+
+
+def _factors(
+    use: Use, layer: OnChip, result: NormGradients, totals: list[Tensor | None], grad, x
+) -> list[Factor | Fused]:
+    """Return what to report of the tracked parameters; factors only where uses must meet."""
+    tracked = [index for index, own in enumerate((layer.scale, layer.shift)) if own]
+    sole = [use.is_sole(position) for position in range(len(use.nodes))]
+    factors: list = [None] * len(tracked) if all(sole) else layer(grad, x)
+    norms = result.scale_norms, result.shift_norms
+    return [
+        Fused(factor, norms[index], totals[index]) if alone else factor
+        for index, alone, factor in zip(tracked, sole, factors, strict=True)
+    ]

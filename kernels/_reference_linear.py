@@ -1,0 +1,215 @@
+"""Linear layers and vectors in plain torch, and what the other references share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def result_dtype(operand: Tensor) -> torch.dtype:
+    """What every operator returns for operands of this dtype."""
+    return torch.float64 if operand.dtype == torch.float64 else torch.float32
+
+
+def rows_of(operand: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """The (T_i, d) rows of every example."""
+    if cu_seqlens is None:
+        return list(operand.unbind(0))
+    bounds = cu_seqlens.tolist()
+    if any(end < start for start, end in itertools.pairwise(bounds)) or (
+        bounds[0] < 0 or bounds[-1] > operand.shape[0]
+    ):
+        raise ValueError(
+            f"cu_seqlens must not decrease and must stay within the {operand.shape[0]} packed "
+            f"rows; got {bounds}: pass cumulative sums of the lengths"
+        )
+    return [operand[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def gradients(a: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Iterator[Tensor]:
+    """G_i = sum_t g_it a_it^T of one example after the other, fp64 (d_out, d_in)."""
+    for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
+        yield g_rows.double().T @ a_rows.double()
+
+
+def collect(values: list[Tensor], operand: Tensor) -> Tensor:
+    """Per-example scalars as one vector."""
+    if not values:
+        return operand.new_zeros((0,), dtype=result_dtype(operand))
+    return torch.stack(values).to(result_dtype(operand))
+
+
+def rank_one_inner(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> tuple[Tensor, Tensor]:
+    inputs = (a1.double() * a2.double()).sum(1)
+    outputs = (g1.double() * g2.double()).sum(1)
+    dtype = result_dtype(a1)
+    return (inputs * outputs).to(dtype), outputs.to(dtype)
+
+
+def rank_one_sqnorm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return rank_one_inner(a, g, a, g)
+
+
+def vector_inner(
+    v1: Tensor, v2: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> Tensor:
+    pairs = zip(rows_of(v1, cu_seqlens), rows_of(v2, cu_seqlens), strict=True)
+    return collect([x.double().sum(0) @ y.double().sum(0) for x, y in pairs], v1)
+
+
+def vector_sqnorm(
+    v: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> Tensor:
+    return vector_inner(v, v, cu_seqlens)
+
+
+def gram_sqnorm(
+    a: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    precision: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums: list[list[Tensor]] = [[], [], []]
+    for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
+        terms = (a_rows.double() @ a_rows.double().T) * (g_rows.double() @ g_rows.double().T)
+        values = (terms.sum(), terms.abs().sum(), terms.diagonal().sqrt().sum())
+        for column, value in zip(sums, values, strict=True):
+            column.append(value)
+    sqnorm, magnitude, size = (collect(column, a) for column in sums)
+    return sqnorm, magnitude, size
+
+
+def direct_sqnorm(
+    a: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    return collect([gradient.square().sum() for gradient in gradients(a, g, cu_seqlens)], a)
+
+
+def direct_inner(
+    a1: Tensor,
+    g1: Tensor,
+    a2: Tensor,
+    g2: Tensor,
+    cu_seqlens1: Tensor | None = None,
+    cu_seqlens2: Tensor | None = None,
+    max_seqlen1: int | None = None,
+    max_seqlen2: int | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    pairs = zip(gradients(a1, g1, cu_seqlens1), gradients(a2, g2, cu_seqlens2), strict=True)
+    return collect([(first * second).sum() for first, second in pairs], a1)
+
+
+def diagonal_gram(
+    a1: Tensor,
+    g1: Tensor,
+    a2: Tensor,
+    g2: Tensor,
+    cu_seqlens1: Tensor | None = None,
+    cu_seqlens2: Tensor | None = None,
+    max_seqlen1: int | None = None,
+    max_seqlen2: int | None = None,
+    bias: bool = False,
+    precision: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    sums: list[Tensor] = []
+    magnitudes: list[Tensor] = []
+    for a1_rows, g1_rows, a2_rows, g2_rows in zip(
+        rows_of(a1, cu_seqlens1),
+        rows_of(g1, cu_seqlens1),
+        rows_of(a2, cu_seqlens2),
+        rows_of(g2, cu_seqlens2),
+        strict=True,
+    ):
+        g_products = g1_rows.double() @ g2_rows.double().T
+        terms = (a1_rows.double() @ a2_rows.double().T) * g_products
+        total, magnitude = terms.sum(), terms.abs().sum()
+        if bias:
+            total, magnitude = total + g_products.sum(), magnitude + g_products.abs().sum()
+        sums.append(total)
+        magnitudes.append(magnitude)
+    return collect(sums, a1), collect(magnitudes, a1)
+
+
+def weight_gradient_sqnorm(
+    a: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    precision: str | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    descriptors: bool = False,
+) -> tuple[Tensor, Tensor]:
+    total = a.new_zeros((g.shape[-1], a.shape[-1]), dtype=torch.float64)
+    squares = []
+    for gradient in gradients(a, g, cu_seqlens):
+        squares.append(gradient.square().sum())
+        total += gradient
+    return total.to(gradient_dtype or a.dtype), collect(squares, a)
+
+
+def pairwise_gram(
+    a1: Tensor,
+    g1: Tensor,
+    a2: Tensor,
+    g2: Tensor,
+    cu_seqlens1: Tensor | None = None,
+    cu_seqlens2: Tensor | None = None,
+    max_seqlen1: int | None = None,
+    max_seqlen2: int | None = None,
+    bias: bool = False,
+    precision: str | None = None,
+) -> Tensor:
+    rows1 = list(zip(rows_of(a1, cu_seqlens1), rows_of(g1, cu_seqlens1), strict=True))
+    rows2 = list(zip(rows_of(a2, cu_seqlens2), rows_of(g2, cu_seqlens2), strict=True))
+    products = a1.new_zeros((len(rows1), len(rows2)), dtype=result_dtype(a1))
+    for i, (a1_rows, g1_rows) in enumerate(rows1):
+        first = g1_rows.double().T @ a1_rows.double()
+        bias_first = g1_rows.double().sum(0)
+        for j, (a2_rows, g2_rows) in enumerate(rows2):
+            value = (first * (g2_rows.double().T @ a2_rows.double())).sum()
+            products[i, j] = value + (bias_first @ g2_rows.double().sum(0) if bias else 0)
+    return products
+
+
+def pairwise_direct(
+    a1: Tensor,
+    g1: Tensor,
+    a2: Tensor,
+    g2: Tensor,
+    cu_seqlens1: Tensor | None = None,
+    cu_seqlens2: Tensor | None = None,
+    max_seqlen1: int | None = None,
+    max_seqlen2: int | None = None,
+    bias: bool = False,
+    precision: str | None = None,
+    workspace: int = 0,
+) -> Tensor:
+    return pairwise_gram(a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, bias=bias)
+
+
+def direction_inner(
+    a: Tensor,
+    g: Tensor,
+    direction: Tensor,
+    bias_direction: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    precision: str | None = None,
+) -> Tensor:
+    weight = direction.double()
+    values = []
+    for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
+        value = ((g_rows.double() @ weight) * a_rows.double()).sum()
+        if bias_direction is not None:
+            value = value + g_rows.double().sum(0) @ bias_direction.double()
+        values.append(value)
+    return collect(values, a)

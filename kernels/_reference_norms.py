@@ -1,0 +1,152 @@
+"""Scales and norm layers in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from gradstats.kernels._reference_linear import result_dtype, rows_of
+from torch import Tensor
+
+
+def scale_sum(
+    x: Tensor,
+    g: Tensor,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    scales, shifts = [], []
+    pairs = zip(rows_of(x, cu_seqlens), rows_of(g, cu_seqlens), strict=True)
+    for example, (x_rows, g_rows) in enumerate(pairs):
+        x_hat = x_rows.double()
+        if mean is not None and rstd is not None:
+            own = ... if mean.dim() == 1 else example
+            x_hat = (x_hat - mean[own]) * rstd[own]
+        scales.append((x_hat * g_rows.double()).sum(0))
+        shifts.append(g_rows.double().sum(0))
+    return _stacked(scales, x), _stacked(shifts, x)
+
+
+def layer_norm_sum(
+    x: Tensor,
+    g: Tensor,
+    eps: float,
+    rms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    scale, shift = scale_sum(_normalised(x, eps, rms), g, cu_seqlens=cu_seqlens)
+    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+
+
+def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    batch, positions, channels = x.shape
+    blocks = x.double().mT.reshape(batch, groups, -1)
+    x_hat = _normalised(blocks, eps, False).reshape(batch, channels, positions).mT
+    scale, shift = scale_sum(x_hat, g)
+    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+
+
+def scale_sqnorm(
+    x: Tensor,
+    g: Tensor,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens), x)
+
+
+def layer_norm_sqnorm(
+    x: Tensor,
+    g: Tensor,
+    eps: float,
+    rms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _squares(layer_norm_sum(x.double(), g, eps, rms, cu_seqlens), x)
+
+
+def group_norm_sqnorm(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    return _squares(group_norm_sum(x.double(), g, groups, eps), x)
+
+
+def layer_norm_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    rms: bool = False,
+    sums: bool = True,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    both = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
+    gradient = _norm_gradient(x, g if weight is None else g.double() * weight, eps, rms)
+    if cu_seqlens is not None:
+        outside = torch.ones(len(x), dtype=torch.bool)
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            outside[start:end] = False
+        gradient[outside] = 0
+    return _whole_backward(x, gradient, both, sums)
+
+
+def group_norm_backward(
+    x: Tensor, g: Tensor, weight: Tensor | None, groups: int, eps: float, sums: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, positions, channels = x.shape
+    both = group_norm_sum(x.double(), g, groups, eps)
+    weighted = g.double() if weight is None else g.double() * weight
+    blocks, own = (side.double().mT.reshape(batch, groups, -1) for side in (x, weighted))
+    gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
+    return _whole_backward(x, gradient, both, sums)
+
+
+def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:
+    """The input gradient of rows that are normalised, fp64, given the weighted output gradient."""
+    x_hat, weighted = _normalised(x, eps, rms), weighted.double()
+    gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
+    if not rms:
+        gradient = gradient - weighted.mean(-1, keepdim=True)
+    return gradient * _deviation(x, eps, rms)
+
+
+def _whole_backward(
+    x: Tensor, gradient: Tensor, both: tuple[Tensor, Tensor], sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Results of a layer's backward out of its input gradient and per-example gradients."""
+    dtype = result_dtype(x)
+    scale, shift = (
+        values.sum(0).to(dtype) if sums else values.new_empty(0, dtype=dtype) for values in both
+    )
+    return torch.empty_like(x).copy_(gradient), scale, shift, *_squares(both, x)
+
+
+def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:
+    """1 / sqrt(variance + eps) of every row, fp64 (..., 1)."""
+    x = x.double()
+    centred = x if rms else x - x.mean(-1, keepdim=True)
+    return (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _normalised(x: Tensor, eps: float, rms: bool) -> Tensor:
+    rstd = _deviation(x, eps, rms)
+    x = x.double()
+    return (x if rms else x - x.mean(-1, keepdim=True)) * rstd
+
+
+def _stacked(values: list[Tensor], operand: Tensor) -> Tensor:
+    """Per-example vectors as one matrix."""
+    if not values:
+        return operand.new_zeros((0, operand.shape[-1]), dtype=result_dtype(operand))
+    return torch.stack(values).to(result_dtype(operand))
+
+
+def _squares(sums: tuple[Tensor, Tensor], operand: Tensor) -> tuple[Tensor, Tensor]:
+    scale, shift = (values.double().square().sum(1) for values in sums)
+    dtype = result_dtype(operand)
+    return scale.to(dtype), shift.to(dtype)

@@ -1,0 +1,245 @@
+"""GroupNorm and InstanceNorm: per-example gradients of scale and shift, and the whole backward.
+
+A program walks over examples with one group of channels. It reads the group three times (for the
+statistics, for the sums, for the input gradient), of which only the first comes from far away.
+Operands are (B, T, C); channels that come first are a transposed view.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config
+from gradstats.kernels._tile import load_tile
+from gradstats.kernels.scale import scale_products, squares
+from gradstats.kernels.statistics import block_statistics, group_statistics
+
+
+@triton.jit
+def normalised_tile(
+    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd, features,
+    mean, rstd, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """(x_hat, g) of INNER positions from `row`; g is zero past the end."""
+    rows, columns = row + tl.arange(0, INNER), tl.arange(0, COLUMNS)
+    x = load_tile(x_base, rows, stride_xt, positions, columns, stride_xd, features)
+    g = load_tile(g_base, rows, stride_gt, positions, columns, stride_gd, features)
+    return (x.to(tl.float32) - mean) * rstd, g.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["batch", "positions", "groups", "features", "examples_per_program"])
+def group_norm_kernel(
+    x_ptr,  # (B, T, C)
+    g_ptr,  # (B, T, C)
+    weight_ptr,  # (C,) contiguous, read if WEIGHT
+    input_gradient_ptr,  # (B, T, C), written if INPUT_GRADIENT
+    sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
+    sqnorm_ptr,  # fp32 (2, B, groups): squares of every group's share
+    stride_xb,
+    stride_xt,
+    stride_xd,
+    stride_gb,
+    stride_gt,
+    stride_gd,
+    stride_ob,
+    stride_ot,
+    stride_od,
+    batch,
+    positions,
+    groups,
+    features,  # of one group
+    examples_per_program,
+    eps,
+    WEIGHT: tl.constexpr,
+    INPUT_GRADIENT: tl.constexpr,
+    SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # at least the number of features
+    INNER: tl.constexpr,
+):
+    """The backward of one group of channels for the examples of one part of the batch."""
+    index = tl.program_id(0)
+    part = index // groups
+    group = index - part * groups
+    first_example = part * examples_per_program
+    last_example = tl.minimum(first_example + examples_per_program, batch)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < features
+    first_channel = tl.cast(group, tl.int64) * features
+    if WEIGHT:
+        weight = tl.load(weight_ptr + first_channel + columns, mask=inside, other=0.0)
+        weight = weight.to(tl.float32)
+    elements = tl.cast(positions, tl.float32) * features
+
+    scale_total = tl.zeros((COLUMNS,), tl.float32)
+    shift_total = tl.zeros((COLUMNS,), tl.float32)
+    for example in range(first_example, last_example):
+        wide = tl.cast(example, tl.int64)
+        x_base = x_ptr + wide * stride_xb + first_channel * stride_xd
+        g_base = g_ptr + wide * stride_gb + first_channel * stride_gd
+        mean, rstd = block_statistics(
+            x_base, stride_xt, stride_xd, positions, features, eps, False, COLUMNS, INNER
+        )
+        # lanes are summed once an example: a reduction over rows in the loop would stall loads
+        scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
+        shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
+        for row in range(0, positions, INNER):
+            x_hat, g = normalised_tile(
+                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
+                features, mean, rstd, COLUMNS, INNER,
+            )  # fmt: skip
+            scale_sums += g * x_hat
+            shift_sums += g
+        scale_sum = tl.sum(scale_sums, axis=0)
+        shift_sum = tl.sum(shift_sums, axis=0)
+        square = sqnorm_ptr + wide * groups + group
+        tl.store(square, tl.sum(scale_sum * scale_sum))
+        tl.store(square + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
+        scale_total += scale_sum
+        shift_total += shift_sum
+        if INPUT_GRADIENT:
+            if WEIGHT:
+                scale_sum = scale_sum * weight
+                shift_sum = shift_sum * weight
+            # the mean over the group of g * weight, and of g * weight * x_hat
+            shift_mean = tl.sum(shift_sum) / elements
+            scale_mean = tl.sum(scale_sum) / elements
+            output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
+            for row in range(0, positions, INNER):
+                x_hat, g = normalised_tile(
+                    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
+                    features, mean, rstd, COLUMNS, INNER,
+                )  # fmt: skip
+                if WEIGHT:
+                    g = g * weight[None, :]
+                gradient = (g - shift_mean - x_hat * scale_mean) * rstd
+                rows = row + tl.arange(0, INNER)
+                target = tl.cast(rows, tl.int64)[:, None] * stride_ot
+                target += tl.cast(columns, tl.int64)[None, :] * stride_od
+                tl.store(
+                    output + target,
+                    gradient.to(input_gradient_ptr.dtype.element_ty),
+                    mask=(rows < positions)[:, None] & inside[None, :],
+                )
+    if SUMS:
+        channels = tl.cast(groups, tl.int64) * features
+        output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
+        tl.store(output, scale_total, mask=inside)
+        parts = tl.num_programs(0) // groups
+        tl.store(output + parts * channels, shift_total, mask=inside)
+
+
+def group_norm_sqnorm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    groups: int,
+    eps: float,
+    *,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `scale.scale_sqnorm`, x normalised over positions and the channels of each group.
+
+    Args:
+        x, g: (B, T, C); with one channel in each group this is InstanceNorm.
+        groups: a divisor of C.
+        eps: what the layer adds to the variance.
+    Cost: two reads of x, the second mostly from cache, and one of g.
+    """
+    segments = _check.check_pair(x, g)
+    statistics = group_statistics(x, groups, eps)
+    return squares(scale_products(x, g, segments, statistics, config, sums=False))
+
+
+def group_norm_sum(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    groups: int,
+    eps: float,
+    *,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `scale.scale_sum`, x normalised as by `group_norm_sqnorm`."""
+    segments = _check.check_pair(x, g)
+    statistics = group_statistics(x, groups, eps)
+    scale, shift = scale_products(x, g, segments, statistics, config, sums=True)
+    return scale, shift
+
+
+def group_norm_backward(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+    *,
+    sums: bool = True,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The whole backward of a GroupNorm and the squared norm of every example's share in it.
+
+    Args:
+        x, g, groups, eps: as `group_norm_sqnorm`.
+        weight: (C,) the layer's scale; None for 1.
+        sums: whether the summed gradients are wanted; without them they are empty.
+        config: overrides the tile table.
+    Returns:
+        (input_gradient like x, scale_gradient fp32 (C,), shift_gradient fp32 (C,),
+        scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)).
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: one read of both operands from memory, the further ones from cache, and one write of the
+    input gradient; workspace 8 bytes per example and group.
+    """
+    _check.check_pair(x, g)
+    _check.check_groups(x, groups)
+    batch, positions, channels = x.shape
+    _check.check_scale(weight, x)
+    width = channels // groups
+    architecture = _check.architecture(x.device)
+    config = config or _config.choose_group_norm(
+        width, x.element_size(), architecture, _check.is_aligned(x, g)
+    )
+    if width > config.columns:
+        raise _check.KernelInputError(
+            f"groups of at most {config.columns} channels are normalised on chip; got {width}: "
+            "leave this backward to PyTorch"
+        )
+    per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
+    parts = triton.cdiv(batch, per_program)
+    stored = parts if sums else 0
+    partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
+    sqnorm = torch.empty((2, batch, groups), dtype=torch.float32, device=x.device)
+    gradient = torch.empty_like(x)
+    if x.numel():
+        group_norm_kernel[(_check.check_programs(parts * groups),)](
+            x,
+            g,
+            None if weight is None else weight.contiguous(),
+            gradient,
+            partial,
+            sqnorm,
+            *x.stride(),
+            *g.stride(),
+            *gradient.stride(),
+            batch,
+            positions,
+            groups,
+            width,
+            per_program,
+            eps,
+            WEIGHT=weight is not None,
+            INPUT_GRADIENT=True,
+            SUMS=sums,
+            COLUMNS=config.columns,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    else:
+        partial.zero_()
+        sqnorm.zero_()
+    if sums:
+        scale, shift = partial.sum(1, dtype=torch.float64).float()
+    else:
+        scale, shift = partial.view(2, 0)
+    return gradient, scale, shift, *squares(sqnorm)

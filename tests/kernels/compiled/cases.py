@@ -1,0 +1,89 @@
+"""Every shipped configuration as a case, and which of them the gate compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gradstats.kernels import _config
+from gradstats.kernels._config import TileConfig
+from gradstats.kernels._table import TABLE
+from gradstats.kernels.tied import LARGEST_TILE
+
+# kernels that take the tiles of another operation
+SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
+
+# kernels that are alike on all architectures: the gate compiles them for one
+ALIKE = {*_config.STREAMING} - {"rank_one", "vector"}
+
+PATCHES_AND_ROWS = {
+    "tied",
+    "pairwise_rows",
+    "convolution",
+    "convolution_fused",
+    "convolution_gram",
+}
+
+
+class Case(NamedTuple):
+    """One configuration of one operation.
+
+    Attributes:
+        rank: its place in its entry of the table.
+        default: the gate compiles it.
+    """
+
+    operation: str
+    architecture: int
+    kind: str
+    aligned: bool
+    config: TileConfig
+    layout: str
+    rank: int
+    default: bool
+
+    def __str__(self) -> str:
+        alignment = "aligned" if self.aligned else "unaligned"
+        target = f"{self.operation}-sm_{self.architecture}-{self.kind}"
+        return f"{target}-{alignment}-{self.config}-{self.layout}"
+
+
+def layouts(operation: str) -> tuple[str, ...]:
+    """The layouts of operands that an operation's kernels differ by."""
+    if operation.endswith("_descriptor") or operation.startswith("depthwise"):
+        return ("dense",)
+    if operation == "group_norm":
+        return ("dense", "first")
+    return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
+
+
+def takes(operation: str, config: TileConfig) -> bool:
+    """Whether an operation is ever launched with a tile of its entry."""
+    return operation != "tied" or config.rows <= LARGEST_TILE
+
+
+def cases() -> Iterator[Case]:
+    """Every case of the table."""
+    for operation in (*TABLE, *SHARED_TILES):
+        entries = _config.shipped(SHARED_TILES.get(operation, operation))
+        for (architecture, kind, aligned), configs in entries.items():
+            for rank, config in enumerate(each for each in configs if takes(operation, each)):
+                own = layouts(operation)
+                for layout in own:
+                    other = layout == own[-1 if aligned else 0]
+                    default = rank == 0 and (
+                        (kind == "half" and (other or operation.endswith("_descriptor")))
+                        or (kind == "tf32x3" and architecture == 90 and layout == "dense")
+                    )
+                    if operation in ALIKE:
+                        default = default and architecture == 90
+                    elif operation in PATCHES_AND_ROWS:
+                        default = default and kind == "half" and (aligned or architecture == 90)
+                    target = (operation, architecture, kind, aligned)
+                    yield Case(*target, config, layout, rank, default)
+
+
+def needs_tensor_cores(case: Case, kernel: str) -> bool:
+    """Whether a kernel that a case launches multiplies matrices on tensor cores."""
+    multiplies = SHARED_TILES.get(case.operation, case.operation) in _config.MATMULS
+    return multiplies and case.kind != "ieee" and not kernel.startswith("segment_sum")

@@ -1,0 +1,172 @@
+"""Whole models through the kernels, against the float64 oracle.
+
+On a GPU where there is one, else on the CPU implementations of the same operators.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.workloads import Transformer, next_token
+from gradstats.contractions import _triton
+from tests.oracle import (
+    assert_products,
+    assert_sqnorms,
+    check_model,
+    flat,
+    oracle_gradients,
+    oracle_sqnorms,
+    perturbed,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def through_operators(monkeypatch):
+    def runs(first, second):
+        kernels = os.environ.get(_triton.BACKEND_VARIABLE) != "torch"
+        return kernels and first.dtype == second.dtype and first.dtype in _triton.DTYPES
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(_triton, "runs", runs)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def squared_outputs(model, batch):
+    output = model(batch[0]).flatten(1)
+    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+
+def transformer(tied=False):
+    model = Transformer(layers=2, width=64, heads=4, vocabulary=300, positions=96)
+    if tied:
+        model.head.weight = model.tokens.weight
+    tokens = torch.randint(300, (6, 97), device=DEVICE)
+    return model.to(DEVICE), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), next_token
+
+
+def convolutions():
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GroupNorm(4, 32), nn.GELU(),
+        nn.Conv2d(32, 32, 7, padding=3, groups=32), nn.InstanceNorm2d(32, affine=True),
+        nn.Conv2d(32, 48, 1), nn.BatchNorm2d(48), nn.ReLU(),
+        nn.Conv2d(48, 64, 3, padding=1, groups=2), nn.ConvTranspose2d(64, 20, 2, stride=2),
+        nn.GroupNorm(1, 20), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(80, 10),
+    ).eval()  # fmt: skip
+    batch = torch.randn(6, 3, 24, 20, device=DEVICE), torch.randn(6, device=DEVICE)
+    return model.to(DEVICE), batch, squared_outputs
+
+
+def perceptron():
+    model = nn.Sequential(
+        nn.Linear(50, 300), nn.RMSNorm(300, eps=1e-6), nn.SiLU(), nn.Linear(300, 200, bias=False),
+        nn.LayerNorm(200), nn.Tanh(), nn.Linear(200, 7),
+    )  # fmt: skip
+    batch = torch.randn(40, 50, device=DEVICE), torch.randn(40, device=DEVICE)
+    return model.to(DEVICE), batch, squared_outputs
+
+
+MODELS = {
+    "transformer": transformer,
+    "tied transformer": lambda: transformer(tied=True),
+    "convolutions": convolutions,
+    "perceptron": perceptron,
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    return MODELS[request.param]()
+
+
+def test_norms_and_gradients(case):
+    check_model(*case, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+def test_two_runs_give_the_same_bits(case):
+    first, second = (gs.per_example_norms(*case).sqnorm for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_products(case):
+    model, batch, losses = case
+    named = oracle_gradients(model, batch, losses)
+    rows = flat(named)
+    stats = gs.per_example_norms(model, batch, losses, gram=True, alignment=True)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+    other = perturbed_on_device(model)
+    columns = flat(oracle_gradients(other, batch, losses))
+    arguments = (model, batch, other, batch, losses)
+    assert_products(gs.inner_products(*arguments), rows, columns, 1e-4)
+    assert_products(gs.inner_products(*arguments, pairs="diagonal"), rows, columns, 1e-4)
+    direction = {name: torch.randn_like(value[0]).float() for name, value in named.items()}
+    along = torch.cat([value.flatten() for value in direction.values()])[None].double()
+    assert_products(gs.alignment(model, batch, losses, direction)[:, None], rows, along, 1e-4)
+
+
+def perturbed_on_device(model):
+    device = next(model.parameters()).device
+    moved = perturbed(model.cpu())
+    model.to(device)
+    return moved.to(device)
+
+
+def test_packed_examples():
+    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 30))
+    model = model.to(DEVICE)
+    lengths = torch.tensor([30, 1, 0, 55])
+    bounds = functional.pad(lengths.cumsum(0), (1, 0))
+    owner = torch.arange(4).repeat_interleave(lengths).to(DEVICE)
+    x = torch.randn(int(bounds[-1]), 40, device=DEVICE)
+
+    def losses(model, x):
+        values = model(x).square().sum(1)
+        return values.new_zeros(4).index_add(0, owner, values)
+
+    expected = oracle_sqnorms(model, x, losses)
+    bounds = bounds.to(DEVICE)
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds)
+    assert_sqnorms(stats, expected, 1e-3)
+    with gs.track(model, batch_size=4, loss_reduction="sum", cu_seqlens=bounds) as tracker:
+        losses(model, x).sum().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+    rows = flat(oracle_gradients(model, x, losses))
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds, gram=True, alignment=True)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+
+
+# PyTorch says so where a layer in float32 is given less
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_agrees_with_the_other_backend(case, dtype, monkeypatch):
+    model, batch, losses = case
+
+    def narrow(model, batch):
+        with torch.autocast(DEVICE, dtype=dtype):
+            return losses(model, batch).float()
+
+    ours = gs.per_example_norms(model, batch, narrow).sqnorm
+    monkeypatch.setenv(_triton.BACKEND_VARIABLE, "torch")
+    theirs = gs.per_example_norms(model, batch, narrow).sqnorm
+    torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=0)
