@@ -427,7 +427,7 @@ def test_products_of_convolutions(kernels, groups, size):
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_embeddings(kernels, padding_idx):
-    table = nn.Embedding(23, 6, padding_idx=padding_idx)
+    table = nn.Embedding(97, 6, padding_idx=padding_idx)
     batch = torch.randint(11, (5, 9)), torch.randn(5)
 
     def losses(model, batch):
