@@ -30,7 +30,7 @@ KERNEL_STEP = 64
 
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
-CACHE_BYTES = 1024 * 1024
+CACHE_BYTES = 1 * 1024 * 1024
 
 
 def gram_cost(positions: int, d_left: int, d_right: int) -> float:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, compute_dtype
+from gradstats._factors import Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
     recompute_suspects,
-    squared_norms,
     unit_roundoff,
     well_conditioned,
 )
@@ -124,21 +123,39 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool):
     itemsize = torch.finfo(dtype).bits // 8
     rows = _cost.rows_per_tile(p, groups * q * itemsize, workspace)
     chunk = _cost.examples_per_chunk(groups * rows * q * itemsize, batch, workspace)
-    total = factor.left.new_zeros(groups, p, q, dtype=dtype) if with_sum else None
-    values = []
+    total: Tensor | None = None
+    norms = []
+    # One piece of memory for all tiles: fresh pages would cost more than the products.
+    scratch = None
+    if rows >= p and chunk < batch and not torch.compiler.is_compiling():
+        scratch = factor.left.new_empty(chunk * groups, p, q, dtype=dtype)
     for start in range(0, batch, chunk):
-        left = factor.left[start : start + chunk].to(dtype)
-        right = factor.right[start : start + chunk].to(dtype)
-        value = None
+        left = cast(factor.left[start : start + chunk], dtype).mT
+        right = cast(factor.right[start : start + chunk], dtype)
+        if rows >= p:
+            out = None if scratch is None else scratch[: len(left) * groups]
+            tile = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out)
+            tile = tile.view(-1, groups, p, q)
+            norms.append(torch.linalg.vector_norm(tile, dim=-1))
+            if with_sum:
+                part = tile.sum(0) if chunk > 1 else tile[0]
+                if total is not None:
+                    total += part
+                else:
+                    total = part if chunk > 1 or scratch is None else part.clone()
+            continue
+        if with_sum and total is None:
+            total = left.new_zeros(groups, p, q)
+        parts = []
         for row in range(0, p, rows):
-            tile = left[..., row : row + rows].mT @ right  # (n, K, rows, q)
-            part = squared_norms(tile, dtype)
-            value = part if value is None else value + part
+            tile = left[..., row : row + rows, :] @ right  # (n, K, rows, q)
+            parts.append(torch.linalg.vector_norm(tile, dim=-1))
             if total is not None:
-                total[:, row : row + rows] += tile.sum(0) if tile.shape[0] > 1 else tile[0]
-        assert value is not None
-        values.append(value)
-    result = well_conditioned(torch.cat(values), dtype)
+                total[:, row : row + rows] += tile.sum(0)
+        norms.append(torch.cat(parts, -1))
+    # What is summed over rows of the gradient is summed in float64, once for all examples.
+    value = torch.cat(norms).double().square_().flatten(1).sum(1)
+    result = well_conditioned(value, dtype)
     return result, None if total is None else _arrange(total, factor)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._cost import product
-from gradstats._factors import Vector, compute_dtype, segment_sum
+from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
@@ -88,13 +88,17 @@ class AffineFactors:
         scales, shifts = [], []
         for start in range(0, len(offsets) - 1, chunk):
             bounds = offsets[start : start + chunk + 1]
-            g = self._rows(grad, bounds).to(dtype)
+            g = cast(self._rows(grad, bounds), dtype)
             if self.scale:
-                rows = self._rows(x, bounds).to(dtype)
-                scales.append(self._sum(g * self.normalise(rows, *statistics), bounds))
+                rows = cast(self._rows(x, bounds), dtype)
+                scales.append(self._sum(self.normalise(rows, *statistics).mul_(g), bounds))
             if self.shift:
                 shifts.append(self._sum(g, bounds))
-        return [Vector(torch.cat(values), self.shape) for values in (scales, shifts) if values]
+        return [
+            Vector(torch.cat(values) if len(values) > 1 else values[0], self.shape)
+            for values in (scales, shifts)
+            if values
+        ]
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         rows = self.examples.segments is None
@@ -163,12 +167,16 @@ class AffineFactors:
     def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
         """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
         if self.channel_axis is None:
+            if product.dim() == 1 + len(self.shape) and self.examples.plain:
+                return product
             rows = product.reshape(product.shape[0], -1, *self.shape)
         else:
             rows = product.reshape(product.shape[0], self.shape[0], -1).mT
         if self.examples.segments is None:
             # One sum over rows and positions.
-            return rows.reshape(len(bounds) - 1, -1, *self.shape).sum(1)
+            if self.examples.fold != 1:
+                rows = rows.reshape(len(bounds) - 1, -1, *self.shape)
+            return rows.sum(1)
         counts = torch.tensor(bounds, device=product.device).diff()
         return segment_sum(rows.sum(1), counts)
 
