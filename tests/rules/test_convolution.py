@@ -94,6 +94,7 @@ def test_padding_given_as_a_word(kernel, dilation, padding, bias):
     check_layer(layer, 3, 2, 10, 11)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate", "zeros"])
 def test_padding_modes(dims, mode):
