@@ -48,10 +48,14 @@ def steps() -> list[Step]:
     tests = ["-m", "pytest", "-q", "-m", "gpu", *files]
     # most of the tests' time is the compiler's, which uses one core a process
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    steps = ["-m", "benchmarks.step_overhead"]
+    gpt = [*steps, "gpt2", "--device", "cuda", "--dtype", "bfloat16", "--rounds", "15"]
+    tiny = [*steps, "small", "--rounds", "1", "--out", "{out}"]
     found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
         Step("tests", [*tests, *parallel], 240, None, found),
+        Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
         Step("kernels", ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"], 180),
         Step("layers", ["-m", layers, "--seconds", "100", "--out", "{out}/layers.csv"], 150),
     ]

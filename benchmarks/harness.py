@@ -143,8 +143,10 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def write_csv(name: str, rows: Iterable[dict[str, object]], device: str = "cpu") -> Path:
-    """Append rows to ``results/NAME.csv``, each with the machine, versions, commit and date.
+def write_csv(
+    name: str, rows: Iterable[dict[str, object]], device: str = "cpu", folder: Path | None = None
+) -> Path:
+    """Append rows to ``FOLDER/NAME.csv``, each with the machine, versions, commit and date.
 
     A file with fewer or other columns is written again with the columns of both.
     """
@@ -155,9 +157,10 @@ def write_csv(name: str, rows: Iterable[dict[str, object]], device: str = "cpu")
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.csv"
-    table = [*read_csv(name), *({**row, **stamp} for row in rows)]
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
+    table = [*read_csv(name, folder), *({**row, **stamp} for row in rows)]
     columns = dict.fromkeys(column for row in reversed(table) for column in row)
     # Written beside and moved into place: a run that is killed here loses no earlier result.
     draft = path.with_suffix(".tmp")
@@ -169,9 +172,9 @@ def write_csv(name: str, rows: Iterable[dict[str, object]], device: str = "cpu")
     return path
 
 
-def read_csv(name: str) -> list[dict[str, str]]:
-    """Return the rows of ``results/NAME.csv``, none where there is no such file."""
-    path = RESULTS / f"{name}.csv"
+def read_csv(name: str, folder: Path | None = None) -> list[dict[str, str]]:
+    """Return the rows of ``FOLDER/NAME.csv``, none where there is no such file."""
+    path = (folder or RESULTS) / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:

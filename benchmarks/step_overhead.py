@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -158,6 +159,7 @@ def main() -> None:
         help="per-example gradients that a library may hold; 4 on a CPU, 48 on a GPU",
     )  # fmt: skip
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
@@ -185,7 +187,7 @@ def main() -> None:
         show(rows)
         # Workload by workload: a run that is cut short keeps what it has.
         if not options.no_csv:
-            write_csv("step_overhead", rows, options.device)
+            write_csv("step_overhead", rows, options.device, options.out)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert [line.partition(",")[0] for line in printed.splitlines()] == [
-        "quick: ok", "tests: ok", "kernels: ok", "layers: ok"
+        "quick: ok", "tests: ok", "training: ok", "kernels: ok", "layers: ok"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "kernels.csv", "layers.csv", "log.txt"
+        "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
     ]  # fmt: skip
     with (tmp_path / "layers.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
