@@ -154,6 +154,50 @@ def test_moved_examples(kind, positions):
         assert_sqnorms(tracker.stats, expected, 1e-5)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(self.head.weight.new_ones(()) * x)[0]).mean(1)
+
+
+class Bare(nn.Module):
+    """A matrix that is multiplied from the right is the transpose of a linear layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.head = nn.Parameter(torch.randn(8, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head((x @ self.matrix).tanh()).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", [Recurrent, Bare])
+def test_parts_that_cannot_stand_in_a_graph(kind):
+    """They end the graph, and run as they do without a compiler."""
+    torch._dynamo.reset()
+    model = kind()
+    batch = torch.randn(B, 5, 8), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        with gs.track(compiled, batch_size=B) as tracker:
+            losses_of(compiled, batch).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
+def test_what_cannot_stand_in_a_graph_says_so_where_one_graph_is_demanded():
+    torch._dynamo.reset()
+    compiled = torch.compile(Bare(), backend="aot_eager", fullgraph=True)
+    batch = torch.randn(B, 5, 8), torch.randint(3, (B,))
+    with pytest.raises(Exception, match=r"matrix.*Compile without fullgraph=True"):
+        gs.per_example_norms(compiled, batch, losses_of)
+
+
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()

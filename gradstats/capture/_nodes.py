@@ -123,6 +123,11 @@ class Root(Node):
         self.counted += 1
         self.expected += 1
 
+    @property
+    def has_one_use(self) -> bool:
+        """Whether the graph of the losses holds one use and no more."""
+        return self.counted == 1 and not self.postponed
+
     def deliver(self, factor: Factor | Fused) -> None:
         """Take a part of what a use contributes."""
         kept: Factor | Fused | Projected = factor
@@ -138,12 +143,15 @@ class Root(Node):
 
     def contract(self) -> None:
         """Contract what has been delivered."""
-        if not self._delivered:
-            return
+        if self._delivered:
+            delivered, self._delivered = self._delivered, []
+            self.finish(self.tracker.contract(self, delivered))
+
+    def finish(self, result: Contraction) -> None:
+        """Take the squared norms of all uses together."""
         if self.result is not None:
             raise CoverageError(ARRIVED_TWICE.format(self.describe()))
-        delivered, self._delivered = self._delivered, []
-        self.result = self.tracker.contract(self, delivered)
+        self.result = result
 
     def release(self) -> None:
         """Let go of the graph when the context closes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from gradstats.capture._data import leave_graph
 from gradstats.capture._nodes import Derived, Node, function_name, operands_of, rebuild
 from gradstats.capture._tensors import node_of, wrap
 from gradstats.capture.rules import RULES
@@ -119,12 +120,7 @@ class Grafted:
         self.decomposition = decomposition
 
     def __call__(self, tracker, func, *args, **kwargs):
-        if torch.compiler.is_compiling():
-            raise UnsupportedOperationError(
-                f"{function_name(func)} has a registered rule, which cannot run inside a compiled "
-                "graph. Put torch.compiler.disable on the function that calls it, or run this step "
-                'under torch.compiler.set_stance("force_eager").'
-            )
+        leave_graph(f"{function_name(func)}, which has a registered rule")
         trains = tracker.settings.weight_gradients
 
         def own(item):

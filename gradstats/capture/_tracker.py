@@ -223,8 +223,6 @@ class Tracker(Data):
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self.settings.consumer, delivered[0]
-        if consumer is None and len(delivered) == 1 and isinstance(fused, Fused):
-            return fused.norms
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
             rows = [item for item in delivered if isinstance(item, Rows)]

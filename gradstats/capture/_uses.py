@@ -69,7 +69,7 @@ class Use:
     def is_sole(self, position: int) -> bool:
         """Whether the node there is a parameter to which this use alone contributes."""
         node = self.nodes[position]
-        return isinstance(node, Root) and node.counted == 1 and not node.postponed
+        return isinstance(node, Root) and node.has_one_use
 
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
@@ -94,7 +94,12 @@ class Use:
         if not tracker.is_backward_of_losses():
             return
         if self.direct:
+            alone = tracker.settings.consumer is None
             for root, factor in zip(self.roots, factors, strict=True):
+                if alone and isinstance(factor, Fused) and root.has_one_use:
+                    root.expected -= 1
+                    root.finish(factor.norms)
+                    continue
                 if factor is not None:
                     root.deliver(factor)
                 root.settle()

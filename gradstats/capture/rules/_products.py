@@ -52,7 +52,8 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     autocast = autocast_dtype(x) is not None
-    x = cast_for_autocast(x)
+    if autocast:
+        x = cast_for_autocast(x)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.weight_gradients and not tracker.settings.fused:
         factors = LinearFactors(*tracked, tuple(weight.shape))
@@ -405,9 +406,6 @@ def _transposed(tracker, matrix: Tensor) -> Tensor:
     """Return the transpose of a matrix, derived where the matrix is tracked."""
     if node_of(matrix) is None:
         return matrix.t()
-    if torch.compiler.is_compiling():
-        node = first_node(matrix)
-        refuse(torch.matmul, node, "of a parameter that is not a linear layer's cannot be compiled")
     return derive(tracker, Tensor.t, (matrix,), {})
 
 

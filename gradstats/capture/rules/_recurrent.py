@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor, Vector
+from gradstats.capture._data import leave_graph
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
 from gradstats.capture._linear import bias_gradient, linear_factor
@@ -380,8 +381,7 @@ def _attach(tracker, func, operation, data, states, weights):
     tracked = {slot: node for slot, node in nodes.items() if node is not None}
     if not tracked:
         return operation.native(*tensors)
-    if torch.compiler.is_compiling():
-        refuse(func, first_node(*weights), "inside a compiled graph has no rule")
+    leave_graph(f"{function_name(func)}, which backward takes apart")
     return recomputed(tracker, list(tracked.values()), tuple(tracked), operation, *tensors)
 
 
