@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from gradstats.capture._layout import (
     same_rows,
 )
 from gradstats.capture._tensors import node_of
-from gradstats.errors import ExampleAxisError, UnsupportedOperationError
+from gradstats.errors import ExampleAxisError
 
 SERIALS = itertools.count()
 
@@ -32,13 +32,13 @@ SERIALS = itertools.count()
 IN_GRAPH = "in graph"
 
 
-def leave_graph(what: str, names: Sequence[str] = ()) -> None:
+def leave_graph(what: str) -> None:
     """Stop a graph from being traced: what comes next has to be remembered in Python."""
     if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedOperationError(
+        # The compiler takes this for the end of the graph, or says it where one graph is demanded.
+        raise RuntimeError(
             f"a compiled graph holds {what}, which is followed outside of graphs only. Compile "
-            "without fullgraph=True: then this part runs eagerly inside a context.",
-            names,
+            "without fullgraph=True: then this part runs eagerly inside a context."
         )
 
 
