@@ -383,6 +383,7 @@ def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
     ids=lambda item: str(item).partition("(")[0],
 )  # fmt: skip
 def test_convolutions(kernels, layer, size, norms, beside):
+    layer.reset_parameters()  # it was made before the seed was set
     batch, losses = (torch.randn(5, layer.in_channels, *size), torch.randn(5)), mean_square
     expected = oracle_sqnorms(layer, batch, losses)
     assert_sqnorms(gs.per_example_norms(layer, batch, losses), expected, 1e-4)

@@ -195,3 +195,16 @@ def test_the_result(model, batch):
     assert list(stats.by_parameter) == [name for name, _ in model.named_parameters()]
     assert (stats.error_bound >= 0).all() and (stats.error_bound < 1e-5).all()
     assert not stats.loss.requires_grad
+
+
+def test_a_backward_that_is_told_what_to_compute():
+    """Norms are of all parameters, gradients of those that were asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    batch = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=6) as tracker:
+        losses_of(model, batch).mean().backward(inputs=[model[2].weight])
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    asked = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert asked == ["2.weight"]

@@ -128,7 +128,7 @@ class ConstantTracking(TorchFunctionMode):
         # A mode is off while it handles a call, and every public way into the engine would come
         # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
-            chosen = _as_tuple(inputs) if inputs is not None else ()
+            chosen = () if inputs is None else (*_as_tuple(inputs), *self.tracker.carriers)
             run_backward(tensors, gradients, retain_graph, chosen)
         self.tracker.after_backward()
 

@@ -192,6 +192,11 @@ class Tracker(Data):
         """Whether a backward has reached any tracked parameter."""
         return any(r.result is not None or r.compiled_report is not None for r in self.roots)
 
+    @property
+    def carriers(self) -> tuple[Tensor, ...]:
+        """The leaves that a backward must be told to reach where it is told what to reach."""
+        return (self.carrier, *(root.probe for root in self.roots if root.probe is not None))
+
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
         return torch._C._current_graph_task_id() in self._tasks
@@ -201,14 +206,13 @@ class Tracker(Data):
         with torch._C.DisableTorchFunction():
             self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
-        probes = (self.carrier, *(r.probe for r in self.roots if r.probe is not None))
         if not self._reentrant:
-            run_backward((total,), (one,), inputs=probes)
+            run_backward((total,), (one,), inputs=self.carriers)
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
         # other gradients is taken back.
-        own = {id(probe) for probe in probes}
+        own = {id(carrier) for carrier in self.carriers}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         grads = [(leaf, leaf.grad) for leaf in leaves]
         for leaf in leaves:
@@ -305,6 +309,13 @@ class Tracker(Data):
         # Inside a reentrant checkpoint the backward as a whole is still running.
         if torch._C._current_graph_task_id() != -1:
             return
+        for root in self.roots:
+            if root.expected > 0:
+                raise CoverageError(
+                    f"the backward did not reach {root.expected} of the {root.counted} uses of "
+                    f"{root.describe()} that the graph of the losses holds, so its gradient would "
+                    "be incomplete. Expected a backward of the whole graph."
+                )
         waiting = [root for root in self.roots if root.postponed]
         if waiting:
             with torch.no_grad(), torch._C.DisableTorchFunction():
