@@ -8,8 +8,8 @@ from torch import Tensor
 from gradstats._factors import ConvolutionGeometry, Factor, Outer, Patches, Vector, compute_dtype
 from gradstats.capture._layout import Examples
 from gradstats.capture._linear import bias_norms
-from gradstats.capture._uses import Use, derived, report, unseen
-from gradstats.contractions import Fused, sqnorm_and_sum
+from gradstats.capture._uses import Use, derived, fuse, report, unseen
+from gradstats.contractions import Fused
 
 
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -76,10 +76,11 @@ class ConvolutionUse(torch.autograd.Function):
             patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
             sole = use is not None and use.is_sole(0)
             if sole and wanted[1] and settings.fused:
-                result, total = sqnorm_and_sum(patches, settings.workspace)
-                grad_weight = total.to(weight.dtype)
+                fused = fuse(patches, settings, want_sum=True)
+                assert fused.total is not None
+                grad_weight = fused.total.to(weight.dtype)
                 wanted[1] = False
-                factors.append(Fused(patches, result, total))
+                factors.append(fused)
             else:
                 factors.append(patches)
         want_bias = settings.weight_gradients and ctx.needs_input_grad[6]

@@ -60,7 +60,7 @@ class BackwardListener(Protocol):
 
 
 class SharedInGraphError(CoverageError):
-    """Several uses of a parameter met in no hub, since a compiled graph held them."""
+    """Several uses of a parameter reported apart, since a compiled graph held them."""
 
 
 class Tracker(Data):
@@ -125,15 +125,14 @@ class Tracker(Data):
         for root in whole:
             self._track(root)
         self.sharded.open()
-        # A compiled graph has no place for a consumer, nor for a hub where uses of one parameter
-        # meet. Without the compiler nothing is compiled.
-        shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
-        if not self._compiler:
-            pass
-        elif self.settings.consumer is None and not self._tied and not shared:
-            self.mark_kept()
-        else:
-            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        # A compiled graph has no place for a consumer, nor one where uses of one parameter meet.
+        # Without the compiler nothing is compiled.
+        if self._compiler:
+            shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
+            if self.settings.consumer is not None or self._tied or shared:
+                self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            else:
+                self.mark_kept()
         self._mode.__enter__()
 
     def _track(self, root: Root) -> None:
