@@ -51,9 +51,7 @@ class WellConditioned(Contraction):
 
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
-        alone = WellConditioned(self.norms[0], dtype=self.norms[0].dtype)
-        alone.relative = self.relative
-        return alone
+        return WellConditioned(self.norms[0], dtype=self.norms[0].dtype)
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
