@@ -3,10 +3,11 @@
 python -m benchmarks.influence [mlp cnn] [--train 512 2048 8192] [--widths 512 1024] [--no-csv]
 
 The same work in one run: every product of N training and Q query examples at one checkpoint, all
-parameters, learning rate 1. The others are captum's TracInCP (pip install captum), kronfluence with
-its identity strategy (pip install kronfluence, which fetches torchvision; with --no-deps accelerate
-einops einconv opt_einsum psutil a CPU build of PyTorch stays), and per-example gradients by vmap.
-Those that cannot be imported are named and left out.
+parameters, learning rate 1. The checkpoint's weights are in memory before anyone begins, so that
+peak memory is what the work itself takes. The others are captum's TracInCP (pip install captum),
+kronfluence with its identity strategy (pip install kronfluence, which fetches torchvision; with
+--no-deps accelerate einops einconv opt_einsum psutil a CPU build of PyTorch stays), and per-example
+gradients by vmap. Those that cannot be imported are named and left out.
 """
 
 from __future__ import annotations
@@ -42,14 +43,12 @@ class Task:
 
     Attributes:
         train, query: inputs and labels.
-        checkpoint: a file with {"model": state dict}.
         folder: for what a rival writes.
     """
 
     model: nn.Module
     train: tuple[Tensor, Tensor]
     query: tuple[Tensor, Tensor]
-    checkpoint: Path
     folder: Path
 
     def batches(self, side: tuple[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
@@ -82,7 +81,7 @@ MODELS = {"mlp": mlp, "cnn": cnn}
 
 def with_gradstats(task: Task) -> Callable[[], Tensor]:
     """Return gradstats' call."""
-    checkpoints = gs.Checkpoints(task.checkpoint, lr=1.0)
+    checkpoints = gs.Checkpoints(task.model.state_dict(), lr=1.0)
     train, query = task.batches(task.train), task.batches(task.query)
 
     def run() -> Tensor:
@@ -121,12 +120,12 @@ def with_captum(task: Task) -> Callable[[], Tensor]:
     """Return captum's TracInCP."""
     from captum.influence import TracInCP
 
-    def load(model, path):
-        model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    def load(model, state):
+        model.load_state_dict(state)
         return 1.0
 
     tracin = TracInCP(
-        task.model, TensorDataset(*task.train), [str(task.checkpoint)],
+        task.model, TensorDataset(*task.train), [task.model.state_dict()],
         checkpoints_load_func=load, loss_fn=nn.CrossEntropyLoss(reduction="sum"),
         batch_size=BATCH, sample_wise_grads_per_batch=True,
     )  # fmt: skip
@@ -190,12 +189,10 @@ def make_task(name: str, width: int, count: int, queries: int, folder: Path) -> 
     """Return a model with random data, the same each time."""
     torch.manual_seed(0)
     model, shape = MODELS[name](width)
-    path = folder / f"{name}-{width}.pt"
-    torch.save({"model": model.state_dict()}, path)
     train, query = (
         (torch.randn(size, *shape), torch.randint(CLASSES, (size,))) for size in (count, queries)
     )
-    return Task(model, train, query, path, folder)
+    return Task(model, train, query, folder)
 
 
 def prepare(task: Task) -> dict[str, Callable[[], Tensor]]:

@@ -32,6 +32,12 @@ KERNEL_STEP = 64
 # when the workspace allows more, because a tile is squared right after it is written.
 CACHE_BYTES = 1 * 1024 * 1024
 
+# Bytes of gradients of both sides formed at once for the products of all pairs, even when the
+# workspace allows more. A tile is read once for each example of the other side, so that it pays to
+# fill a product and not to stay in a core's cache: on two cores of an AMD EPYC smaller tiles are
+# slower and larger ones no faster (benchmarks/influence.py), and memory does not grow with d.
+PAIR_TILE_BYTES = 32 * 1024 * 1024
+
 
 def gram_cost(positions: int, d_left: int, d_right: int) -> float:
     """Return the cost of Σ_{t,s} (l_t·l_s)(r_t·r_s) over the blocks on and above the diagonal.

@@ -196,10 +196,16 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     """Return everything of a model that tracking must leave alone."""
     return {
         "parameters": {
-            name: (id(p), type(p), p.requires_grad, dict(p.__dict__), p.detach().clone())
+            name: (
+                (id(p), p.data_ptr()),
+                type(p),
+                p.requires_grad,
+                dict(p.__dict__),
+                p.detach().clone(),
+            )
             for name, p in model.named_parameters()
         },
-        "buffers": {name: (id(b), b.clone()) for name, b in model.named_buffers()},
+        "buffers": {name: ((id(b), b.data_ptr()), b.clone()) for name, b in model.named_buffers()},
         "training": {name: m.training for name, m in model.named_modules()},
         "hooks": {
             name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))

@@ -14,6 +14,7 @@ from torch.nn import functional
 import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
+from gradstats import _cost
 from gradstats.statistics._inner_products import keep
 
 MIB = 1024 * 1024
@@ -153,6 +154,38 @@ def test_memory_does_not_grow_with_the_width_of_the_gradient():
         baseline = peak_memory(plain).peak
         extra.append(peak_memory(norms).peak - baseline)
     assert extra[0] <= 0 and extra[1] <= 0
+
+
+def influence_peak(model, inputs) -> int:
+    """Return the bytes that scores of 32 training and 16 query examples take."""
+    labels = torch.randint(10, (32,))
+    train, query = [(inputs, labels)], [(inputs[:16], labels[:16])]
+    checkpoints = gs.Checkpoints(model.state_dict(), lr=1.0)
+    return peak_memory(
+        lambda: gs.influence(model, train, query, classification, checkpoints, progress=False)
+    ).peak
+
+
+def test_influence_takes_memory_for_activations_and_not_for_gradients():
+    """Sixteen times as many parameters, four times the activations: no more than these."""
+    peaks = []
+    for width in (256, 1024):
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+        peaks.append(influence_peak(model, torch.randn(32, width)))
+    assert peaks[1] < 4.2 * peaks[0]
+
+
+def test_tiles_of_gradients_do_not_grow_with_d(monkeypatch):
+    """A convolution's products of all pairs: whatever the workspace, a tile stays a tile."""
+    monkeypatch.setattr(_cost, "PAIR_TILE_BYTES", 4 * MIB)
+    peaks = []
+    for channels in (64, 128):
+        model = nn.Sequential(
+            nn.Conv2d(3, channels, 3, stride=2), nn.Conv2d(channels, channels, 3),
+            nn.Flatten(), nn.Linear(25 * channels, 10),
+        )  # fmt: skip
+        peaks.append(influence_peak(model, torch.randn(32, 3, 16, 16)))
+    assert peaks[1] < peaks[0] + 6 * MIB
 
 
 def test_the_gradient_of_tied_logits_is_not_kept():

@@ -1,7 +1,8 @@
 """The definition of inner products: tiles of per-example gradients, multiplied and overwritten.
 
-Both sides are formed for a few rows of the parameter at a time, for as many examples as the
-workspace holds; where all of them fit, every tile is formed once. Tiles are summed in float64.
+Both sides are formed for a few rows of the parameter at a time, so few that all examples fit
+(``_cost.PAIR_TILE_BYTES``, and the workspace), and every tile is formed once; where one row is too
+much already, for as many examples as the workspace holds. Tiles are summed in float64.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def _tiles(
         return
     granule = math.lcm(*granules)
     row = _cost.product(shape[1:])
+    budget = min(workspace, _cost.PAIR_TILE_BYTES)
     fitting = min(
-        TILE_ELEMENTS // max(1, row), workspace // max(1, examples * row * itemsize * copies)
+        TILE_ELEMENTS // max(1, row), budget // max(1, examples * row * itemsize * copies)
     )
     step = max(1, fitting // granule) * granule
     if step >= shape[0]:

@@ -106,6 +106,40 @@ def at(setting, state):
     return model
 
 
+def test_state_dicts_that_share_memory_with_the_model(setting):
+    """A model's own state dict says what it said, whatever the model is given in the meantime."""
+    own = setting.model.state_dict()
+    apart = {name: value.clone() for name, value in own.items()}
+    other = setting.states[0]
+    shared = run(setting, gs.Checkpoints([other, own], lr=[0.1, 0.3]))
+    assert np.array_equal(shared, run(setting, gs.Checkpoints([other, apart], lr=[0.1, 0.3])))
+    early = gs.Checkpoints([other], lr=1.0)
+    shared = run(setting, early, query_checkpoints=[own])
+    assert np.array_equal(shared, run(setting, early, query_checkpoints=[apart]))
+    model, loader = setting.model, setting.train_batches
+    shared, expected = (
+        gs.self_influence(
+            model, loader, loss_fn, gs.Checkpoints([other, last], lr=1.0), progress=False
+        )
+        for last in (own, apart)
+    )
+    assert np.array_equal(shared.self_influence, expected.self_influence)
+
+
+def test_weights_that_share_memory_still_do_with_a_checkpoint():
+    """Tied by views of one buffer, not by name: what is loaded reaches both."""
+    model, other = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double() for _ in range(2))
+    model[1].weight.data = model[0].weight.data
+    other[1].weight.data = other[0].weight.data
+    state = snapshot(model)
+    data = [(torch.randn(4, 3).double(), torch.randint(3, (4,)))]
+    checkpoints = gs.Checkpoints([other.state_dict()], lr=1.0)
+    scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    assert_unchanged(model, state)
+    sqnorm = gs.per_example_norms(other, data[0], loss_fn).sqnorm
+    np.testing.assert_allclose(np.diag(np.asarray(scores)), sqnorm)
+
+
 @pytest.mark.parametrize("budget", [1, 1 << 30])
 def test_two_checkpoints_on_the_query_side(setting, budget):
     swapped = setting.states[::-1]
