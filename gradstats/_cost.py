@@ -32,6 +32,11 @@ KERNEL_STEP = 64
 # when the workspace allows more, because a tile is squared right after it is written.
 CACHE_BYTES = 1 * 1024 * 1024
 
+# Bytes that one operation may write anew, even when the workspace allows more: the C library maps
+# and unmaps larger pieces (32 MiB) each time, and touching fresh pages costs more than forming the
+# gradients that go there.
+FRESH_BYTES = 16 * 1024 * 1024
+
 # Bytes of gradients of both sides formed at once for the products of all pairs, even when the
 # workspace allows more. A tile is read once for each example of the other side, so that it pays to
 # fill a product and not to stay in a core's cache: on two cores of an AMD EPYC smaller tiles are
@@ -164,8 +169,24 @@ def product(sizes) -> int:
 def convolution_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
-    Measured on two cores of an AMD EPYC (3×3 convolutions of 32 to 64 channels): 16 to 32 examples
-    a call run two to three times as fast as one at a time or as unfolding; more than that falls out
-    of cache.
+    Measured on two cores of an AMD EPYC (3×3 convolutions of 32 to 512 channels): 4 to 32 examples
+    a call run up to three times as fast as one at a time, as long as what is written is no more
+    than ``FRESH_BYTES``.
     """
-    return max(1, min(examples, 32, workspace // max(1, bytes_per_example)))
+    budget = min(workspace, FRESH_BYTES)
+    return max(1, min(examples, 32, budget // max(1, bytes_per_example)))
+
+
+def patches_are_cheap(channels: int, kernel: int, groups: int) -> bool:
+    """Whether per-example gradients of a convolution are best formed of patches written out.
+
+    Measured on two cores of an AMD EPYC: for pointwise kernels, whose patches are the input as it
+    stands, and for the few channels of a first layer, which a convolution pads, products of patches
+    take 0.25 to 1.1 times as long as a grouped convolution; elsewhere up to 2.5 times.
+
+    Args:
+        channels: of the input, of one group.
+        kernel: positions of the kernel.
+        groups: of the convolution.
+    """
+    return groups == 1 and (kernel == 1 or channels < 8)

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradstats._cost import product
+from gradstats._cost import patches_are_cheap, product
 
 
 class Factor(Protocol):
@@ -313,7 +313,20 @@ class Patches:
     def select(self, rows) -> Patches:
         return replace(self, input=self.input[rows], grad=self.grad[rows])
 
+    @property
+    def cheap(self) -> bool:
+        """Whether gradients are best formed of patches written out."""
+        return patches_are_cheap(self.shape[1], product(self.kernel), self.geometry.groups)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the patches are the input as it stands, so that none need be written."""
+        geometry = self.geometry
+        return {*self.kernel, *geometry.stride} == {1} and not any(geometry.padding)
+
     def dense(self) -> Tensor:
+        if self.cheap:
+            return self.unfolded().dense()
         # The examples become the groups of one grouped convolution, so that the backend's own
         # weight-gradient kernel produces all per-example gradients without unfolding the input.
         dtype = compute_dtype(self.input, self.grad)
@@ -357,7 +370,7 @@ class Patches:
         geometry, kernel = self.geometry, self.kernel
         dims = len(kernel)
         pad = [amount for side in reversed(geometry.padding) for amount in (side, side)]
-        x = torch.nn.functional.pad(self.input, pad).contiguous()
+        x = torch.nn.functional.pad(self.input, pad) if any(pad) else self.input
         examples, channels = x.shape[:2]
         positions = self.grad.shape[2:]
         groups = geometry.groups

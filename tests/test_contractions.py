@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradstats import contractions
+from gradstats import _cost, contractions
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Rows, Vector
 from gradstats.contractions import _outer, _patches, _tied
 
@@ -28,7 +29,7 @@ def patches(batch=3, channels=4, out=6, groups=2, kernel=(3, 2), stride=(2, 1)) 
     x = normal(batch, channels, 7, 6)
     geometry = ConvolutionGeometry(stride, (1, 0), (1, 2), groups)
     weight = normal(out, channels // groups, *kernel)
-    y = torch.nn.functional.conv2d(x, weight, None, stride, (1, 0), (1, 2), groups)
+    y = functional.conv2d(x, weight, None, stride, (1, 0), (1, 2), groups)
     return Patches(x, normal(*y.shape), tuple(weight.shape), geometry)
 
 
@@ -122,7 +123,7 @@ def test_patches(groups, out, kernel):
     x, g = factor.input, factor.grad
     for example in range(factor.batch):
         weight = normal(*factor.shape).requires_grad_()
-        y = torch.nn.functional.conv2d(
+        y = functional.conv2d(
             x[example : example + 1], weight, None, (2, 1), (1, 0), (1, 2), groups
         )
         (gradient,) = torch.autograd.grad(y, weight, g[example : example + 1])
@@ -134,6 +135,70 @@ def test_patches(groups, out, kernel):
         result, total = contractions.sqnorm_and_sum(factor, workspace)
         assert_exact(result, factor)
         torch.testing.assert_close(total, factor.dense().sum(0))
+
+
+CONVOLUTIONS = {
+    # channels, out, size, kernel, stride, padding, groups: how its gradients are formed
+    "few channels": (3, 20, (12, 11), (3, 3), (1, 1), (1, 1), 1),
+    "pointwise": (9, 5, (8, 8), (1, 1), (1, 1), (0, 0), 1),
+    "pointwise with a stride": (9, 5, (17, 18), (1, 1), (2, 2), (0, 0), 1),
+    "pointwise with few positions": (40, 50, (3, 3), (1, 1), (1, 1), (0, 0), 1),
+    "one position": (10, 12, (3, 3), (3, 3), (1, 1), (0, 0), 1),
+    "few positions": (24, 40, (4, 4), (3, 3), (1, 1), (1, 1), 1),
+    "few positions in groups": (48, 80, (4, 4), (3, 3), (1, 1), (1, 1), 2),
+    "many positions": (8, 8, (12, 12), (3, 3), (1, 1), (1, 1), 1),
+    "channels each on its own": (8, 8, (12, 12), (3, 3), (1, 1), (1, 1), 8),
+    "one axis": (9, 12, (30,), (5,), (2,), (1,), 1),
+    "frame by frame": (9, 12, (4, 6, 6), (3, 3), (1, 1, 1), (0, 1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_every_form_of_a_convolution(name, layout, dtype):
+    channels, out, size, kernel, stride, padding, groups = CONVOLUTIONS[name]
+    geometry = ConvolutionGeometry(stride, padding, (1,) * len(stride), groups)
+    full = (1,) * (len(stride) - len(kernel)) + kernel
+    convolve = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[len(stride)]
+    weight = normal(out, channels // groups, *full).requires_grad_()
+    x = normal(5, channels, *size)
+    y = convolve(x, weight, None, stride, padding, 1, groups)
+    g = normal(*y.shape)
+    x, g = x.to(dtype), g.to(dtype)
+    wide_x, wide_g = x.double(), g.double()
+    gradients = []
+    for example in range(5):
+        one = slice(example, example + 1)
+        y = convolve(wide_x[one], weight, None, stride, padding, 1, groups)
+        gradients.append(torch.autograd.grad(y, weight, wide_g[one])[0])
+    expected = torch.stack(gradients).reshape(5, out, channels // groups, *kernel)
+    if layout == "channels last":
+        x, g = (side.movedim(1, -1).contiguous().movedim(-1, 1) for side in (x, g))
+    factor = Patches(x, g, expected.shape[1:], geometry)
+    roundoff = 1e-12 if dtype == torch.float64 else 1e-5
+    sum_roundoff = 1e-2 if dtype == torch.bfloat16 else roundoff
+    sqnorm = expected.flatten(1).square().sum(1)
+    for workspace in (WORKSPACE, TINY):
+        found = contractions.sqnorm([factor], workspace).value
+        torch.testing.assert_close(found, sqnorm, rtol=roundoff, atol=0)
+        result, total = contractions.sqnorm_and_sum(factor, workspace)
+        torch.testing.assert_close(result.value, sqnorm, rtol=roundoff, atol=0)
+        torch.testing.assert_close(
+            total.double(), expected.sum(0), rtol=sum_roundoff, atol=10 * sum_roundoff
+        )
+        formed = factor.dense().double()
+        torch.testing.assert_close(formed, expected, rtol=roundoff, atol=100 * roundoff)
+
+
+def test_what_a_convolution_writes_anew_is_limited():
+    """Pieces that the C library maps afresh each time cost more than the gradients in them."""
+    images, grad = torch.randn(32, 128, 20, 20), torch.randn(32, 128, 20, 20)
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
+    factor = Patches(images, grad, (128, 128, 3, 3), geometry)
+    with Ledger() as ledger:
+        contractions.sqnorm([factor], WORKSPACE)
+    assert ledger.largest <= _cost.FRESH_BYTES < 32 * 128 * 128 * 9 * 4
 
 
 @pytest.mark.parametrize("counts", [[3, 2, 4], [0, 3, 0], [0, 0, 5, 0], [0, 0], [1]], ids=str)

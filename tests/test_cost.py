@@ -54,6 +54,13 @@ def test_without_a_guard_the_gram_form_is_never_chosen():
         assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
 
 
+def test_patches_are_written_out_where_that_is_cheap():
+    assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1)
+    assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1)
+    assert not _cost.patches_are_cheap(channels=64, kernel=9, groups=1)
+    assert not _cost.patches_are_cheap(channels=1, kernel=9, groups=64)
+
+
 def test_chunks():
     assert _cost.examples_per_chunk(100, 8, 250) == 2
     assert _cost.examples_per_chunk(100, 8, 1) == 1
@@ -65,4 +72,5 @@ def test_chunks():
     assert _cost.rows_per_tile(10, 100, 1) == 1
     assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32
     assert _cost.convolution_chunk(100, 64, 250) == 2
+    assert _cost.convolution_chunk(2**22, 64, WORKSPACE) == _cost.FRESH_BYTES // 2**22
     assert _cost.product(()) == 1 and _cost.product((2, 3)) == 6

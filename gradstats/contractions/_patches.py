@@ -8,11 +8,14 @@ on patches written out for a chunk costs less.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Patches, compute_dtype
+from gradstats._factors import Outer, Patches, compute_dtype
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import (
     Contraction,
@@ -24,59 +27,82 @@ from gradstats.contractions._result import (
 
 def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
-    groups = factor.geometry.groups
-    p, q = factor.shape[0] // groups, _cost.product(factor.shape[1:])
     if _triton.convolves(factor):
         return _by_kernels(factor, guarded=guarded)
-    form = _cost.choose_outer_form(factor.positions, p, q, guarded=guarded)
-    if form == "direct":
+    if _form(factor, guarded=guarded) == "direct" and not factor.cheap:
         return _direct(factor, workspace, with_sum=False)[0]
-    dtype = compute_dtype(factor.input, factor.grad)
-    patches = groups * factor.positions * q * torch.finfo(dtype).bits // 8
-    chunk = _cost.examples_per_chunk(patches, factor.batch, workspace)
-    parts = [
-        _outer.sqnorm(
-            factor.select(slice(start, start + chunk)).unfolded(), workspace, guarded=guarded
-        )
-        for start in range(0, factor.batch, chunk)
-    ]
-    return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
+    return _joined(
+        [
+            _outer.sqnorm(part, workspace, guarded=guarded)
+            for part in _written_out(factor, workspace)
+        ]
+    )
 
 
 def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
     if _triton.convolves(factor):
-        if _form_on_chip(factor, with_sum=True) != "gram":
+        if _form(factor, with_sum=True, on_chip=True) != "gram":
             return _triton.convolution_and_sum(factor)
         return _by_kernels(factor, guarded=True), _total(factor)
-    result, total = _direct(factor, workspace, with_sum=True)
-    assert total is not None
-    return result, total
+    form = _form(factor, with_sum=True)
+    if form == "direct" and not factor.cheap:
+        result, total = _direct(factor, workspace, with_sum=True)
+        assert total is not None
+        return result, total
+    results, totals = [], []
+    for part in _written_out(factor, workspace):
+        if form == "direct":
+            result, total = _outer.sqnorm_and_sum(part, workspace)
+            totals.append(total)
+        else:
+            # The sum is the backend's own weight gradient, which needs no patches.
+            result = _outer.sqnorm(part, workspace, guarded=True)
+        results.append(result)
+    return _joined(results), reduce(torch.add, totals) if totals else _total(factor)
+
+
+def _written_out(factor: Patches, workspace: int) -> Iterator[Outer]:
+    """Yield the factor with its patches written out, for as many examples as stay in cache."""
+    dtype = compute_dtype(factor.input, factor.grad)
+    row = factor.geometry.groups * _cost.product(factor.shape[1:])
+    size = factor.positions * row * torch.finfo(dtype).bits // 8
+    chunk = max(1, factor.batch)
+    if not factor.pointwise:
+        chunk = _cost.examples_per_chunk(size, factor.batch, workspace)
+    for start in range(0, factor.batch, chunk):
+        yield factor.select(slice(start, start + chunk)).unfolded()
+
+
+def _joined(parts: Sequence[Contraction]) -> Contraction:
+    if len(parts) == 1:
+        return parts[0]
+    return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
 
 
 def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
-    if _form_on_chip(factor, guarded=guarded) != "gram":
+    if _form(factor, guarded=guarded, on_chip=True) != "gram":
         return _triton.convolution(factor)
     return recompute_suspects(
         _triton.convolution_gram(factor), lambda rows: _triton.convolution(factor.select(rows))
     )
 
 
-def _form_on_chip(factor: Patches, **options: bool) -> _cost.Form:
-    groups = factor.geometry.groups
-    p, q = factor.shape[0] // groups, _cost.product(factor.shape[1:])
-    if factor.shape[1] == 1:
+def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.Form:
+    if on_chip and factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
-    return _cost.choose_outer_form(factor.positions, p, q, on_chip=True, **options)
+    p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
+    return _cost.choose_outer_form(factor.positions, p, q, on_chip=on_chip, **options)
 
 
 def _total(factor: Patches) -> Tensor:
     """Return Σ_i G_i by PyTorch's own weight gradient."""
     geometry = factor.geometry
-    weight = factor.input.new_empty(1).expand(factor.shape)
-    return torch.ops.aten.convolution_backward(
-        factor.grad,
-        factor.input,
+    dtype = torch.promote_types(factor.input.dtype, factor.grad.dtype)
+    weight = factor.input.new_empty(1, dtype=dtype).expand(*factor.shape[:2], *factor.kernel)
+    total = torch.ops.aten.convolution_backward(
+        factor.grad.to(dtype),
+        factor.input.to(dtype),
         weight,
         None,
         geometry.stride,
@@ -87,6 +113,7 @@ def _total(factor: Patches) -> Tensor:
         geometry.groups,
         [False, True, False],
     )[1]
+    return total.reshape(factor.shape)
 
 
 def _direct(factor: Patches, workspace: int, *, with_sum: bool):
