@@ -86,24 +86,27 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     chunk = _cost.examples_per_chunk(
         groups * positions * (2 * block + upcast) * itemsize, batch, workspace
     )
-    values = []
+    values, sizes = [], []
     for start in range(0, batch, chunk):
         left = factor.left[start : start + chunk].to(dtype).flatten(0, 1)  # (n·K, T, p)
         right = factor.right[start : start + chunk].to(dtype).flatten(0, 1)
-        total = None
+        total = size = None
         for row in range(0, positions, block):
             here = slice(row, row + block)
             products = (left[:, here] @ left[:, row:].mT).mul_(right[:, here] @ right[:, row:].mT)
+            # On the diagonal stand ‖left_t‖²‖right_t‖².
+            lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+            size = lengths if size is None else size + lengths
             if row + block < positions:
                 # Tiles right of the diagonal tile stand for their mirror images too.
                 products[:, :, block:] *= 2
             part = products.sum((1, 2))
             total = part.double() if total is None else total + part
-        assert total is not None
+        assert total is not None and size is not None
         values.append(total.view(-1, groups).sum(1) if groups > 1 else total)
-    value = torch.cat(values)
-    bound = unit_roundoff(dtype) * magnitude(factor, dtype).square().sum(1)
-    return Contraction(value, bound)
+        sizes.append(size.double().square_().view(-1, groups).sum(1))
+    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
+    return Contraction(torch.cat(values), unit_roundoff(dtype) * torch.cat(sizes))
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:
