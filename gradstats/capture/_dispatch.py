@@ -7,7 +7,7 @@ data, no rule                 refused, naming the operation and the parameter
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,13 +71,20 @@ IN_PLACE = frozenset(
 )
 
 
-def dispatch(tracker, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def dispatch(
+    tracker,
+    rules: Mapping,
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Tensor],
+):
     """Run one operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         nodes, data = [], False
-        for item in operands_of(args, kwargs):
+        for item in operands:
             node = node_of(item)
             if node is None:
                 data = data or tracker.is_data(item)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._coverage import check_coverage
-from gradstats.capture._nodes import flatten, function_name, operands_of, rebuild
+from gradstats.capture._nodes import flatten, function_name, rebuild
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
@@ -42,16 +42,16 @@ class Survey(Tracker):
                 self.roots.remove(root)
         super().open()
 
-    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands):
         try:
-            result = super().dispatch(func, args, kwargs)
+            result = super().dispatch(func, args, kwargs, operands)
         except GradStatsError as error:
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, _value), **rebuild(kwargs, _value))
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
         if any(isinstance(item, Tensor) and item.requires_grad for item in leaves):
-            for node in map(node_of, operands_of(args, kwargs)):
+            for node in map(node_of, operands):
                 for root in node.roots if node is not None else ():
                     names = self.operations[root.name]
                     if function_name(func) not in names:

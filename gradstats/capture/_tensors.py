@@ -45,10 +45,11 @@ TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor})
 def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
     # The context that owns the first tracked operand decides; a copy of a parameter has none.
-    for item in operands_of(args, kwargs):
+    operands = operands_of(args, kwargs)
+    for item in operands:
         node = node_of(item)
         if node is not None and not node.tracker.closed:
-            return node.tracker.dispatch(func, args, kwargs)
+            return node.tracker.dispatch(func, args, kwargs, operands)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

@@ -109,11 +109,11 @@ class Tracker(Data):
         tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
-        kept: list[Any] = [item for module in self._modules for item in vars(module).values()]
+        kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            kept += module._buffers.values()
-        kept += (p for p in self._parameters if id(p) not in tracked)
-        self.keep_constant(item for item in kept if isinstance(item, Tensor))
+            for held in (vars(module), module._buffers):
+                kept += [item for item in held.values() if isinstance(item, Tensor)]
+        self.keep_constant(kept)
         self._classes: list[tuple[nn.Parameter, type]] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
@@ -172,9 +172,11 @@ class Tracker(Data):
         """Return the mode that follows constants, for code that runs while it is set aside."""
         return self._mode
 
-    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Run one operation on a tensor that this context tracks."""
-        return dispatch(self, RULES, func, args, kwargs)
+    def dispatch(
+        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
+    ):
+        """Run one operation of whose operands, all of which are given, this context tracks one."""
+        return dispatch(self, RULES, func, args, kwargs, operands)
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""

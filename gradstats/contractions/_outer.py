@@ -24,7 +24,7 @@ from gradstats.contractions._result import (
 
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
-    positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
+    (_, _, positions, p), q = factor.left.shape, factor.right.shape[3]
     form = _cost.choose_outer_form(positions, p, q, guarded=guarded, on_chip=_triton.serves(factor))
     if form == "rank_one":
         return rank_one(factor)
@@ -35,10 +35,10 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
-    positions, p, q = factor.left.shape[2], factor.left.shape[3], factor.right.shape[3]
+    (_, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
     on_chip = _triton.serves(factor)
     form = _cost.choose_outer_form(positions, p, q, with_sum=True, on_chip=on_chip)
-    if form == "direct" and on_chip and factor.left.shape[1] == 1:
+    if form == "direct" and on_chip and groups == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
     if form == "direct":
@@ -49,15 +49,16 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
 
 def rank_one(factor: Outer) -> Contraction:
     """Return Σ_k ‖left_k‖²‖right_k‖² for factors with at most one position."""
-    dtype = compute_dtype(factor.left, factor.right)
-    if factor.left.shape[2] == 0:
+    _, groups, positions, _ = factor.left.shape
+    if positions == 0:
         zero = factor.left.new_zeros(factor.batch, dtype=torch.float64)
         return Contraction(zero, zero.clone())
     if _triton.serves(factor):
         return _triton.rank_one(factor)
+    dtype = compute_dtype(factor.left, factor.right)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    if factor.left.shape[1] == 1:
+    if groups == 1:
         return WellConditioned(left.view(-1), right.view(-1), dtype=dtype)
     return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
 

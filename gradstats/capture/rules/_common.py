@@ -107,8 +107,9 @@ def in_place_variants(*names: str) -> list:
 
 def run(tracker, func, *args, **kwargs):
     """Run an operation from within a rule: through its own rule where an operand is tracked."""
-    if any(node_of(item) is not None for item in operands_of(args, kwargs)):
-        return tracker.dispatch(func, args, kwargs)
+    operands = operands_of(args, kwargs)
+    if any(node_of(item) is not None for item in operands):
+        return tracker.dispatch(func, args, kwargs, operands)
     return func(*args, **kwargs)
 
 
