@@ -38,10 +38,10 @@ CACHE_BYTES = 1 * 1024 * 1024
 FRESH_BYTES = 16 * 1024 * 1024
 
 # Bytes of gradients of both sides formed at once for the products of all pairs, even when the
-# workspace allows more. A tile is read once for each example of the other side, so that it pays to
-# fill a product and not to stay in a core's cache: on two cores of an AMD EPYC smaller tiles are
-# slower and larger ones no faster (benchmarks/influence.py), and memory does not grow with d.
-PAIR_TILE_BYTES = 32 * 1024 * 1024
+# workspace allows more, so that memory does not grow with d. A tile is read once for each example
+# of the other side, so that it pays to fill a product and not to stay in a core's cache: on two
+# cores of an AMD EPYC smaller tiles are slower and larger ones no faster (benchmarks/influence.py).
+PAIR_TILE_BYTES = 24 * 1024 * 1024
 
 
 def gram_cost(positions: int, d_left: int, d_right: int) -> float:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradstats import _cost, contractions
-from gradstats._factors import Factor, Outer, Patches, Path, Rows, Vector, map_tensors
+from gradstats._factors import (
+    ConvolutionGeometry,
+    Factor,
+    Outer,
+    Patches,
+    Path,
+    Rows,
+    Vector,
+    map_tensors,
+)
 from gradstats.contractions import _outer_pairs, _row_pairs, _tiles
 from tests.test_contractions import TINY, WORKSPACE, normal, outer, patches, rows
 from tests.test_precision import ADVERSARIAL, cancelling
@@ -309,3 +318,15 @@ def test_runs_of_equal_ids():
     assert runs.ids.tolist() == [1, 1, 2] and runs.example.tolist() == [0, 1, 0]
     expected = torch.stack([factor.grad[1], factor.grad[3], factor.grad[0] + factor.grad[2]])
     torch.testing.assert_close(runs.sums(slice(0, 3), torch.float64), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_tiles_of_a_convolution_hold_whole_blocks_of_channels(groups, monkeypatch):
+    """A backend computes 8 or 16 channels at once, whether they are wanted or not."""
+    monkeypatch.setattr(_cost, "PAIR_TILE_BYTES", 30 * 9 * 16 // groups * 8 * 4)
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), groups)
+    factor = Patches(normal(2, 16, 5, 5), normal(2, 80, 5, 5), (80, 16 // groups, 3, 3), geometry)
+    tiles = [left[0].shape[0] for left, _, _ in _tiles._tiles([factor], [factor], 2, 1 << 30)]
+    assert len(tiles) > 1 and sum(tiles) == 80
+    block = _tiles.CHANNEL_BLOCK if groups == 1 else 80 // groups
+    assert all(rows % block == 0 for rows in tiles[:-1])
