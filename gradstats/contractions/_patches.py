@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, Patches, compute_dtype
+from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import (
     Contraction,
@@ -23,6 +23,7 @@ from gradstats.contractions._result import (
     squared_norms,
     well_conditioned,
 )
+from gradstats.contractions._tiles import chunks
 
 
 def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
@@ -33,8 +34,8 @@ def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
         return _direct(factor, workspace, with_sum=False)[0]
     return _joined(
         [
-            _outer.sqnorm(part, workspace, guarded=guarded)
-            for part in _written_out(factor, workspace)
+            _outer.sqnorm(factor.select(rows).unfolded(), workspace, guarded=guarded)
+            for rows in _pieces(factor, workspace)
         ]
     )
 
@@ -51,7 +52,8 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         assert total is not None
         return result, total
     results, totals = [], []
-    for part in _written_out(factor, workspace):
+    for rows in _pieces(factor, workspace):
+        part = factor.select(rows).unfolded()
         if form == "direct":
             result, total = _outer.sqnorm_and_sum(part, workspace)
             totals.append(total)
@@ -62,16 +64,19 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
     return _joined(results), reduce(torch.add, totals) if totals else _total(factor)
 
 
-def _written_out(factor: Patches, workspace: int) -> Iterator[Outer]:
-    """Yield the factor with its patches written out, for as many examples as stay in cache."""
+def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
+    """Return the examples in pieces whose patches, written out, stay in cache.
+
+    Slices, not patches: a compiler that reads strides in a backward starts over, and one that
+    stopped inside a generator (PyTorch 2.15) cannot close it.
+    """
     dtype = compute_dtype(factor.input, factor.grad)
     row = factor.geometry.groups * _cost.product(factor.shape[1:])
     size = factor.positions * row * torch.finfo(dtype).bits // 8
     chunk = max(1, factor.batch)
     if not factor.pointwise:
         chunk = _cost.examples_per_chunk(size, factor.batch, workspace)
-    for start in range(0, factor.batch, chunk):
-        yield factor.select(slice(start, start + chunk)).unfolded()
+    return chunks(factor.batch, chunk)
 
 
 def _joined(parts: Sequence[Contraction]) -> Contraction:
