@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+from dataclasses import is_dataclass
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+import gradstats.capture.rules
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
@@ -116,6 +122,58 @@ def test_positions(kind, positions):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+# What makes a tensor of B positions inside a graph, each in its own way.
+MAKERS = {
+    "arange": lambda positions: torch.arange(B) + 1,
+    "linspace": lambda positions: torch.linspace(0, B, B).long(),
+    "eye": lambda positions: torch.eye(B).argmax(0),
+    "tril_indices": lambda positions: torch.tril_indices(B, 1)[0],
+    "full": lambda positions: torch.full((B,), 2),
+    "as_strided": lambda positions: torch.as_strided(positions, (B,), (1,)),
+    "fill": lambda positions: torch.fill(positions[:B], 1),
+    "vander": lambda positions: torch.vander(torch.ones(B), 2)[:, 0].long(),
+}
+
+
+class Made(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.tokens, self.table = nn.Embedding(11, 8), nn.Embedding(B + 2, 8)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("positions", torch.arange(B + 2))
+
+    def forward(self, ids):
+        hidden = self.tokens(ids) + self.table(self.make(self.positions))
+        return self.head(hidden.tanh()).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_a_graph_makes_belongs_to_no_example(kind):
+    torch._dynamo.reset()
+    model = Made(MAKERS[kind])
+    batch = torch.randint(11, (B, B)), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+
+
+def test_what_a_graph_calls_is_equal_only_to_itself():
+    """The compiler of PyTorch 2.11 hashes it before it has fields."""
+    rules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(
+        gradstats.capture.rules.__path__, "gradstats.capture.rules."
+    )]  # fmt: skip
+    found = {
+        item
+        for module in rules
+        for item in vars(module).values()
+        if inspect.isclass(item) and is_dataclass(item) and "__call__" in vars(item)
+    }
+    assert found
+    assert [item.__name__ for item in found if item.__hash__ is not object.__hash__] == []
 
 
 class Moved(nn.Module):

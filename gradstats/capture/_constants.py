@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._layout import CHANGES
@@ -51,6 +52,8 @@ CALLERS_VALUES = frozenset(
 )
 
 FACTORIES = frozenset({torch.zeros, torch.ones})
+
+HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
 WATCHED = IN_PLACE | CHANGES | PRESCRIBES
 
@@ -184,6 +187,10 @@ def prepare_for_compiler() -> None:
     Traced by itself it would believe that it stands in a graph.
     """
     torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
+    # What is not in this table makes tensors behind the mode's back while a graph is traced: with
+    # PyTorch 2.11 torch.arange and most of what else makes tensors, with any version the rest.
+    shown = torch._dynamo.variables.torch.get_overridable_functions()
+    shown.update(_device_constructors(), HIDDEN_IN_GRAPHS)
 
 
 @cache

@@ -112,10 +112,10 @@ class Data:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
-        if id(tensor) in self._constants:
-            return
-        mark = IN_GRAPH if torch.compiler.is_dynamo_compiling() else self.serial
-        tensor._gradstats_constant = mark  # type: ignore[attr-defined]
+        if torch.compiler.is_dynamo_compiling():
+            tensor._gradstats_constant = IN_GRAPH  # type: ignore[attr-defined]
+        elif id(tensor) not in self._constants:
+            tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor."""

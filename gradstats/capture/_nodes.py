@@ -262,7 +262,7 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (tuple, list, dict)):
-            found += (leaf for leaf in flatten(item) if isinstance(leaf, Tensor))
+            found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
     return found
 
 

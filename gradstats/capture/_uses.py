@@ -239,6 +239,9 @@ class Tap(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
         ctx.data = range(5 + carriers, 5 + len(tensors))
         ctx.save_for_backward(*tensors[carriers:])
+        if torch.compiler.is_compiling():
+            # The compiler of PyTorch 2.11 makes a view of what is marked. Inductor removes copies.
+            return result.clone()
         ctx.mark_dirty(result)
         return result
 
@@ -261,7 +264,8 @@ def tap(
         factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
             method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
             of ``saved`` as tracked operations compute them, or None where the tracked operands do
-            not enter them.
+            not enter them. Equal only to itself: the compiler of PyTorch 2.11 looks what a graph
+            calls up in a set, before it has values to compare.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)

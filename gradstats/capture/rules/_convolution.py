@@ -90,7 +90,7 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):
     return x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConvolutionFactors:
     """The factors of a convolution whose gradients PyTorch computes."""
 

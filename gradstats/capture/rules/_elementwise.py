@@ -191,7 +191,7 @@ class Slot:
     tracked: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecomputedFactors:
     """Factors of the tracked operands of a cheap operation, found by running it again."""
 

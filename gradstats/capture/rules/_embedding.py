@@ -44,7 +44,7 @@ def embedding(
     return tap(tracker, [node], result, factors, input)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EmbeddingFactors:
     """The factor of a table that ids of shape (B, *) look up."""
 
@@ -104,7 +104,7 @@ def embedding_bag(
     return tap(tracker, [node], result, BagFactors(tuple(weight.shape)), ids, bag, share)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BagFactors:
     """The factor of a table whose rows are summed into bags with given shares."""
 
@@ -133,7 +133,7 @@ def index(tracker, func, input, indices):
     return tap(tracker, [node], result, factors, ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexFactors:
     """The factor of a parameter whose slices are looked up by ids of shape (B, *)."""
 

@@ -53,7 +53,7 @@ class Normalise(Protocol):
         """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AffineFactors:
     """The factors of scale and shift.
 
@@ -254,7 +254,7 @@ def layer_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, None, input)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerNormalise:
     shape: tuple[int, ...]
     eps: float
@@ -285,7 +285,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     return _attach(tracker, run, weight, None, examples, normalise, None, input)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RootMeanSquareNormalise:
     shape: tuple[int, ...]
     eps: float
@@ -314,7 +314,7 @@ def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupNormalise:
     groups: int
     eps: float
@@ -382,7 +382,7 @@ def batch_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunningNormalise:
     eps: float
 

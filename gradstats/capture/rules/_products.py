@@ -65,7 +65,7 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearFactors:
     """The factors of a linear layer whose gradients PyTorch computes."""
 
@@ -166,7 +166,7 @@ class Part:
     scale: float = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SumFactors:
     """The factors of a sum of scaled terms."""
 
@@ -181,7 +181,7 @@ class SumFactors:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BroadcastFactors:
     """The factor of a term that was broadcast to the result's shape."""
 
@@ -307,7 +307,7 @@ def einsum(tracker, func, equation, *operands):
     return tap(tracker, [node], free_of_views(result), spec, x)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 
