@@ -37,6 +37,7 @@ class Layer:
 
     Convolution: (channels, outputs, image side, kernel side, stride, padding, groups).
     Norm layer: (positions, features); with groups: (positions, channels, groups).
+    Scale: (positions, features), x ∘ w + b as hand-written norms, LayerScale and biases have it.
     Embedding: (positions, width, rows of the table).
     """
 
@@ -60,6 +61,10 @@ LAYERS = (
     Layer("gpt2_layer_norm", "layer_norm", 16, (1024, 768)),
     Layer("llama_7b_rms_norm", "rms_norm", 4, (2048, 4096)),
     Layer("resnet50_group_norm", "group_norm", 64, (3136, 256, 32)),
+    Layer("llama_70b_rms_norm", "rms_norm", 2, (2048, 8192)),
+    Layer("gpt2_bias", "scale", 16, (1024, 3072)),
+    Layer("llama_7b_scale", "scale", 4, (2048, 4096)),
+    Layer("resnet50_batch_norm", "scale_first", 64, (3136, 256)),
     Layer("gpt2_embedding", "embedding", 16, (1024, 768, 50257)),
 )
 DRY = (
@@ -68,6 +73,8 @@ DRY = (
     Layer("layer", "layer_norm", 2, (3, 20)),
     Layer("rms", "rms_norm", 2, (3, 20)),
     Layer("group", "group_norm", 2, (5, 12, 3)),
+    Layer("scale", "scale", 2, (3, 20)),
+    Layer("scale first", "scale_first", 2, (5, 12)),
     Layer("embedding", "embedding", 2, (7, 20, 11)),
 )
 QUICK = ("resnet50_stage2", "convnext_t_stage1", "gpt2_layer_norm", "gpt2_embedding")
@@ -97,7 +104,7 @@ def operands(
         ids = (rest[0] ** share).long() - 1
         return ids, g, random(rest[0], features)
     x = random(layer.batch, positions, features)
-    if layer.kind == "group_norm":
+    if layer.kind in ("group_norm", "scale_first"):
         x, g = (each.mT.contiguous().mT for each in (x, g))
     return x, g, random(features)
 
@@ -109,6 +116,8 @@ def providers(layer: Layer, dtype: torch.dtype) -> Iterator[Provider]:
         yield from _convolution(layer, size)
     elif layer.kind == "embedding":
         yield from _embedding(layer, size)
+    elif layer.kind.startswith("scale"):
+        yield from _scale(layer, size)
     else:
         yield from _norm_layer(layer, size)
 
@@ -287,6 +296,64 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
     yield Provider(
         "norms", "torch", lambda x, g, w: (normalised(x) * g).float().sum(1).square().sum(1),
         0.0, 2 * size * elements, lambda result: result, exact,
+    )  # fmt: skip
+
+
+def _scale(layer: Layer, size: int) -> Iterator[Provider]:
+    from gradstats.kernels import scale_backward, vector
+
+    whole = scale_backward.scale_backward
+    read = size * float(layer.batch * math.prod(layer.sizes))
+
+    def exact(x, g, w):
+        return (x * g).sum(1).square().sum(1)
+
+    def exact_shift(x, g, w):
+        return g.sum(1).square().sum(1)
+
+    def same(result):
+        return result
+
+    def statistics(w):
+        return {"mean": w.float() * 0, "rstd": w.float() * 0 + 1}
+
+    yield Provider(
+        "norms", "gradstats",
+        lambda x, g, w: whole(g, x, shift=False, input_gradient=False, sums=False),
+        0.0, 2 * read, lambda result: result[3], exact,
+    )  # fmt: skip
+    yield Provider(
+        "backward", "gradstats", lambda x, g, w: whole(g, x, weight=w, shift=False),
+        0.0, 3 * read, lambda result: result[3], exact,
+    )  # fmt: skip
+    yield Provider(
+        "batch norm", "gradstats", lambda x, g, w: whole(g, x, weight=w, **statistics(w)),
+        0.0, 3 * read, lambda result: result[3], exact,
+    )  # fmt: skip
+    yield Provider(
+        "direction", "gradstats", lambda x, g, w: scale_backward.scale_direction(g, x, w),
+        0.0, 2 * read, same, lambda x, g, w: (x * g * w).sum((1, 2)),
+    )  # fmt: skip
+    yield Provider(
+        "norms", "torch", lambda x, g, w: (x * g).float().sum(1).square().sum(1),
+        0.0, 2 * read, same, exact,
+    )  # fmt: skip
+    yield Provider(
+        "backward", "backward alone", lambda x, g, w: (g * w, (g * x).sum((0, 1)))[0],
+        0.0, 3 * read,
+    )  # fmt: skip
+    yield Provider(
+        "bias", "gradstats", lambda x, g, w: whole(g, None, input_gradient=False),
+        0.0, read, lambda result: result[4], exact_shift,
+    )  # fmt: skip
+    yield Provider(
+        "bias", "gradstats norms", lambda x, g, w: vector.vector_sqnorm(g),
+        0.0, read, same, exact_shift,
+    )  # fmt: skip
+    yield Provider("bias", "backward alone", lambda x, g, w: g.sum((0, 1)), 0.0, read)
+    yield Provider(
+        "bias", "torch", lambda x, g, w: g.sum(1, dtype=torch.float32).square().sum(1),
+        0.0, read, same, exact_shift,
     )  # fmt: skip
 
 

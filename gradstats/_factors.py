@@ -524,3 +524,63 @@ class Vector:
         own = torch.arange(self.batch, device=self.values.device)
         gradient.movedim(self.axis + 1, 1)[own, slices] = self.values.to(gradient.dtype)
         return gradient
+
+
+@dataclass(eq=False)
+class Elementwise:
+    """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast; without input shifts and biases.
+
+    It is made where kernels contract it, which write neither products nor sums; elsewhere, and
+    where it must be kept, ``Vector`` with the sum over positions is the leaner description.
+
+    Attributes:
+        grad: (B, T, C), or packed (rows, C) with offsets.
+        input: of the same shape; None for ones.
+        shape: shape of the parameter, of C elements, or of one that all channels share.
+        offsets: (B + 1,) where each example's rows begin and end; None where all have T.
+    """
+
+    grad: Tensor
+    input: Tensor | None
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.grad.shape[0] if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether all channels share one element of the parameter."""
+        return product(self.shape) != self.grad.shape[-1]
+
+    def select(self, rows) -> Elementwise:
+        if self.offsets is None:
+            chosen = None if self.input is None else self.input[rows]
+            return replace(self, grad=self.grad[rows], input=chosen)
+        # As many positions for all: rows past the end are zero.
+        lengths = torch.tensor([end - start for start, end in pairwise(self.offsets)])
+        starts = torch.tensor(self.offsets[:-1])
+        place = torch.arange(max([1, *lengths.tolist()]))
+        inside = (place < lengths[:, None])[rows].to(self.grad.device)
+        index = (starts[:, None] + place)[rows].to(self.grad.device)
+        index = torch.where(inside, index, 0)
+        grad = torch.where(inside[..., None], self.grad[index], 0)
+        chosen = None if self.input is None else self.input[index]
+        return Elementwise(grad, chosen, self.shape)
+
+    @property
+    def granule(self) -> int:
+        return 0
+
+    def narrow(self, start: int, stop: int) -> Elementwise:
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        if self.offsets is not None:
+            return self.select(slice(None)).dense()
+        values = self.grad.to(compute_dtype(self.grad))
+        if self.input is not None:
+            values = values * self.input.to(values.dtype)
+        values = values.sum((1, 2) if self.shared else 1)
+        return values.reshape(self.batch, *self.shape)

@@ -44,15 +44,20 @@ def check_operands(
     g: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    *,
+    mixed: bool = False,
 ) -> Segments:
     """Checks one factor (a, g) and returns how its rows divide into examples.
+
+    With `mixed` the two may differ in dtype: the kernel multiplies no matrices.
 
     Raises: KernelInputError for anything a kernel cannot serve. Segment bounds that lie on the
     host are checked here and uploaded without waiting for the device. Bounds that lie on the
     device are copied back and checked, which waits; pass `max_seqlen` to avoid that: then the
     kernels themselves answer NaN for an example whose bounds are wrong or longer than promised.
     """
-    check_tensors(a, g)
+    for operands in ((a,), (g,)) if mixed and a.device == g.device else ((a, g),):
+        check_tensors(*operands)
     if cu_seqlens is None:
         if a.dim() != 3 or g.dim() != 3:
             raise KernelInputError(
@@ -86,6 +91,8 @@ def check_pair(
     g: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    *,
+    mixed: bool = False,
 ) -> Segments:
     """As `check_operands`, for two operands whose elements meet one by one."""
     if x.shape != g.shape:
@@ -93,7 +100,7 @@ def check_pair(
             f"inputs and gradients must have one shape; got {tuple(x.shape)} and "
             f"{tuple(g.shape)}: pass the input and the output gradient of one layer call"
         )
-    return check_operands(x, g, cu_seqlens, max_seqlen)
+    return check_operands(x, g, cu_seqlens, max_seqlen, mixed=mixed)
 
 
 def check_rows(

@@ -196,7 +196,9 @@ def choose_scale(
     positions_adjacent: bool = False,
 ) -> TileConfig:
     """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
-    is the long one."""
+    is the long one, and the only one where there is one position."""
+    if positions == 1:
+        return choose_statistics(positions, features, itemsize, architecture, aligned)
     if positions_adjacent:
         configs = candidates("scale_positions_adjacent", itemsize, "ieee", architecture, aligned)
         return next((config for config in configs if 2 * positions > config.inner), configs[-1])

@@ -37,8 +37,11 @@ from gradstats.kernels._reference_norms import group_norm_sum as group_norm_sum
 from gradstats.kernels._reference_norms import layer_norm_backward as layer_norm_backward
 from gradstats.kernels._reference_norms import layer_norm_sqnorm as layer_norm_sqnorm
 from gradstats.kernels._reference_norms import layer_norm_sum as layer_norm_sum
+from gradstats.kernels._reference_norms import scale_backward as scale_backward
+from gradstats.kernels._reference_norms import scale_direction as scale_direction
 from gradstats.kernels._reference_norms import scale_sqnorm as scale_sqnorm
 from gradstats.kernels._reference_norms import scale_sum as scale_sum
+from gradstats.kernels._reference_norms import vector_sum as vector_sum
 from gradstats.kernels._reference_rows import pairwise_rows as pairwise_rows
 from gradstats.kernels._reference_rows import rows_direction as rows_direction
 from gradstats.kernels._reference_rows import rows_inner as rows_inner

@@ -60,6 +60,52 @@ def scale_sqnorm(
     return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens), x)
 
 
+def vector_sum(
+    v: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+) -> Tensor:
+    return scale_sum(v, v, cu_seqlens=cu_seqlens)[1]
+
+
+def scale_backward(
+    g: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    shift: bool = True,
+    input_gradient: bool = True,
+    sums: bool = True,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradients = scale_sum((g if x is None else x).double(), g, mean, rstd, cu_seqlens)
+    gradient = g.double() * (1.0 if weight is None else weight)
+    if rstd is not None:
+        gradient = gradient * (rstd if rstd.dim() == 1 else rstd[:, None])
+    _clear_outside(gradient, cu_seqlens)
+    like = g if x is None else x
+    own, *both = _whole_backward(like, gradient, gradients, sums)
+    empty = both[0].new_empty(0)
+    scale, shift_, scale_sqnorm, shift_sqnorm = (
+        part if wanted else empty.clone()
+        for part, wanted in zip(both, (x is not None, shift) * 2, strict=True)
+    )
+    return (
+        own if input_gradient else like.new_empty(0), scale, shift_, scale_sqnorm, shift_sqnorm
+    )  # fmt: skip
+
+
+def scale_direction(
+    g: Tensor,
+    x: Tensor | None,
+    direction: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    scale, shift = scale_sum((g if x is None else x).double(), g, cu_seqlens=cu_seqlens)
+    return ((shift if x is None else scale) @ direction.double()).to(result_dtype(g))
+
+
 def layer_norm_sqnorm(
     x: Tensor,
     g: Tensor,
@@ -87,11 +133,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     both = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
     gradient = _norm_gradient(x, g if weight is None else g.double() * weight, eps, rms)
-    if cu_seqlens is not None:
-        outside = torch.ones(len(x), dtype=torch.bool)
-        for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            outside[start:end] = False
-        gradient[outside] = 0
+    _clear_outside(gradient, cu_seqlens)
     return _whole_backward(x, gradient, both, sums)
 
 
@@ -104,6 +146,15 @@ def group_norm_backward(
     blocks, own = (side.double().mT.reshape(batch, groups, -1) for side in (x, weighted))
     gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
     return _whole_backward(x, gradient, both, sums)
+
+
+def _clear_outside(gradient: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Sets the gradient of rows that belong to no example to zero."""
+    if cu_seqlens is not None:
+        outside = torch.ones(len(gradient), dtype=torch.bool)
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            outside[start:end] = False
+        gradient[outside] = 0
 
 
 def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:

@@ -12,8 +12,13 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import load_tile
-from gradstats.kernels.scale import scale_products, squares
+from gradstats.kernels.means import with_means
+from gradstats.kernels.scale import launch as launch_scale
+from gradstats.kernels.scale import per_example_sums
+from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.statistics import block_statistics, group_statistics
+
+WIDEST = _config.WIDEST_GROUP
 
 
 @triton.jit
@@ -147,7 +152,8 @@ def group_norm_sqnorm(
     """
     segments = _check.check_pair(x, g)
     statistics = group_statistics(x, groups, eps)
-    return squares(scale_products(x, g, segments, statistics, config, sums=False))
+    scale, shift = launch_scale(g, x, segments, statistics, config, sums=False).sqnorm
+    return scale, shift
 
 
 def group_norm_sum(
@@ -161,7 +167,7 @@ def group_norm_sum(
     """As `scale.scale_sum`, x normalised as by `group_norm_sqnorm`."""
     segments = _check.check_pair(x, g)
     statistics = group_statistics(x, groups, eps)
-    scale, shift = scale_products(x, g, segments, statistics, config, sums=True)
+    scale, shift = per_example_sums(g, x, segments, statistics, config)
     return scale, shift
 
 
@@ -188,21 +194,25 @@ def group_norm_backward(
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands from memory, the further ones from cache, and one write of the
-    input gradient; workspace 8 bytes per example and group.
+    input gradient; workspace 8 bytes per example and group. Groups too wide to be held on chip
+    take three reads of x and two of g.
     """
-    _check.check_pair(x, g)
+    segments = _check.check_pair(x, g)
     _check.check_groups(x, groups)
     batch, positions, channels = x.shape
     _check.check_scale(weight, x)
     width = channels // groups
+    if width > WIDEST and config is None:
+        statistics = with_means(group_statistics(x, groups, eps), x, g, weight)
+        return whole_backward(g, x, segments, statistics, weight=weight, sums=sums)
     architecture = _check.architecture(x.device)
     config = config or _config.choose_group_norm(
         width, x.element_size(), architecture, _check.is_aligned(x, g)
     )
     if width > config.columns:
         raise _check.KernelInputError(
-            f"groups of at most {config.columns} channels are normalised on chip; got {width}: "
-            "leave this backward to PyTorch"
+            f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
+            "choice of the tile to the table"
         )
     per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
     parts = triton.cdiv(batch, per_program)
@@ -242,4 +252,5 @@ def group_norm_backward(
         scale, shift = partial.sum(1, dtype=torch.float64).float()
     else:
         scale, shift = partial.view(2, 0)
-    return gradient, scale, shift, *squares(sqnorm)
+    scale_sqnorm, shift_sqnorm = sqnorm.sum(2, dtype=torch.float64).float()
+    return gradient, scale, shift, scale_sqnorm, shift_sqnorm

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.scale import scale_products, squares
+from gradstats.kernels.means import with_means
+from gradstats.kernels.scale import launch as launch_scale
+from gradstats.kernels.scale import per_example_sums
+from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.statistics import row_statistics
 
 WIDEST = _config.WIDEST_ROW
@@ -164,7 +167,8 @@ def layer_norm_sqnorm(
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
     if x.shape[-1] > WIDEST and config is None:
         statistics = row_statistics(x, eps, rms)
-        return squares(scale_products(x, g, segments, statistics, None, sums=False))
+        scale, shift = launch_scale(g, x, segments, statistics, sums=False).sqnorm
+        return scale, shift
     _, _, sqnorm = _launch(x, g, None, eps, rms, segments, config, splits, sums=False)
     return sqnorm[0], sqnorm[1]
 
@@ -190,7 +194,7 @@ def layer_norm_sum(
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
     if x.shape[-1] > WIDEST and config is None:
-        scale, shift = scale_products(x, g, segments, row_statistics(x, eps, rms), None, sums=True)
+        scale, shift = per_example_sums(g, x, segments, row_statistics(x, eps, rms))
         return scale, shift
     _, sums, _ = _launch(x, g, None, eps, rms, segments, config, splits, examples_per_program=1)
     parts = sums.shape[1] // max(segments.batch, 1)
@@ -222,10 +226,14 @@ def layer_norm_backward(
         scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)). Rows outside every segment have input
         gradient zero.
     Cost: one read of both operands and one write of the input gradient, those of the backward
-    alone; workspace as `layer_norm_sqnorm`.
+    alone; workspace as `layer_norm_sqnorm`. Rows too long to be held on chip take three reads of x
+    and two of g.
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
     _check.check_scale(weight, x)
+    if x.shape[-1] > WIDEST and config is None:
+        statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
+        return whole_backward(g, x, segments, statistics, weight=weight, sums=sums)
     gradient, partial, sqnorm = _launch(
         x, g, weight, eps, rms, segments, config, splits, sums=sums, input_gradient=True
     )
@@ -259,8 +267,8 @@ def _launch(
     )
     if features > config.columns:
         raise _check.KernelInputError(
-            f"rows of at most {config.columns} features are normalised on chip; got {features}: "
-            "leave this backward to PyTorch"
+            f"rows of at most {config.columns} features fit this tile; got {features}: leave the "
+            "choice of the tile to the table"
         )
     blocks = triton.cdiv(segments.positions, config.rows)
     per_program, parts = _config.choose_partition(batch, blocks, architecture)

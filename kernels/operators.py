@@ -32,6 +32,7 @@ SCHEMAS = {
     "rank_one_sqnorm": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
     "rank_one_inner": "(Tensor a1, Tensor g1, Tensor a2, Tensor g2) -> (Tensor, Tensor)",
     "vector_sqnorm": f"(Tensor v, {SEGMENTS}) -> Tensor",
+    "vector_sum": f"(Tensor v, {SEGMENTS}) -> Tensor",
     "vector_inner": f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor",
     "gram_sqnorm": (
         f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)"
@@ -60,6 +61,12 @@ SCHEMAS = {
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
         " -> (Tensor, Tensor)"
     ),
+    "scale_backward": (
+        "(Tensor g, Tensor? x, Tensor? weight=None, Tensor? mean=None, Tensor? rstd=None,"
+        f" bool shift=True, bool input_gradient=True, bool sums=True, {SEGMENTS})"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "scale_direction": f"(Tensor g, Tensor? x, Tensor direction, {SEGMENTS}) -> Tensor",
     "group_norm_sqnorm": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
     "group_norm_sum": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
     "layer_norm_sqnorm": (
@@ -101,6 +108,7 @@ LAUNCHERS = {
     "rank_one_sqnorm": ("rank_one", 2),
     "rank_one_inner": ("rank_one", 4),
     "vector_sqnorm": ("vector", 1),
+    "vector_sum": ("vector", 1),
     "vector_inner": ("vector", 2),
     "gram_sqnorm": ("gram", 2),
     "direct_sqnorm": ("direct", 2),
@@ -112,6 +120,8 @@ LAUNCHERS = {
     "direction_inner": ("direction", 3),
     "scale_sqnorm": ("scale", 2),
     "scale_sum": ("scale", 2),
+    "scale_backward": ("scale_backward", 2),
+    "scale_direction": ("scale_backward", 3),
     "group_norm_sqnorm": ("group_norm", 4),
     "group_norm_sum": ("group_norm", 4),
     "layer_norm_sqnorm": ("layer_norm", 3),
@@ -187,6 +197,10 @@ def _fake_vector_sqnorm(v, cu_seqlens=None, max_seqlen=None):
     return _per_example(v, cu_seqlens)
 
 
+def _fake_vector_sum(v, cu_seqlens=None, max_seqlen=None):
+    return _per_channel(v, cu_seqlens)
+
+
 def _fake_vector_inner(v1, v2, cu_seqlens=None, max_seqlen=None):
     return _per_example(v1, cu_seqlens)
 
@@ -238,6 +252,37 @@ def _fake_scale_sqnorm(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=N
 
 def _fake_scale_sum(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
     return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
+
+
+def _fake_scale_backward(
+    g,
+    x,
+    weight=None,
+    mean=None,
+    rstd=None,
+    shift=True,
+    input_gradient=True,
+    sums=True,
+    cu_seqlens=None,
+    max_seqlen=None,
+):
+    like, dtype = g if x is None else x, _reference.result_dtype(g if x is None else x)
+
+    def own(wanted, size):
+        return g.new_empty((size if wanted else 0,), dtype=dtype)
+
+    channels, batch = g.shape[-1], _batch(g, cu_seqlens)
+    return (
+        torch.empty_like(like) if input_gradient else like.new_empty((0,)),
+        own(sums and x is not None, channels),
+        own(sums and shift, channels),
+        own(x is not None, batch),
+        own(shift, batch),
+    )
+
+
+def _fake_scale_direction(g, x, direction, cu_seqlens=None, max_seqlen=None):
+    return _per_example(g, cu_seqlens)
 
 
 def _fake_group_norm_sqnorm(x, g, groups, eps):
@@ -320,6 +365,7 @@ FAKES = {
     "rank_one_sqnorm": _fake_rank_one_sqnorm,
     "rank_one_inner": _fake_rank_one_inner,
     "vector_sqnorm": _fake_vector_sqnorm,
+    "vector_sum": _fake_vector_sum,
     "vector_inner": _fake_vector_inner,
     "gram_sqnorm": _fake_gram_sqnorm,
     "direct_sqnorm": _fake_direct_sqnorm,
@@ -331,6 +377,8 @@ FAKES = {
     "direction_inner": _fake_direction_inner,
     "scale_sqnorm": _fake_scale_sqnorm,
     "scale_sum": _fake_scale_sum,
+    "scale_backward": _fake_scale_backward,
+    "scale_direction": _fake_scale_direction,
     "group_norm_sqnorm": _fake_group_norm_sqnorm,
     "group_norm_sum": _fake_group_norm_sum,
     "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
@@ -360,6 +408,7 @@ for _name, _schema in SCHEMAS.items():
 rank_one_sqnorm = torch.ops.gradstats.rank_one_sqnorm.default
 rank_one_inner = torch.ops.gradstats.rank_one_inner.default
 vector_sqnorm = torch.ops.gradstats.vector_sqnorm.default
+vector_sum = torch.ops.gradstats.vector_sum.default
 vector_inner = torch.ops.gradstats.vector_inner.default
 gram_sqnorm = torch.ops.gradstats.gram_sqnorm.default
 direct_sqnorm = torch.ops.gradstats.direct_sqnorm.default
@@ -371,6 +420,8 @@ pairwise_direct = torch.ops.gradstats.pairwise_direct.default
 direction_inner = torch.ops.gradstats.direction_inner.default
 scale_sqnorm = torch.ops.gradstats.scale_sqnorm.default
 scale_sum = torch.ops.gradstats.scale_sum.default
+scale_backward = torch.ops.gradstats.scale_backward.default
+scale_direction = torch.ops.gradstats.scale_direction.default
 group_norm_sqnorm = torch.ops.gradstats.group_norm_sqnorm.default
 group_norm_sum = torch.ops.gradstats.group_norm_sum.default
 layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default

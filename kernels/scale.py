@@ -7,6 +7,8 @@ long for `layer_norm.py`. Operands are (B, T, C); channels that come first are a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,20 +17,44 @@ from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.statistics import Statistics
 
 
-@triton.jit(do_not_specialize=["batch", "positions", "total_rows", "tiles"])
+@triton.jit
+def channel_values(pointer, places, inside, SPREAD: tl.constexpr):
+    """A [1, C] row of statistics of channels, or an [R, 1] column of those of positions."""
+    values = tl.load(pointer + places, mask=inside, other=0.0)
+    return values[:, None] if SPREAD else values[None, :]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "positions",
+        "total_rows",
+        "tiles",
+        "examples_per_program",
+        "splits",
+    ]
+)
 def scale_kernel(
-    x_ptr,  # (B, T, C) or packed (N, C)
+    x_ptr,  # (B, T, C) or packed (N, C), read if SCALE
     g_ptr,  # (B, T, C) or packed (N, C)
+    weight_ptr,  # (C,) contiguous, read if WEIGHT: the scale, or the direction if ALONG
     mean_ptr,  # fp32, read if NORMALISED
     rstd_ptr,  # fp32, as the mean
+    shift_mean_ptr,  # fp32, as the mean, read if MEANS
+    scale_mean_ptr,  # fp32, as the mean, read if MEANS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    output_ptr,  # fp32 (2, B, C) if SUMS, else (2, B, tiles): of x_hat g, then of g
+    input_gradient_ptr,  # (B, T, C) or packed (N, C), written if INPUT_GRADIENT
+    sums_ptr,  # fp32 (kinds, parts, splits, C), written if SUMS: sums of every program
+    values_ptr,  # fp32 (kinds, B, tiles, splits), written if VALUES: of every example and tile
     stride_xb,
     stride_xt,
     stride_xd,
     stride_gb,
     stride_gt,
     stride_gd,
+    stride_ob,
+    stride_ot,
+    stride_od,
     stride_mb,
     stride_mt,
     stride_md,
@@ -38,58 +64,113 @@ def scale_kernel(
     features,
     features_per_group,  # channels that share their statistics
     tiles,
+    examples_per_program,
+    splits,
+    SCALE: tl.constexpr,  # the first of the kinds: sums of x_hat g
+    SHIFT: tl.constexpr,  # the last of the kinds: sums of g
+    WEIGHT: tl.constexpr,
     NORMALISED: tl.constexpr,
     BY_POSITION: tl.constexpr,  # statistics belong to a position rather than to a channel
+    MEANS: tl.constexpr,  # statistics depend on x
+    INPUT_GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ALONG: tl.constexpr,  # values are products with the direction, not squares
     RAGGED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Sums over positions of x_hat g and of g for the channels of one tile, or their squares."""
+    """Sums over positions of x_hat g and of g for the channels of one tile.
+
+    A program takes either a range of whole examples, and squares their sums on chip, or one of
+    `splits` interleaved parts of a single example, and leaves its sums to be added.
+    """
     index = tl.program_id(0)
-    example = index // tiles
-    tile = index - example * tiles
+    tile = index % tiles
+    program = index // tiles
+    split = program % splits
+    first_example = (program // splits) * examples_per_program
+    last_example = tl.minimum(first_example + examples_per_program, batch)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
     inside = columns < features
-    first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
-    x_base = example_base(x_ptr, example, stride_xb, first_row, stride_xt)
-    g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
-    statistic = tl.cast(example, tl.int64) * stride_mb + first_row * stride_mt
-    if NORMALISED and not BY_POSITION:
-        channel = statistic + tl.cast(columns // features_per_group, tl.int64) * stride_md
-        mean = tl.load(mean_ptr + channel, mask=inside, other=0.0)
-        rstd = tl.load(rstd_ptr + channel, mask=inside, other=0.0)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
 
-    # lanes are summed once at the end: a reduction inside the loop would stall every load
-    scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-    shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-    for row in range(0, length, INNER):
-        rows = row + inner
-        x = load_tile(x_base, rows, stride_xt, length, columns, stride_xd, features)
-        g = load_tile(g_base, rows, stride_gt, length, columns, stride_gd, features)
-        x, g = x.to(tl.float32), g.to(tl.float32)
-        if NORMALISED:
-            if BY_POSITION:
+    scale_total = tl.zeros((COLUMNS,), tl.float32)
+    shift_total = tl.zeros((COLUMNS,), tl.float32)
+    for example in range(first_example, last_example):
+        first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
+        g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
+        if SCALE:
+            x_base = example_base(x_ptr, example, stride_xb, first_row, stride_xt)
+        if INPUT_GRADIENT:
+            o_base = example_base(input_gradient_ptr, example, stride_ob, first_row, stride_ot)
+        statistic = tl.cast(example, tl.int64) * stride_mb + first_row * stride_mt
+        if NORMALISED and not BY_POSITION:
+            place = statistic + tl.cast(columns // features_per_group, tl.int64) * stride_md
+            mean = channel_values(mean_ptr, place, inside, False)
+            rstd = channel_values(rstd_ptr, place, inside, False)
+            if MEANS:
+                shift_mean = channel_values(shift_mean_ptr, place, inside, False)
+                scale_mean = channel_values(scale_mean_ptr, place, inside, False)
+        # lanes are summed once an example: a reduction inside the loop would stall every load
+        scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
+        shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
+        for row in range(split * INNER, length, splits * INNER):
+            rows = row + inner
+            if SCALE:
+                x = load_tile(x_base, rows, stride_xt, length, columns, stride_xd, features)
+                x = x.to(tl.float32)
+            g = load_tile(g_base, rows, stride_gt, length, columns, stride_gd, features)
+            g = g.to(tl.float32)
+            if NORMALISED and BY_POSITION:
                 place = statistic + tl.cast(rows, tl.int64) * stride_mt
-                row_mean = tl.load(mean_ptr + place, mask=rows < length, other=0.0)
-                row_rstd = tl.load(rstd_ptr + place, mask=rows < length, other=0.0)
-                x = (x - row_mean[:, None]) * row_rstd[:, None]
-            else:
-                x = (x - mean[None, :]) * rstd[None, :]
-        scale_sums += x * g
-        shift_sums += g
-    scale = tl.sum(scale_sums, axis=0)
-    shift = tl.sum(shift_sums, axis=0)
+                mean = channel_values(mean_ptr, place, rows < length, True)
+                rstd = channel_values(rstd_ptr, place, rows < length, True)
+                if MEANS:
+                    shift_mean = channel_values(shift_mean_ptr, place, rows < length, True)
+                    scale_mean = channel_values(scale_mean_ptr, place, rows < length, True)
+            if SCALE:
+                if NORMALISED:
+                    x = (x - mean) * rstd
+                scale_sums += x * g
+            if SHIFT:
+                shift_sums += g
+            if INPUT_GRADIENT:
+                if WEIGHT:
+                    g = g * weight[None, :]
+                if MEANS:
+                    g = g - shift_mean - x * scale_mean
+                if NORMALISED:
+                    g = g * rstd
+                target = tl.cast(rows, tl.int64)[:, None] * stride_ot
+                target += tl.cast(columns, tl.int64)[None, :] * stride_od
+                tl.store(
+                    o_base + target,
+                    g.to(input_gradient_ptr.dtype.element_ty),
+                    mask=(rows < length)[:, None] & inside[None, :],
+                )
+        if SCALE:
+            scale_sum = tl.sum(scale_sums, axis=0) + poison
+            scale_total += scale_sum
+        if SHIFT:
+            shift_sum = tl.sum(shift_sums, axis=0) + poison
+            shift_total += shift_sum
+        if VALUES:
+            value = values_ptr + (tl.cast(example, tl.int64) * tiles + tile) * splits + split
+            if SCALE:
+                tl.store(value, tl.sum(scale_sum * (weight if ALONG else scale_sum)))
+                value += tl.cast(batch, tl.int64) * tiles * splits
+            if SHIFT:
+                tl.store(value, tl.sum(shift_sum * (weight if ALONG else shift_sum)))
     if SUMS:
-        output = output_ptr + tl.cast(example, tl.int64) * features + columns
-        stride_output = tl.cast(batch, tl.int64) * features
-        tl.store(output, scale + poison, mask=inside)
-        tl.store(output + stride_output, shift + poison, mask=inside)
-    else:
-        stride_output = tl.cast(batch, tl.int64) * tiles
-        tl.store(output_ptr + index, tl.sum(scale * scale) + poison)
-        tl.store(output_ptr + stride_output + index, tl.sum(shift * shift) + poison)
+        place = tl.cast(program, tl.int64)
+        if SCALE:
+            tl.store(sums_ptr + place * features + columns, scale_total, mask=inside)
+            place += tl.num_programs(0) // tiles
+        if SHIFT:
+            tl.store(sums_ptr + place * features + columns, shift_total, mask=inside)
 
 
 def scale_sqnorm(
@@ -101,6 +182,7 @@ def scale_sqnorm(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     config: _config.TileConfig | None = None,
+    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms of the per-example gradients of a scale and a shift.
 
@@ -110,20 +192,22 @@ def scale_sqnorm(
     Args:
         x: what is scaled, (B, T, C), or packed (N, C) with cu_seqlens; bf16, fp16 or fp32, any
             strides: channels that come first are the view (B, C, T).mT.
-        g: gradients with respect to the outputs, same shape and dtype.
+        g: gradients with respect to the outputs, same shape, of any of these dtypes.
         mean, rstd: fp32 statistics of the channels, (C,) for all examples alike or (B, C).
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         config: overrides the tile table.
+        splits: overrides into how many parts the positions of an example are divided.
     Returns:
         (scale_sqnorm, shift_sqnorm), each fp32 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of both operands; workspace 8 bytes per tile.
+    Cost: one read of both operands; workspace of a few sums for each processor of the device.
     """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    statistics = _given(mean, rstd, segments, x)
-    return squares(scale_products(x, g, segments, statistics, config, sums=False))
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
+    statistics = given_statistics(mean, rstd, segments, x)
+    scale, shift = launch(g, x, segments, statistics, config, splits, sums=False).sqnorm
+    return scale, shift
 
 
 def scale_sum(
@@ -135,6 +219,7 @@ def scale_sum(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     config: _config.TileConfig | None = None,
+    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-example gradients of a scale and a shift.
 
@@ -145,74 +230,143 @@ def scale_sum(
         (scale, shift), each fp32 (B, C).
     Cost: one read of both operands.
     """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    statistics = _given(mean, rstd, segments, x)
-    scale, shift = scale_products(x, g, segments, statistics, config, sums=True)
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
+    statistics = given_statistics(mean, rstd, segments, x)
+    scale, shift = per_example_sums(g, x, segments, statistics, config, splits)
     return scale, shift
 
 
-def squares(partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, shift) squared norms out of (2, B, tiles) partial ones."""
-    scale, shift = partial.sum(2, dtype=torch.float64).float()
-    return scale, shift
+class Products(NamedTuple):
+    """What one launch yields as far as it was asked for, of each kind: scale, then shift.
+
+    Attributes:
+        input_gradient: like the inputs.
+        sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
+        sqnorm: fp32 (kinds, B), or products along the direction.
+    """
+
+    input_gradient: torch.Tensor | None
+    sums: torch.Tensor
+    sqnorm: torch.Tensor
 
 
-def scale_products(
-    x: torch.Tensor,
+def per_example_sums(
     g: torch.Tensor,
+    x: torch.Tensor | None,
     segments: _check.Segments,
     statistics: Statistics | None,
-    config: _config.TileConfig | None,
-    *,
-    sums: bool,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
 ) -> torch.Tensor:
-    """Per-example sums of x_hat g and of g, fp32 (2, B, C), or their squares (2, B, tiles)."""
-    features = x.shape[-1]
+    """Sums of x_hat g and of g for every example, fp32 (2, B, C); of g alone without x."""
+    sums = launch(g, x, segments, statistics, config, splits, examples_per_program=1).sums
+    return sums[:, :, 0] if sums.shape[2] == 1 else sums.sum(2)
+
+
+def launch(
+    g: torch.Tensor,
+    x: torch.Tensor | None,
+    segments: _check.Segments,
+    statistics: Statistics | None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+    *,
+    weight: torch.Tensor | None = None,
+    shift: bool = True,
+    input_gradient: bool = False,
+    sums: bool = True,
+    along: bool = False,
+    examples_per_program: int | None = None,
+) -> Products:
+    """Launches the kernel for the scale, where there is an x, and the shift, where wanted.
+
+    Operands and segments are checked already. `weight` is the scale by which the input gradient is
+    multiplied, or the direction with `along`.
+    """
+    batch, features = segments.batch, g.shape[-1]
+    operands = [g] if x is None else [x, g]
+    architecture = _check.architecture(g.device)
     config = config or _config.choose_scale(
         segments.positions,
         features,
-        x.element_size(),
-        _check.architecture(x.device),
-        positions_adjacent=x.stride(-2) == 1 and g.stride(-2) == 1,
+        max(operand.element_size() for operand in operands),
+        architecture,
+        positions_adjacent=all(operand.stride(-2) == 1 for operand in operands),
     )
     tiles = triton.cdiv(features, config.columns)
-    shape = (2, segments.batch, features if sums else tiles)
-    output = torch.empty(shape, dtype=torch.float32, device=x.device)
-    if output.numel():
-        scale_kernel[(_check.check_programs(segments.batch * tiles),)](
+    blocks = triton.cdiv(segments.positions, config.inner)
+    per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
+    splits = max(1, min(splits or parts, max(blocks, 1)))
+    per_program = 1 if splits > 1 or not sums else examples_per_program or per_program
+    programs = triton.cdiv(batch, per_program) * splits
+    kinds = (x is not None) + shift
+    store, values = sums or not (along or splits == 1), along or splits == 1
+    partial = torch.empty(
+        (kinds, programs if store else 0, features), dtype=torch.float32, device=g.device
+    )
+    own = torch.empty(
+        (kinds, batch, tiles, splits if values else 0), dtype=torch.float32, device=g.device
+    )
+    gradient = None
+    if input_gradient:
+        # rows that belong to no example are written by no program
+        gradient = (torch.zeros_like if segments.ragged else torch.empty_like)(operands[0])
+    if batch * tiles:
+        scale_kernel[(_check.check_programs(programs * tiles),)](
             x,
             g,
+            None if weight is None else weight.contiguous(),
             None if statistics is None else statistics.mean,
             None if statistics is None else statistics.rstd,
+            None if statistics is None else statistics.shift_mean,
+            None if statistics is None else statistics.scale_mean,
             segments.cu_seqlens,
-            output,
-            *segments.strides(x),
+            gradient,
+            partial,
+            own,
+            *((0, 0, 0) if x is None else segments.strides(x)),
             *segments.strides(g),
+            *((0, 0, 0) if gradient is None else segments.strides(gradient)),
             *((0, 0, 0) if statistics is None else statistics.strides()),
-            segments.batch,
+            batch,
             segments.positions,
             segments.total_rows,
             features,
             1 if statistics is None else statistics.features_per_group,
             tiles,
+            per_program,
+            splits,
+            SCALE=x is not None,
+            SHIFT=shift,
+            WEIGHT=weight is not None,
             NORMALISED=statistics is not None,
             BY_POSITION=statistics is not None and statistics.by_position,
-            SUMS=sums,
+            MEANS=statistics is not None and statistics.shift_mean is not None,
+            INPUT_GRADIENT=input_gradient,
+            SUMS=store,
+            VALUES=values,
+            ALONG=along,
             RAGGED=segments.ragged,
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return output
+    partial = partial.unflatten(1, (programs // splits if store else 0, splits))
+    if values:
+        sqnorm = own.sum((2, 3), dtype=torch.float64)
+    else:
+        sqnorm = partial.sum(2, dtype=torch.float64).square().sum(2)
+    return Products(gradient, partial, sqnorm.float())
 
 
-def _given(
+def given_statistics(
     mean: torch.Tensor | None,
     rstd: torch.Tensor | None,
     segments: _check.Segments,
     x: torch.Tensor,
 ) -> Statistics | None:
+    """Statistics of channels that the caller has, checked; None where there are none."""
     if mean is None and rstd is None:
         return None
     allowed: list[tuple[int, ...]] = [(x.shape[-1],)]

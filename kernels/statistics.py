@@ -92,13 +92,17 @@ class Statistics:
     """Mean and inverse deviation by which inputs are normalised, fp32 of one shape and layout.
 
     With `by_position` (B, T), or (N,) for packed rows; else (B, groups), or (groups,) for all
-    examples alike, where a group is `features_per_group` adjacent channels.
+    examples alike, where a group is `features_per_group` adjacent channels. The input gradient
+    needs `shift_mean` and `scale_mean` too where they depend on the input: the means of g weight
+    and of g weight x_hat over what is normalised, of the same shape and layout.
     """
 
     mean: torch.Tensor
     rstd: torch.Tensor
     features_per_group: int = 1
     by_position: bool = False
+    shift_mean: torch.Tensor | None = None
+    scale_mean: torch.Tensor | None = None
 
     def strides(self) -> tuple[int, int, int]:
         """(example, position, group) strides."""

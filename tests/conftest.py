@@ -18,3 +18,23 @@ settings.load_profile("gradstats")
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Send every factor to the operators' CPU implementations and record which were called."""
+    from gradstats.kernels import operators
+
+    from gradstats.contractions import _triton
+
+    calls = []
+    for name in operators.SCHEMAS:
+        operator = getattr(operators, name)
+
+        def record(*args, name=name, operator=operator, **options):
+            calls.append(name)
+            return operator(*args, **options)
+
+        monkeypatch.setattr(operators, name, record)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: first.dtype == torch.float32)
+    return calls

@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats._factors import ConvolutionGeometry, Factor, Outer, Patches, Vector, compute_dtype
+from gradstats._factors import (
+    ConvolutionGeometry,
+    Elementwise,
+    Factor,
+    Outer,
+    Patches,
+    Vector,
+    compute_dtype,
+)
 from gradstats.capture._layout import Examples
-from gradstats.capture._linear import bias_norms
+from gradstats.capture._linear import bias_factor, bias_report
 from gradstats.capture._uses import Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused
+from gradstats.contractions import Fused, _triton
 
 
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -84,17 +92,14 @@ class ConvolutionUse(torch.autograd.Function):
             else:
                 factors.append(patches)
         want_bias = settings.weight_gradients and ctx.needs_input_grad[6]
-        alone = None
-        if bias_tracked and not want_bias:
-            alone = bias_norms(use, settings, examples, grad, channel=1)
-        if alone is not None:
-            factors.append(alone)
-        elif bias_tracked or want_bias:
-            values = channel_gradient(examples, grad)
-            if bias_tracked:
-                factors.append(Vector(values, (grad.shape[1],)))
-            if want_bias:
-                grad_bias = values.sum(0).to(ctx.bias_dtype)
+        if bias_tracked:
+            bias = channel_factor(examples, grad)
+            reported, total = bias_report(use, settings, bias, len(factors), want_bias)
+            factors.append(reported)
+            if total is not None:
+                grad_bias = total.to(ctx.bias_dtype)
+        elif want_bias:
+            grad_bias = channel_gradient(examples, grad).sum(0).to(ctx.bias_dtype)
         reports = report(use, settings, factors)
         stride, padding, dilation, transposed, output_padding, groups = ctx.call
         grad_x = None
@@ -110,6 +115,13 @@ class ConvolutionUse(torch.autograd.Function):
 def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
     """Return the sum over positions of (rows, C, *) for each example: (B, C)."""
     return examples.reduce(grad.to(compute_dtype(grad)).flatten(2).sum(2))
+
+
+def channel_factor(examples: Examples, grad: Tensor) -> Vector | Elementwise:
+    """Return the factor of a bias of channels, summed where no kernel will do it."""
+    if _triton.streams(grad):
+        return bias_factor(examples, grad, channel=1)
+    return Vector(channel_gradient(examples, grad), (grad.shape[1],))
 
 
 def convolution_factor(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor, Outer, Path, Rows, Vector, compute_dtype
+from gradstats._factors import Elementwise, Factor, Outer, Path, Rows, Vector, compute_dtype
 from gradstats.capture._nodes import Derived, Node, Root, flatten
-from gradstats.contractions import Contraction, sqnorm
+from gradstats.contractions import Contraction, lean, sqnorm
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,28 @@ def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
     while isinstance(node, Derived):
         if len(node.parents) == 1 and node.parents[0].roots == (root,):
             step = LEAN_STEPS.get(node.function)
-            lean = None if step is None else step(factor, node)
-            if lean is not None:
-                factor, node = lean, node.parents[0]
+            found = None if step is None else step(factor, node)
+            if found is not None:
+                factor, node = found, node.parents[0]
                 continue
-        return Pulled(factor, node, root)
+        return Pulled(lean(factor), node, root)
     return factor
+
+
+def rearranged_root(node: Node) -> Root | None:
+    """Return the parameter of which a tensor is a cast or a reshape; None if it is anything else.
+
+    Both have the same per-example gradients.
+    """
+    while isinstance(node, Derived):
+        step = LEAN_STEPS.get(node.function)
+        same = step in (_same_shape, _reshaped) or (step is _axes_added and _only_adds_axes(node))
+        if not same or len(node.parents) != 1:
+            return None
+        if node.value.numel() != node.parents[0].value.numel():
+            return None
+        node = node.parents[0]
+    return node if isinstance(node, Root) else None
 
 
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
@@ -251,11 +267,26 @@ def _reshaped(factor: Factor, node: Derived) -> Factor | None:
     if isinstance(factor, Vector) and factor.axis is None:
         shape = tuple(node.parents[0].shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
+    if isinstance(factor, Elementwise):
+        return replace(factor, shape=tuple(node.parents[0].shape))
     return None
+
+
+def _axes_added(factor: Factor, node: Derived) -> Factor | None:
+    """w[:, None]: indexing that picks every element once, in order."""
+    return _reshaped(factor, node) if _only_adds_axes(node) else None
+
+
+def _only_adds_axes(node: Derived) -> bool:
+    return all(
+        item is None or item is ... or (isinstance(item, slice) and item == slice(None))
+        for item in _index_items(node)
+    )
 
 
 def _expanded(factor: Factor, node: Derived) -> Factor | None:
     """Expansion: the gradient is summed over the axes that were repeated."""
+    factor = lean(factor)
     if not isinstance(factor, Vector):
         return None
     source = tuple(node.parents[0].shape)
@@ -274,6 +305,7 @@ def _expanded(factor: Factor, node: Derived) -> Factor | None:
 
 def _embedded(factor: Factor, node: Derived) -> Factor | None:
     """Constant ids looked up in a table, as position embeddings are."""
+    factor = lean(factor)
     if not isinstance(factor, Vector) or factor.axis is not None:
         return None
     ids = node.args[0]
@@ -330,6 +362,7 @@ LEAN_STEPS = {
     torch.squeeze: _reshaped,
     Tensor.flatten: _reshaped,
     torch.flatten: _reshaped,
+    Tensor.__getitem__: _axes_added,
     Tensor.expand: _expanded,
     Tensor.expand_as: _expanded,
     torch.broadcast_to: _expanded,

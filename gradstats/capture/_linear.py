@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors import Factor, Outer, Ragged, Vector, cast, compute_dtype
+from gradstats._factors import (
+    Elementwise,
+    Factor,
+    Outer,
+    Ragged,
+    Vector,
+    cast,
+    compute_dtype,
+)
 from gradstats.capture._layout import Examples
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned, _triton
+from gradstats.contractions import Fused, WellConditioned, _triton, summed
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -72,16 +80,16 @@ class LinearUse(torch.autograd.Function):
         if want_weight and grad_weight is None:
             grad_weight = grad.flatten(0, -2).t() @ cast(x.flatten(0, -2), grad.dtype)
         if bias_tracked:
-            alone = None if want_bias else bias_norms(use, settings, examples, grad)
-            if alone is not None:
-                factors.append(alone)
+            bias = bias_factor(examples, grad)
+            shared = isinstance(bias, Vector) and bias.values is grad
+            if shared and use is not None and use.is_sole(len(factors)):
+                reported: Factor | Fused = of_left(bias, factors)  # type: ignore[arg-type]
+                total = grad.sum(0) if want_bias else None
             else:
-                values = bias_gradient(examples, grad)
-                vector = Vector(values, shape[:1])
-                shared = values is grad and use is not None and use.is_sole(len(factors))
-                factors.append(of_left(vector, factors) if shared else vector)
-                if want_bias:
-                    grad_bias = cast(values.sum(0), bias_dtype)
+                reported, total = bias_report(use, settings, bias, len(factors), want_bias)
+            factors.append(reported)
+            if total is not None:
+                grad_bias = cast(total, bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         reports = report(use, settings, factors)
@@ -113,23 +121,48 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
     )
 
 
-def bias_norms(
-    use: Use | None, settings: Settings, examples: Examples, grad: Tensor, *, channel: int = -1
-) -> Fused | None:
-    """Return the norms of a bias, where nobody needs its gradients and a kernel sums and squares.
+def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vector | Elementwise:
+    """Return the factor of a bias: Σ_t g_t of each example, summed where no kernel will do it.
 
     Args:
-        use, settings: the bias is the use's last node.
         examples: where the examples of ``grad`` lie.
         grad: (…, width), or with the width along ``channel``.
         channel: the axis of the bias.
     """
-    if use is None or settings.consumer is not None or not use.is_sole(len(use.nodes) - 1):
-        return None
-    if examples.segments is not None or not _triton.runs(grad, grad):
-        return None
-    rows = examples.first(grad.movedim(channel, -1))
-    return Fused(None, _triton.sum_norms(rows.reshape(len(rows), -1, rows.shape[-1])), None)
+    if channel != -1:
+        grad = grad.movedim(channel, -1)
+    segments, shape = examples.segments, tuple(grad.shape[-1:])
+    alone = grad.dim() == 2 and examples.plain
+    if alone or not _triton.streams(grad) or (segments is not None and segments.order is not None):
+        return Vector(bias_gradient(examples, grad), shape)
+    if segments is None:
+        rows = examples.first(grad)
+        return Elementwise(rows.flatten(1, -2), None, shape)
+    rows = examples.lead(grad)
+    each = product(rows.shape[1:-1])
+    offsets = tuple(each * bound for bound in segments.offsets)
+    return Elementwise(rows.flatten(0, -2), None, shape, offsets)
+
+
+def bias_report(
+    use: Use | None, settings: Settings, factor: Vector | Elementwise, place: int, want_sum: bool
+) -> tuple[Factor | Fused, Tensor | None]:
+    """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where that can be.
+
+    Args:
+        use, settings: the bias is the use's node at ``place``.
+        factor: the bias's.
+        place: among the use's nodes.
+        want_sum: whether the weight gradient is wanted.
+    """
+    sole = use is not None and settings.consumer is None and use.is_sole(place)
+    if sole and isinstance(factor, Elementwise):
+        fused = fuse(factor, settings, want_sum)
+        return fused, fused.total
+    if not want_sum:
+        return factor, None
+    vector = summed(factor) if isinstance(factor, Elementwise) else factor
+    return vector, vector.values.sum(0)
 
 
 def linear_factor(

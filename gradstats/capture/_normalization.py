@@ -25,24 +25,34 @@ class OnChip(Protocol):
     scale: bool
     shift: bool
 
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
+    def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         """Return the factors of the tracked parameters."""
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: tuple[bool, bool]
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        wanted: tuple[bool, bool],
+        *statistics: Tensor,
     ) -> NormGradients:
         """Return the gradients of input and of parameters, as far as wanted, and squared norms."""
 
     def input_gradient(
-        self, nodes: Sequence[Node], grad: Tensor, x: Tensor, weight: Tensor | None
+        self,
+        nodes: Sequence[Node],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        *statistics: Tensor,
     ) -> Tensor:
         """Return the input's gradient as tracked operations compute it."""
 
 
-def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None):
-    if not ctx.needs_input_grad[4]:
+def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor):
+    if not ctx.needs_input_grad[5]:
         return ()
-    return ((4, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight)),)
+    return ((5, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight, *statistics)),)
 
 
 class NormalisationUse(torch.autograd.Function):
@@ -52,39 +62,49 @@ class NormalisationUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, run: Callable, x, weight, bias, *carriers):
+    def forward(ctx, use, settings, layer, run: Callable, carriers: int, x, weight, bias, *rest):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, *rest[carriers:])
         ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         return free_of_views(run(x, weight, bias))
 
     @staticmethod
     @unseen(_normalisation_again)
-    def backward(ctx, grad, x, weight):
+    def backward(ctx, grad, x, weight, *statistics):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
-        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[5:7]]
+        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[6:8]]
         # Autocast normalises in a wider dtype than that of the input it is given.
         own, dtype = x.dtype, torch.promote_types(x.dtype, grad.dtype)
         grad, x = grad.to(dtype), x.to(dtype)
-        result = layer.backward(grad, x, weight, (ctx.needs_input_grad[4], any(wanted)))
+        result = layer.backward(
+            grad, x, weight, (ctx.needs_input_grad[5], any(wanted)), *statistics
+        )
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):
             if wanted[index]:
                 assert total is not None
                 shape, dtype = ctx.parameters[index]
                 totals[index] = total.view(shape).to(dtype)
-        reports = report(use, settings, _factors(use, layer, result, totals, grad, x))
+        factors = _factors(use, layer, result, totals, grad, x, *statistics)
+        reports = report(use, settings, factors)
         grad_x = None if result.input is None else result.input.to(own)
-        return (None, None, None, None, grad_x, *totals, *reports)
+        none = (None for _ in statistics)
+        return (None, None, None, None, None, grad_x, *totals, *reports, *none)
 
 
 def _factors(
-    use: Use, layer: OnChip, result: NormGradients, totals: list[Tensor | None], grad, x
+    use: Use,
+    layer: OnChip,
+    result: NormGradients,
+    totals: list[Tensor | None],
+    grad: Tensor,
+    x: Tensor,
+    *statistics: Tensor,
 ) -> list[Factor | Fused]:
     """Return what to report of the tracked parameters; factors only where uses must meet."""
     tracked = [index for index, own in enumerate((layer.scale, layer.shift)) if own]
     sole = [use.is_sole(position) for position in range(len(use.nodes))]
-    factors: list = [None] * len(tracked) if all(sole) else layer(grad, x)
+    factors: list = [None] * len(tracked) if all(sole) else layer(grad, x, *statistics)
     norms = result.scale_norms, result.shift_norms
     return [
         Fused(factor, norms[index], totals[index]) if alone else factor

@@ -22,7 +22,7 @@ from gradstats._factors import Factor
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
-from gradstats.contractions import Fused, sqnorm, sqnorm_and_sum
+from gradstats.contractions import Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
@@ -79,12 +79,17 @@ class Use:
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.
 
-        ``Fused`` stands for a factor whose norms are computed already (a sole use); None for a node
-        that the operation's gradient did not reach.
+        ``Fused`` stands for a factor whose norms are computed already (a sole use of a parameter,
+        or of a cast or reshape of one); None for a node that the operation's gradient did not
+        reach.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.deliver(factors)
+        # Where uses must meet, what a use sums over positions is held, not the positions.
+        sole = all(root.has_one_use for root in self.roots)
+        if not sole:
+            factors = [f if f is None or isinstance(f, Fused) else lean(f) for f in factors]
         tracker = self.tracker
         if tracker.closed:
             raise TrackingError(
@@ -93,7 +98,7 @@ class Use:
             )
         if not tracker.is_backward_of_losses():
             return
-        if self.direct:
+        if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
             alone = tracker.settings.consumer is None
             for root, factor in zip(self.roots, factors, strict=True):
                 if alone and isinstance(factor, Fused) and root.has_one_use:

@@ -11,10 +11,22 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gradstats._factors import Factor, Outer, Patches, Ragged, Rows, Vector
-from gradstats.contractions import _dense, _outer, _patches, _ragged, _rows, _tied, _triton, _vector
+from gradstats._factors import Elementwise, Factor, Outer, Patches, Ragged, Rows, Vector
+from gradstats.contractions import (
+    _dense,
+    _elementwise,
+    _outer,
+    _patches,
+    _ragged,
+    _rows,
+    _tied,
+    _triton,
+    _vector,
+)
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
+from gradstats.contractions._elementwise import lean as lean
+from gradstats.contractions._elementwise import summed as summed
 from gradstats.contractions._inner import by_path
 from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
@@ -35,12 +47,14 @@ SELF: dict[type, Callable[..., Contraction]] = {
     Ragged: _ragged.sqnorm,
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
+    Elementwise: _elementwise.sqnorm,
 }
 
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Outer: _outer.sqnorm_and_sum,
     Patches: _patches.sqnorm_and_sum,
     Ragged: _ragged.sqnorm_and_sum,
+    Elementwise: _elementwise.sqnorm_and_sum,
 }
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import (
+    Elementwise,
     Factor,
     Outer,
     Patches,
@@ -26,6 +27,7 @@ from gradstats._factors import (
     segment_sum,
 )
 from gradstats.contractions import _outer, _tiles, _triton
+from gradstats.contractions._elementwise import summed
 
 
 def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int) -> Tensor:
@@ -160,6 +162,16 @@ def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tens
     return result
 
 
+def _elementwise_direction(factor: Elementwise, direction: Tensor, workspace: int) -> Tensor:
+    if _triton.streams(factor.grad, factor.input):
+        return _triton.elementwise_direction(factor, direction)
+    return _vector_direction(summed(factor), direction, workspace)
+
+
+def _elementwise_total(factor: Elementwise) -> Tensor:
+    return _vector_total(summed(factor))
+
+
 def _outer_total(factor: Outer) -> Tensor:
     dtype = compute_dtype(factor.left, factor.right)
     if factor.left.dtype == factor.right.dtype == dtype:
@@ -214,6 +226,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Ragged: _ragged_direction,
     Rows: _rows_direction,
     Vector: _vector_direction,
+    Elementwise: _elementwise_direction,
 }
 
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
@@ -222,4 +235,5 @@ TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Ragged: _ragged_total,
     Rows: _rows_total,
     Vector: _vector_total,
+    Elementwise: _elementwise_total,
 }

@@ -36,6 +36,7 @@ from gradstats.contractions import (
     _triton,
     _vector_pairs,
 )
+from gradstats.contractions._elementwise import lean
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer_pairs import Sizes
 
@@ -125,13 +126,14 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
     Where an example has so many positions, its gradient costs less to contract than the factors,
     and it need not be formed again for every product.
     """
+    factors = list(map(lean, factors))
     if len(factors) == 1 and isinstance(factors[0], Vector):
-        return list(factors)
+        return factors
     elements = factors[0].batch * _cost.product(factors[0].shape)
     if elements > FOLDED * sum(
         tensor.numel() for factor in factors for tensor in tensors_of(factor)
     ):
-        return list(factors)
+        return factors
     shape = factors[0].shape
     # A few examples at a time: forming gradients writes more than the gradients.
     parts = [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Vector
 from gradstats.contractions import _outer, _ragged, _rows, _vector
+from gradstats.contractions._elementwise import lean
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
@@ -19,7 +20,7 @@ MERGE: dict[type, Callable[..., Factor]] = {
 def merge(factors: Sequence[Factor]) -> list[Factor]:
     """Return factors with the same sum, those of one kind and layout merged into one."""
     kinds: dict[object, list[Factor]] = {}
-    for index, factor in enumerate(factors):
+    for index, factor in enumerate(map(lean, factors)):
         # Only factors that agree in everything but their positions can be merged.
         key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
         kinds.setdefault(key if key[0] in MERGE else index, []).append(factor)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradstats._factors import Outer, Patches, Ragged, Rows
+from gradstats._factors import Elementwise, Outer, Patches, Ragged, Rows
 from gradstats.contractions._result import Contraction, unit_roundoff, well_conditioned
 from gradstats.errors import BackendError
 
@@ -43,6 +43,11 @@ def runs(first: Tensor, second: Tensor) -> bool:
         return False
     require_triton()
     return True
+
+
+def streams(*operands: Tensor | None) -> bool:
+    """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
+    return all(runs(operand, operand) for operand in operands if operand is not None)
 
 
 def convolves(*factors: Patches) -> bool:
@@ -400,21 +405,6 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     return operators.group_norm_sum(x, g, groups, eps)
 
 
-def normalises(x: Tensor, features: int, *, groups: bool = False) -> bool:
-    """Whether the kernels differentiate a layer that normalises x over so many features.
-
-    Args:
-        x: the layer's input.
-        features: of a row, or of a group of channels.
-        groups: the layer normalises groups of channels over positions.
-    """
-    if not runs(x, x):
-        return False
-    from gradstats.kernels import _config
-
-    return features <= (_config.WIDEST_GROUP if groups else _config.WIDEST_ROW)
-
-
 class NormGradients(NamedTuple):
     """The backward of a normalisation layer.
 
@@ -496,11 +486,85 @@ def scale_sum(
     return operators.scale_sum(x, g, mean, rstd)
 
 
-def sum_norms(v: Tensor) -> Contraction:
-    """Return ‖Σ_t v_t‖² of vectors (B, T, C), in one pass that writes no sum."""
+def scale_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    wanted: tuple[bool, bool],
+) -> NormGradients:
+    """Return the backward of channels (B, T, C) with the statistics (C,); `layer_norm_backward`."""
     from gradstats.kernels import operators
 
-    return well_conditioned(operators.vector_sqnorm(v).double(), torch.float32)
+    result = operators.scale_backward(g, x, weight, mean, rstd, True, *wanted)
+    gradients = _norm_gradients(result, wanted[1])
+    return gradients if wanted[0] else gradients._replace(input=None)
+
+
+def elementwise(
+    factor: Elementwise, weight: Tensor | None, wanted: tuple[bool, bool]
+) -> tuple[Contraction, Tensor | None, Tensor | None]:
+    """Return squared norms, Σ_i G_i and grad ∘ weight, the last two as far as wanted.
+
+    Args:
+        factor: of a parameter that channels do not share, if an input's gradient is wanted.
+        weight: (C,).
+        wanted: whether the input's gradient and the sum are wanted.
+    """
+    from gradstats.kernels import operators
+
+    g, x, bounds = factor.grad, factor.input, _offsets(factor)
+    if factor.shared:
+        assert not wanted[0]
+        values = operators.scale_direction(g, x, _ones(factor), bounds).double()
+        total = values.sum().float().reshape(factor.shape) if wanted[1] else None
+        return well_conditioned(values.square(), torch.float32), total, None
+    if x is None and not wanted[1]:
+        value = operators.vector_sqnorm(g, bounds)
+        return well_conditioned(value.double(), torch.float32), None, None
+    options = (x is None, *wanted, bounds)
+    gradient, *both = operators.scale_backward(g, x, weight, None, None, *options)
+    kind = int(x is None)  # of scale and shift
+    total, value = both[kind], both[2 + kind]
+    return (
+        well_conditioned(value.double(), torch.float32),
+        total.reshape(factor.shape) if wanted[1] else None,
+        gradient if wanted[0] else None,
+    )
+
+
+def elementwise_sums(factor: Elementwise) -> Tensor:
+    """Return the gradients (B, *shape) float32 of each example."""
+    from gradstats.kernels import operators
+
+    g, x, bounds = factor.grad, factor.input, _offsets(factor)
+    if factor.shared:
+        sums = operators.scale_direction(g, x, _ones(factor), bounds)
+    elif x is not None:
+        sums, _ = operators.scale_sum(x, g, None, None, bounds)
+    else:
+        sums = operators.vector_sum(g, bounds)
+    return sums.reshape(factor.batch, *factor.shape)
+
+
+def elementwise_direction(factor: Elementwise, direction: Tensor) -> Tensor:
+    """Return Σ_t ⟨input_t ∘ grad_t, V⟩ of each example, (B,) float64, for V like the parameter."""
+    from gradstats.kernels import operators
+
+    direction = direction.reshape(-1).float()
+    if factor.shared:
+        direction = direction.expand(factor.grad.shape[-1])
+    operands = factor.grad, factor.input, direction
+    return operators.scale_direction(*operands, _offsets(factor)).double()
+
+
+def _offsets(factor: Elementwise) -> Tensor | None:
+    return None if factor.offsets is None else torch.tensor(factor.offsets)
+
+
+def _ones(factor: Elementwise) -> Tensor:
+    return factor.grad.new_ones(factor.grad.shape[-1], dtype=torch.float32)
 
 
 def _operands(factor: Outer) -> tuple[Tensor, Tensor]:

@@ -130,3 +130,32 @@ def check_totals(got, want, factor):
     for index in range(2):
         assert_close(got[index], sums[index].sum(0), terms[index].sum(0), factor)
     check_squares(got[2:], want, factor)
+
+
+def check_scale_backward(got, x, g, weight, bounds, mean=None, rstd=None, factor=32.0):
+    """Checks the whole backward of weight x_hat + bias, of a scale alone or a shift alone.
+
+    What was not asked for is empty; x is None for a shift alone.
+    """
+    gradient, *rest = got
+    sums, terms = scale(g if x is None else x, g, bounds, mean, rstd)
+    for place, part in enumerate(rest):
+        kind = place % 2
+        if not part.numel():
+            continue
+        if place < 2:
+            assert_close(part, sums[kind].sum(0), terms[kind].sum(0), factor)
+        else:
+            size = 2 * (terms[kind] * sums[kind].abs()).sum(1)
+            limit = size + factor * FLOAT32_EPS * terms[kind].square().sum(1)
+            assert_close(part, sums[kind].square().sum(1), limit, factor)
+    if not gradient.numel():
+        return
+    want = g.double().cpu() * (1.0 if weight is None else weight.double().cpu())
+    if rstd is not None:
+        want = want * (rstd if rstd.dim() == 1 else rstd[:, None]).double().cpu()
+    if bounds is not None:
+        want[: bounds[0]], want[bounds[-1] :] = 0, 0
+    limit = 4 * (torch.finfo(gradient.dtype).eps + FLOAT32_EPS) * want.abs()
+    assert gradient.dtype == x.dtype and gradient.stride() == torch.empty_like(x).stride()
+    assert ((gradient.double().cpu() - want).abs() <= limit).all()

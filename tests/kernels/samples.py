@@ -25,6 +25,8 @@ def operator_samples(dtype, device="cpu"):
     yield "rank_one_inner", (a[:, 0], g[:, 0], a[:, 1], g[:, 1]), {}
     yield "vector_sqnorm", (g,), {}
     yield "vector_sqnorm", (packed[1],), segments
+    yield "vector_sum", (g2,), {}
+    yield "vector_sum", (packed[1],), segments
     yield "vector_inner", (g, g.flip(0)), {}
     for name in ("gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
         yield name, (a, g), {}
@@ -52,6 +54,14 @@ def operator_samples(dtype, device="cpu"):
         yield name, (x, g, mean, rstd), {}
         yield name, (g2.mT.contiguous().mT, g2), {}
         yield name, (rows, packed[1]), segments
+    yield "scale_backward", (g, x, bias, mean, rstd), {}
+    yield "scale_backward", (g2, g2.mT.contiguous().mT, bias), {"shift": False}
+    yield "scale_backward", (g, None), {"input_gradient": False}
+    yield "scale_backward", (packed[1], rows), segments
+    yield "scale_backward", (g, x, None, mean, rstd), {"sums": False}
+    for x_or_none in (x, None):
+        yield "scale_direction", (g, x_or_none, bias), {}
+    yield "scale_direction", (packed[1], rows, bias), segments
     for name in ("group_norm_sqnorm", "group_norm_sum"):
         yield name, (x, g, 4, 1e-5), {}
     for name in ("layer_norm_sqnorm", "layer_norm_sum"):

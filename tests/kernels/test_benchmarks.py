@@ -37,7 +37,8 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     with (tmp_path / "layers.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
     kinds = {row["kind"] for row in rows}
-    assert kinds == {"convolution", "embedding", "layer_norm", "rms_norm", "group_norm"}
+    norms = {"layer_norm", "rms_norm", "group_norm", "scale", "scale_first"}
+    assert kinds == {"convolution", "embedding", *norms}
     assert all(float(row["ms"]) > 0 and row["note"] == "" for row in rows)
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Vector
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
-from gradstats.capture._linear import bias_gradient, linear_factor
+from gradstats.capture._linear import bias_factor, linear_factor
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
@@ -56,7 +55,7 @@ class BilinearFactors:
                 left, right = grad, _pairs(first, second)
             factors.append(linear_factor(self.examples, left, right, self.shape))
         if self.bias:
-            factors.append(Vector(bias_gradient(self.examples, grad), (grad.shape[-1],)))
+            factors.append(bias_factor(self.examples, grad))
         return factors
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Vector
-from gradstats.capture._convolution import ConvolutionUse, channel_gradient, convolution_factor
+from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import carriers_for, tap
@@ -105,7 +104,7 @@ class ConvolutionFactors:
         if self.weight:
             factors.append(convolution_factor(self.examples, grad, x, self.shape, self.call))
         if self.bias:
-            factors.append(Vector(channel_gradient(self.examples, grad), (grad.shape[1],)))
+            factors.append(channel_factor(self.examples, grad))
         return factors
 
 

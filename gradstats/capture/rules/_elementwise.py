@@ -1,7 +1,8 @@
 """Operations in which a parameter is broadcast against data, or stands beside them.
 
 Each example is shown its own view of the parameter (expanded, not copied), and PyTorch's own
-operation and its own gradient do the rest: no formula for any single operation is needed.
+operation and its own gradient do the rest: no formula for any single operation is needed. Products
+and sums have kernels of their own on CUDA (``_broadcast``), which write no gradient of an example.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._layout import ELEMENTWISE, Examples, function_variants, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
@@ -40,6 +42,13 @@ def broadcast(tracker, func, *args, **kwargs):
             examples = locate(tracker, func, nodes[0], operand, folds=True)
             layouts.append(examples.along(dims - operand.dim() + examples.axis))
     layout = ExampleLayout(dims, _common(func, nodes[0], layouts))
+    multiply = func in PRODUCTS
+    if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
+        x = args[0] if node_of(args[1]) is not None else args[1]
+        if len(nodes) == 1 and tracker.is_data(x):
+            plan = on_chip(tracker.settings, layout, x, nodes[0].value, multiply=multiply)
+            if plan is not None:
+                return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
     return _per_example(tracker, func, layout, args, kwargs)
 
 
@@ -224,6 +233,10 @@ class RecomputedFactors:
 
 
 IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
+
+# Operations that the kernels differentiate where they broadcast.
+PRODUCTS = frozenset(function_variants("mul", "multiply"))
+SUMS = frozenset(function_variants("add"))
 
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},

@@ -39,9 +39,6 @@ class Normalise(Protocol):
     def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ_t g·x̂ and Σ_t g of operands (B, T, features), by the kernels."""
 
-    def one_pass(self, x: Tensor) -> bool:
-        """Whether the kernels compute the whole backward of a layer on this input."""
-
     def backward(
         self,
         x: Tensor,
@@ -49,6 +46,7 @@ class Normalise(Protocol):
         weight: Tensor | None,
         offsets: Sequence[int] | None,
         wanted: tuple[bool, bool],
+        *statistics: Tensor,
     ) -> NormGradients:
         """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
 
@@ -123,10 +121,15 @@ class AffineFactors:
         apart = segments is None or segments.order is None
         if self.channel_axis is not None:
             apart = self.examples.plain
-        return apart and self.normalise.one_pass(x)
+        return apart and _triton.runs(x, x)
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: tuple[bool, bool]
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        wanted: tuple[bool, bool],
+        *statistics: Tensor,
     ) -> NormGradients:
         """Return gradients and squared norms, by the kernels."""
         examples = self.examples
@@ -143,7 +146,7 @@ class AffineFactors:
             )
             each = len(rows) // max(1, len(leading))
             offsets = [each * bound for bound in examples.segments.offsets]
-        result = self.normalise.backward(rows, g, weight, offsets, wanted)
+        result = self.normalise.backward(rows, g, weight, offsets, wanted, *statistics)
         if result.input is None:
             return result
         gradient = result.input if self.channel_axis is None else result.input.mT
@@ -233,8 +236,9 @@ def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input
     if factors.one_pass(tracker.settings, input):
         use, carriers = carriers_for(nodes)
         return NormalisationUse.apply(
-            use, tracker.settings, factors, run, input, plain(weight), plain(bias), *carriers
-        )
+            use, tracker.settings, factors, run, len(carriers), input, plain(weight), plain(bias),
+            *carriers, *statistics,
+        )  # fmt: skip
     result = run(input, plain(weight), plain(bias))
     return tap(tracker, nodes, result, factors, input, *statistics)
 
@@ -265,9 +269,6 @@ class LayerNormalise:
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.layer_norm_sum(x, g, self.eps, False)
 
-    def one_pass(self, x: Tensor) -> bool:
-        return _triton.normalises(x, product(self.shape))
-
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
 
@@ -296,9 +297,6 @@ class RootMeanSquareNormalise:
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.layer_norm_sum(x, g, self.eps, True)
 
-    def one_pass(self, x: Tensor) -> bool:
-        return _triton.normalises(x, product(self.shape))
-
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
 
@@ -324,9 +322,6 @@ class GroupNormalise:
 
     def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.group_norm_sum(x, g, self.groups, self.eps)
-
-    def one_pass(self, x: Tensor) -> bool:
-        return _triton.normalises(x, x.shape[1] // self.groups, groups=True)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton.group_norm_backward(x, g, weight, self.groups, self.eps, wanted)
@@ -393,11 +388,13 @@ class RunningNormalise:
         )
 
     def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
-        mean, variance = statistics
-        return _triton.scale_sum(x, g, mean.float(), (variance.float() + self.eps).rsqrt())
+        return _triton.scale_sum(x, g, *self._mean_and_rstd(*statistics))
 
-    def one_pass(self, x: Tensor) -> bool:
-        return False
+    def backward(self, x, g, weight, offsets, wanted, *statistics) -> NormGradients:
+        return _triton.scale_backward(x, g, weight, *self._mean_and_rstd(*statistics), wanted)
+
+    def _mean_and_rstd(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        return mean.float(), (variance.float() + self.eps).rsqrt()
 
 
 RULES = {

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._cost import product
-from gradstats._factors import Outer, Vector
+from gradstats._factors import Outer
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._linear import LinearUse, bias_gradient, linear_factor
+from gradstats.capture._linear import LinearUse, bias_factor, linear_factor
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
@@ -79,7 +79,7 @@ class LinearFactors:
         if self.weight:
             factors.append(linear_factor(self.examples, grad, x, self.shape))
         if self.bias:
-            factors.append(Vector(bias_gradient(self.examples, grad), (grad.shape[-1],)))
+            factors.append(bias_factor(self.examples, grad))
         return factors
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Factor, Vector
+from gradstats._factors import Factor
 from gradstats.capture._data import leave_graph
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
-from gradstats.capture._linear import bias_gradient, linear_factor
+from gradstats.capture._linear import bias_factor, linear_factor
 from gradstats.capture._nodes import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
@@ -137,7 +137,7 @@ class Recurrence:
         left = self._by_place(site.left)
         width = left.shape[-1]
         if site.right is None:
-            return Vector(bias_gradient(self.examples, left), (width,))
+            return bias_factor(self.examples, left)
         right = self._by_place(site.right)
         return linear_factor(self.examples, left, right, (width, right.shape[-1]))
 

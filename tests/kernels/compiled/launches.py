@@ -21,6 +21,7 @@ from gradstats.kernels import (
     gram,
     group_norm,
     layer_norm,
+    means,
     pairwise,
     pairwise_direct,
     rank_one,
@@ -28,6 +29,7 @@ from gradstats.kernels import (
     rows_direction,
     rows_pairs,
     scale,
+    scale_backward,
     statistics,
     tied,
     vector,
@@ -55,6 +57,7 @@ MODULES = (
     layer_norm,
     group_norm,
     statistics,
+    means,
     scale,
     rows,
     rows_direction,
@@ -143,17 +146,11 @@ def launches(
         elif operation in ("scale", "scale_positions_adjacent"):
             if operation == "scale_positions_adjacent" and layout == "dense":
                 a, g = (operand.transpose(1, 2) for operand in (a, g))
-            channels = torch.empty(a.shape[-1], device="meta")
-            scale.scale_sum(a, g, **one)
-            scale.scale_sqnorm(a, g, mean=channels, rstd=channels, **one)
+            scale_launches(a, g, one)
         elif operation == "statistics":
             statistics.row_statistics(a, 1e-5, False)
             if layout == "dense":
-                statistics.group_statistics(a.transpose(1, 2), 16, 1e-5)
-                segments = _check.check_pair(a, g)
-                scale.scale_products(
-                    a, g, segments, statistics.row_statistics(a, 1e-5, True), None, sums=False
-                )
+                wide_launches(a, g, config)
         elif operation == "gram":
             gram.gram_sqnorm(a, g, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
@@ -179,6 +176,35 @@ def launches(
         else:
             raise AssertionError(operation)
     return recorded
+
+
+def scale_launches(x, g, one):
+    """Norms alone, whole backwards of scales, of shifts and of both, products with a direction."""
+    channels = torch.empty(x.shape[-1], device="meta")
+    weight = torch.empty(x.shape[-1], dtype=x.dtype, device="meta")
+    scale.scale_sum(x, g, splits=4, **one)
+    scale.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
+    whole = scale_backward.scale_backward
+    whole(g, x, weight=weight, mean=channels, rstd=channels, splits=1, **one)
+    whole(g, x, weight=weight, shift=False, splits=1, **one)
+    # under autocast a scale in float32 widens its half-precision input
+    whole(g.float(), x, weight=weight.float(), shift=False, splits=1, **one)
+    whole(g, None, input_gradient=False, splits=1, **one)
+    scale_backward.scale_direction(g, x, weight, **one)
+
+
+def wide_launches(x, g, config):
+    """Rows and groups that no program holds, and scales of one position."""
+    weight = torch.empty(x.shape[-1], dtype=x.dtype, device="meta")
+    statistics.group_statistics(x.transpose(1, 2), 16, 1e-5)
+    with mock.patch.multiple(layer_norm, WIDEST=0), mock.patch.multiple(group_norm, WIDEST=0):
+        layer_norm.layer_norm_sqnorm(x, g, 1e-5, rms=True)
+        for rms in (False, True):
+            layer_norm.layer_norm_backward(x, g, weight, 1e-5, rms=rms)
+        group_norm.group_norm_backward(x, g, weight, 1, 1e-5)
+    one = {"config": config, "splits": 1}
+    scale_backward.scale_backward(g[:, :1], x[:, :1], weight=weight, shift=False, **one)
+    scale_backward.scale_backward(g[:, :1], None, input_gradient=False, sums=False, **one)
 
 
 def group_norm_launches(config, dtype, aligned, layout):

@@ -4,8 +4,9 @@ import inspect
 
 import pytest
 import torch
-from gradstats.kernels import _check, _tile, gram
+from gradstats.kernels import _check, _tile, gram, means, scale, scale_backward
 from gradstats.kernels._config import TileConfig
+from gradstats.kernels.statistics import Statistics
 
 from tests.kernels.compiled import aot, checks, launches
 from tests.kernels.mutants import mutant
@@ -43,6 +44,31 @@ def test_a_32_bit_offset(tmp_path, monkeypatch, wide, narrow):
     module = mutant(gram, source, f"from {broken.__name__} import", tmp_path)
     with pytest.raises(AssertionError, match="32-bit offset"):
         checks.check_offsets(compile_gram(module, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    "module, wide, narrow",
+    [
+        (scale, "tl.cast(rows, tl.int64)[:, None] * stride_ot", "rows[:, None] * stride_ot"),
+        (scale, "tl.cast(example, tl.int64) * stride_mb", "example * stride_mb"),
+        (means, "group = tl.cast(index % groups, tl.int64)", "group = index % groups"),
+    ],
+    ids=["rows written", "statistics of an example", "a group"],
+)
+def test_a_32_bit_offset_of_a_scale(tmp_path, monkeypatch, module, wide, narrow):
+    broken = mutant(module, wide, narrow, tmp_path)
+    monkeypatch.setattr(_check, "_runs_here", lambda device: True)
+    x, g, _, _ = launches.factor(torch.bfloat16, True, "dense")
+    statistics = torch.empty((x.shape[0], x.shape[2]), device="meta")
+    with aot.recorded(broken) as recorded:
+        if module is scale:
+            monkeypatch.setattr(scale_backward, "launch", broken.launch)
+            scale_backward.scale_backward(g, x, mean=statistics, rstd=statistics)
+        else:
+            rows = Statistics(x[..., 0].float(), x[..., 0].float(), by_position=True)
+            broken.with_means(rows, x, g, None)
+    with pytest.raises(AssertionError, match="32-bit offset"):
+        checks.check_offsets(aot.compile_launch(recorded[0], 90))
 
 
 def test_an_atomic_sum(tmp_path, monkeypatch):

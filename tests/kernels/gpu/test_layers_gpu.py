@@ -62,17 +62,43 @@ def test_layer_norm(dtype, name):
         normalization_reference.check_sums(got, want, FACTOR)
         got = twice(functools.partial(layer_norm.layer_norm_sqnorm, x, g, EPS, **options))
         normalization_reference.check_squares(got, want, FACTOR)
-        if x.shape[-1] > layer_norm.WIDEST:
-            continue
         weight = random(x.shape[-1:], dtype, DEVICE, 5)
         backward = layer_norm.layer_norm_backward
         got = twice(functools.partial(backward, x, g, weight, EPS, **options))
         normalization_reference.check_backward(got, x, g, weight, bounds, EPS, rms, FACTOR)
 
 
+@pytest.mark.parametrize("name", [*CASES, *NORMS])
+def test_scales(dtype, name):
+    from gradstats.kernels import scale_backward
+
+    if name in NORMS:
+        case = random(NORMS[name], dtype, DEVICE, 1), None, None
+    else:
+        case = CASES[name](dtype, BLOCK, DEVICE)
+    x, g, bounds = normalization_reference.operands(case)
+    weight = random(x.shape[-1:], dtype, DEVICE, 5)
+    mean, rstd = (random(x.shape[-1:], torch.float32, DEVICE, seed).abs() for seed in (3, 4))
+    check = normalization_reference.check_scale_backward
+    whole = functools.partial(scale_backward.scale_backward, weight=weight, cu_seqlens=bounds)
+    check(twice(lambda: whole(g, x, shift=False)), x, g, weight, bounds, factor=FACTOR)
+    check(twice(lambda: whole(g.float(), x)), x, g.float(), weight, bounds, factor=FACTOR)
+    check(twice(lambda: whole(g, None, input_gradient=False)), None, g, weight, bounds,
+          factor=FACTOR)  # fmt: skip
+    got = twice(lambda: whole(g, x, mean=mean, rstd=rstd))
+    check(got, x, g, weight, bounds, mean, rstd, FACTOR)
+    sums, terms = normalization_reference.scale(x, g, bounds)
+    direction = weight.double().cpu()
+    for kind, operand in enumerate((x, None)):
+        along = functools.partial(scale_backward.scale_direction, g, operand, weight)
+        got = twice(functools.partial(along, cu_seqlens=bounds))
+        assert_close(got, sums[kind] @ direction, terms[kind] @ direction.abs(), FACTOR)
+
+
 @pytest.mark.parametrize("channels_first", [False, True])
 @pytest.mark.parametrize(
-    "sizes, groups", [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12)]
+    "sizes, groups",
+    [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12), ((2, 9, 5000), 2)],
 )
 def test_channel_norms(dtype, sizes, groups, channels_first):
     from gradstats.kernels import group_norm, scale

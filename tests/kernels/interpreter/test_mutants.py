@@ -12,7 +12,10 @@ from gradstats.kernels import (
     gram,
     group_norm,
     layer_norm,
+    means,
     rows,
+    scale,
+    scale_backward,
     weight_gradient,
 )
 from gradstats.kernels._config import TileConfig
@@ -95,6 +98,27 @@ def check_group_norm(module, _):
     normalization_reference.check_group_backward(got, x, g, weight, 3, 1e-5)
 
 
+def check_scale(module, case):
+    x, g, bounds = normalization_reference.operands(operands(case))
+    weight, mean, rstd = (
+        random((x.shape[-1],), torch.float32, "cpu", seed).abs() for seed in (3, 4, 5)
+    )
+    tile = TileConfig(1, 16, 8, num_warps=1, num_stages=1)
+    for statistics in ({}, {"mean": mean, "rstd": rstd}):
+        got = module.scale_backward(
+            g, x, weight=weight, **statistics, cu_seqlens=bounds, config=tile
+        )
+        normalization_reference.check_scale_backward(got, x, g, weight, bounds, **statistics)
+
+
+def check_wide(module, _):
+    for case in ("prime", "expanded"):
+        x, g, _ = normalization_reference.operands(operands(case))
+        weight = random(x.shape[-1:], torch.float32, "cpu", 5)
+        got = module.layer_norm_backward(x, g, weight, 1e-5)
+        normalization_reference.check_backward(got, x, g, weight, None, 1e-5, False)
+
+
 def rejects(check, module, case):
     with pytest.raises(AssertionError, match=r"times the limit|not finite"):
         check(module, case)
@@ -112,6 +136,8 @@ def test_the_checks_accept_what_is_shipped():
     check_convolution(convolution, False)
     check_convolution(convolution_weight_gradient, True)
     check_group_norm(group_norm, None)
+    for case in ("prime", "ragged in padding"):
+        check_scale(scale_backward, case)
 
 
 def test_a_wrapped_load(tmp_path, monkeypatch):
@@ -244,3 +270,60 @@ def test_a_broken_group_norm(tmp_path, monkeypatch, right, wrong):
     broken = mutant(group_norm, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
         check_group_norm(broken, None)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("scale_total += scale_sum", "scale_total = scale_sum"),
+        ("tl.sum(shift_sums, axis=0) + poison", "tl.sum(shift_sums, axis=0) + shift_total"),
+        ("                    g = g * rstd\n", "                    g = g * 1.0\n"),
+        ("                    x = (x - mean) * rstd\n", "                    x = x * rstd\n"),
+        ("g = g * weight[None, :]", "g = g * 1.0"),
+        ("first_row, stride_gt)", "0, stride_gt)"),
+    ],
+    ids=["a missing example", "sums that run on", "a missing deviation", "a missing mean",
+         "a missing scale", "another example's rows"],
+)  # fmt: skip
+def test_a_broken_scale(tmp_path, monkeypatch, right, wrong):
+    monkeypatch.setattr(scale._config, "choose_partition", lambda *sizes: (2, 1))
+    broken = mutant(scale, right, wrong, tmp_path)
+    monkeypatch.setattr(scale_backward, "launch", broken.launch)
+    with pytest.raises(AssertionError):
+        for case in ("prime", "ragged in padding"):
+            check_scale(scale_backward, case)
+
+
+def test_a_wrapped_load_of_scales(tmp_path, monkeypatch):
+    broken = mutant(
+        _tile,
+        "    return tl.load(base + offsets, mask=mask, other=0.0)",
+        "    offsets = (tl.cast(rows, tl.int64) % row_limit)[:, None] * row_stride + (\n"
+        "        tl.cast(columns, tl.int64) % column_limit\n"
+        "    )[None, :] * column_stride\n"
+        "    return tl.load(base + offsets)",
+        tmp_path,
+    )
+    monkeypatch.setattr(scale, "load_tile", broken.load_tile)
+    rejects(check_scale, scale_backward, "prime")
+
+
+@pytest.mark.parametrize(
+    "module, right, wrong",
+    [
+        (scale, "g = g - shift_mean - x * scale_mean", "g = g - shift_mean"),
+        (means, "if not RMS:", "if RMS:"),
+        (means, "g = g * weight[None, :]", "g = g * 1.0"),
+    ],
+    ids=["a missing term", "a missing mean", "a missing scale"],
+)
+def test_broken_means(tmp_path, monkeypatch, module, right, wrong):
+    monkeypatch.setattr(layer_norm, "WIDEST", 0)
+    check_wide(layer_norm, None)
+    broken = mutant(module, right, wrong, tmp_path)
+    if module is means:
+        monkeypatch.setattr(layer_norm, "with_means", broken.with_means)
+    else:
+        monkeypatch.setattr(scale_backward, "launch", broken.launch)
+    with pytest.raises(AssertionError):
+        check_wide(layer_norm, None)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gradstats.kernels import _check, group_norm, layer_norm, scale, statistics
+from gradstats.kernels import _check, group_norm, layer_norm, scale, scale_backward, statistics
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import normalization_reference as reference
@@ -73,6 +73,12 @@ def test_rows_too_long_for_one_program(dtype, name, rms, monkeypatch):
     options = {"rms": rms, "cu_seqlens": bounds}
     reference.check_sums(layer_norm.layer_norm_sum(x, g, EPS, **options), want)
     reference.check_squares(layer_norm.layer_norm_sqnorm(x, g, EPS, **options), want)
+    for weight in (None, random(x.shape[-1:], dtype, "cpu", 5)):
+        got = layer_norm.layer_norm_backward(x, g, weight, EPS, **options)
+        reference.check_backward(got, x, g, weight, bounds, EPS, rms)
+    got = layer_norm.layer_norm_backward(x, g, weight, EPS, sums=False, **options)
+    assert got[1].numel() == got[2].numel() == 0
+    reference.check_squares(got[3:], want)
 
 
 def test_scale(case):
@@ -90,6 +96,83 @@ def test_scale(case):
         options = {"cu_seqlens": bounds, "config": TILE, **statistics}
         reference.check_sums(scale.scale_sum(x, g, **options), want)
         reference.check_squares(scale.scale_sqnorm(x, g, **options), want)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_whole_backward_of_scales_and_shifts(case, splits):
+    x, g, bounds = case
+    channels, whole = x.shape[-1], scale_backward.scale_backward
+    options = {"cu_seqlens": bounds, "config": TILE, "splits": splits}
+    weight = random((channels,), x.dtype, "cpu", 5)
+    got = whole(g, x, weight=weight, **options)
+    assert all(part.numel() for part in got[1:3])
+    reference.check_scale_backward(got, x, g, weight, bounds)
+    got = whole(g, x, weight=weight, shift=False, **options)
+    assert [part.numel() > 0 for part in got] == [True, True, False, True, False]
+    reference.check_scale_backward(got, x, g, weight, bounds)
+    got = whole(g, None, input_gradient=False, **options)
+    assert [part.numel() > 0 for part in got] == [False, False, True, False, True]
+    reference.check_scale_backward(got, None, g, None, bounds)
+    got = whole(g, x, sums=False, input_gradient=False, **options)
+    assert [part.numel() > 0 for part in got] == [False, False, False, True, True]
+    reference.check_scale_backward(got, x, g, None, bounds)
+    for shape in [(channels,)] + ([] if bounds is not None else [(len(x), channels)]):
+        mean = random(shape, torch.float32, "cpu", 3)
+        rstd = random(shape, torch.float32, "cpu", 4).abs()
+        got = whole(g, x, weight=weight, mean=mean, rstd=rstd, **options)
+        reference.check_scale_backward(got, x, g, weight, bounds, mean, rstd)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scales_along_a_direction(case, splits):
+    x, g, bounds = case
+    direction = random((x.shape[-1],), torch.float32, "cpu", 5)
+    (sums, terms) = reference.scale(x, g, bounds)
+    options = {"cu_seqlens": bounds, "config": TILE, "splits": splits}
+    for kind, operand in enumerate((x, None)):
+        got = scale_backward.scale_direction(g, operand, direction, **options)
+        limit = terms[kind] @ direction.double().abs()
+        reference.assert_close(got, sums[kind] @ direction.double(), limit)
+
+
+@pytest.mark.parametrize("name", ["prime", "ragged in padding"])
+def test_scales_that_widen_their_input(name):
+    x, g, bounds = reference.operands(CASES[name](torch.bfloat16, BLOCK, "cpu"))
+    g = g.float() * 1.0001
+    weight = random((x.shape[-1],), torch.float32, "cpu", 5)
+    options = {"cu_seqlens": bounds, "config": TILE}
+    got = scale_backward.scale_backward(g, x, weight=weight, **options)
+    assert got[0].dtype == torch.bfloat16
+    reference.check_scale_backward(got, x, g, weight, bounds)
+
+
+def test_scales_of_examples_that_share_a_program(dtype, monkeypatch):
+    monkeypatch.setattr(scale._config, "choose_partition", lambda *sizes: (3, 1))
+    x, g, _ = reference.operands(CASES["prime"](dtype, BLOCK, "cpu"))
+    x, g = x.repeat(4, 1, 1), torch.cat([g, -2 * g, g / 2, 3 * g])
+    mean, rstd = (random((8, x.shape[-1]), torch.float32, "cpu", seed).abs() for seed in (3, 4))
+    statistics_ = {"mean": mean, "rstd": rstd}
+    got = scale_backward.scale_backward(g, x, **statistics_, config=TILE)
+    reference.check_scale_backward(got, x, g, None, None, **statistics_)
+    want = reference.scale(x, g, None, **statistics_)
+    reference.check_sums(scale.scale_sum(x, g, **statistics_, config=TILE), want)
+    reference.check_squares(scale.scale_sqnorm(x, g, **statistics_, config=TILE), want)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 12), (2, 0, 12), (2, 1, 12), (2, 5, 0)])
+def test_scales_of_nothing(shape):
+    x, g = torch.randn(shape), torch.randn(shape)
+    weight = torch.randn(shape[-1])
+    gradient, *rest = scale_backward.scale_backward(g, x, weight=weight)
+    torch.testing.assert_close(gradient, g * weight)
+    sums = (x.double() * g).sum(1), g.double().sum(1)
+    want = [value.sum(0) for value in sums] + [value.square().sum(1) for value in sums]
+    torch.testing.assert_close(rest, [value.float() for value in want])
+    for kind, operand in enumerate((x, None)):
+        along = scale_backward.scale_direction(g, operand, weight)
+        torch.testing.assert_close(along, (sums[kind] @ weight.double()).float())
+    for got, value in zip(scale.scale_sum(x, g), sums, strict=True):
+        torch.testing.assert_close(got, value.float())
 
 
 @pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
@@ -122,7 +205,20 @@ def test_the_whole_backward_of_groups(dtype, groups, channels_first, monkeypatch
         assert alone[1].shape == alone[2].shape == (0,)
 
 
-def test_groups_of_nothing_have_no_gradient():
+@pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True)])
+def test_groups_too_wide_for_one_program(dtype, groups, channels_first, monkeypatch):
+    monkeypatch.setattr(group_norm, "WIDEST", 0)
+    x, g = (2 + random((3, 19, 12), dtype, "cpu", seed) for seed in (1, 2))
+    if channels_first:
+        x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
+    for weight in (None, random((12,), dtype, "cpu", 5)):
+        got = group_norm.group_norm_backward(x, g, weight, groups, EPS)
+        reference.check_group_backward(got, x, g, weight, groups, EPS)
+
+
+@pytest.mark.parametrize("widest", [0, 2048])
+def test_groups_of_nothing_have_no_gradient(widest, monkeypatch):
+    monkeypatch.setattr(group_norm, "WIDEST", widest)
     for shape in ((3, 0, 12), (0, 5, 12)):
         x = torch.ones(shape)
         gradient, scale_, shift, *squares = group_norm.group_norm_backward(x, x, None, 3, EPS)
@@ -173,11 +269,11 @@ def test_what_no_kernel_serves_is_refused():
         group_norm.group_norm_backward(x, x, None, 5, EPS)
     with pytest.raises(_check.KernelInputError, match="weight must be"):
         group_norm.group_norm_backward(x, x, torch.ones(6), 4, EPS)
-    with pytest.raises(_check.KernelInputError, match="leave this backward to PyTorch"):
+    with pytest.raises(_check.KernelInputError, match="leave the choice of the tile"):
         group_norm.group_norm_backward(x, x, None, 1, EPS, config=TileConfig(1, 8, 1, 1, 1))
     with pytest.raises(_check.KernelInputError, match="both be given"):
         scale.scale_sqnorm(x, x, mean=torch.ones(12))
     with pytest.raises(_check.KernelInputError, match="one number for each channel"):
         scale.scale_sqnorm(x, x, mean=torch.ones(5), rstd=torch.ones(5))
-    with pytest.raises(_check.KernelInputError, match="leave this backward to PyTorch"):
+    with pytest.raises(_check.KernelInputError, match="leave the choice of the tile"):
         layer_norm.layer_norm_backward(x, x, None, EPS, config=TileConfig(1, 8, 1, 1, 1))

@@ -18,6 +18,7 @@ from gradstats.kernels import (
     pairwise_direct,
     rank_one,
     rows,
+    scale_backward,
     vector,
     weight_gradient,
 )
@@ -106,6 +107,10 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
         (
             layer_norm.layer_norm_backward(g, x, scale, 1e-5, config=TileConfig(4, 32, 1, 1, 1)),
             _reference.layer_norm_backward(g.double(), x.double(), scale, 1e-5),
+        ),
+        (
+            scale_backward.scale_backward(x, g, weight=scale, config=TileConfig(1, 16, 8, 1, 1)),
+            _reference.scale_backward(x.double(), g.double(), scale),
         ),
         (
             group_norm.group_norm_backward(x, g, scale, 17, 1e-5, config=TileConfig(1, 1, 8, 1, 1)),

@@ -1,0 +1,187 @@
+"""Broadcast multiplications and additions on chip: one pass gives gradients and squared norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors import Elementwise, Vector
+from gradstats.capture._lineage import rearranged_root
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import carriers_for, fuse, report, unseen
+from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.contractions import Fused, _triton, summed
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """How the axes of data divide into positions and the channels of a parameter.
+
+    Attributes:
+        layout: where the examples lie.
+        shape: shape of the parameter.
+        order: axes of the data once the examples lead (``Examples.first``), without those: first
+            the positions, then the channels.
+        positions: how many of them are positions.
+    """
+
+    layout: ExampleLayout
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    positions: int
+
+    @property
+    def offsets(self) -> tuple[int, ...] | None:
+        """Where each example's first rows begin and end; None where all have as many."""
+        segments = self.layout.examples.segments
+        return None if segments is None else segments.offsets
+
+    def _leading(self, tensor: Tensor) -> Tensor:
+        """Return a view with axes (examples, positions, channels)."""
+        examples = self.layout.examples
+        leading = examples.first(tensor) if self.offsets is None else examples.lead(tensor)
+        return leading.permute(0, *self.order)
+
+    def _sizes(self, leading: Tensor) -> tuple[int, ...]:
+        first, *sizes = leading.shape
+        positions, channels = sizes[: self.positions], sizes[self.positions :]
+        if self.offsets is None:
+            return first, product(positions), product(channels)
+        return first * product(positions), product(channels)
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether the rows of data can be addressed where they are."""
+        leading = self._leading(tensor.detach())
+        try:
+            leading.view(self._sizes(leading))
+        except RuntimeError:
+            return False
+        return True
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return data as (B, T, C), or packed (rows, C)."""
+        leading = self._leading(tensor)
+        return leading.reshape(self._sizes(leading))
+
+    def restore(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Return rows in the shape of the data that they are of."""
+        examples, leading = self.layout.examples, self._leading(like)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        tensor = rows.reshape(leading.shape).permute(0, *(axis + 1 for axis in inverse))
+        if self.offsets is None and examples.fold != 1:
+            tensor = tensor.flatten(0, 1)
+        return tensor.movedim(0, examples.axis)
+
+    def factor(self, grad: Tensor, x: Tensor | None) -> Elementwise:
+        """Return the factor of what multiplies x, or without x is added."""
+        rows, offsets = self.rows(grad), self.offsets
+        if offsets is not None:
+            each = len(rows) // max(1, offsets[-1])
+            offsets = tuple(each * bound for bound in offsets)
+        return Elementwise(rows, None if x is None else self.rows(x), self.shape, offsets)
+
+
+def on_chip(
+    settings, layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool
+) -> Broadcast | None:
+    """Return how the kernels serve x ∘ value or x + value; None where they do not.
+
+    Args:
+        settings: of the context.
+        layout: where the examples of the result lie.
+        x: the data.
+        value: the tracked tensor.
+        multiply: the operation is a product.
+    """
+    if torch.compiler.is_compiling() or (settings.weight_gradients and not settings.fused):
+        return None
+    segments = layout.examples.segments
+    padded = layout.padded(value.shape)
+    served = (
+        x.dim() == layout.dims
+        and not layout.own_slices(value.shape)
+        and all(size in (1, own) for size, own in zip(padded, x.shape, strict=True))
+        and (segments is None or segments.order is None)
+        and _triton.streams(x, value)
+    )
+    if not served:
+        return None
+    axis, fold = layout.examples.axis, segments is None and layout.examples.fold != 1
+    rest = [(n, *both) for n, both in enumerate(zip(padded, x.shape, strict=True)) if n != axis]
+    # in the view whose examples lead, the axes after them, and after the rows of one example
+    places = range(1 + fold, 1 + fold + len(rest))
+    strides = {place: x.stride(n) for place, (n, *_) in zip(places, rest, strict=True)}
+    channels = [place for place, (_, size, _) in zip(places, rest, strict=True) if size != 1]
+    positions = sorted(
+        (place for place in places if place not in channels), key=lambda p: -strides[p]
+    )
+    if not channels and positions:
+        channels = [positions.pop()]  # they share the parameter
+    positions = [1] * fold + positions
+    if not (multiply or positions or segments is not None):
+        return None  # the example's gradient is that of the result, which nobody has to sum
+    found = Broadcast(layout, tuple(value.shape), (*positions, *channels), len(positions))
+    return found if found.is_view(x) else None
+
+
+def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
+    """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
+    use, carriers = carriers_for([node])
+    return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *carriers)
+
+
+def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):
+    if not ctx.needs_input_grad[4]:
+        return ()
+    if ctx.multiply:
+        node = ctx.use.nodes[0]
+        grad = grad * example_view(node.tracker, node, ctx.plan.layout)
+    return ((4, grad.to(ctx.dtypes[0])),)
+
+
+class BroadcastUse(torch.autograd.Function):
+    """x ∘ w or x + b with a backward that makes all gradients and the squared norms in one pass."""
+
+    @staticmethod
+    def forward(ctx, use, settings, plan, multiply, x, value, *carriers):
+        ctx.use, ctx.settings, ctx.plan, ctx.multiply = use, settings, plan, multiply
+        ctx.dtypes = x.dtype, value.dtype
+        if not multiply:
+            return x + value
+        ctx.save_for_backward(x, value)
+        return x * value
+
+    @staticmethod
+    @unseen(_broadcast_again)
+    def backward(ctx, grad, x=None, value=None):
+        use, settings, plan = ctx.use, ctx.settings, ctx.plan
+        want_x, want_value = ctx.needs_input_grad[4:6]
+        want_value = want_value and settings.weight_gradients
+        factor = plan.factor(grad, x)
+        (node,) = use.nodes
+        root = rearranged_root(node)
+        grad_x = total = None
+        if settings.consumer is not None or root is None or not root.has_one_use:
+            reported: Elementwise | Vector = factor
+            if want_value:
+                reported = summed(factor)
+                total = reported.values.sum(0)
+            reports = report(use, settings, [reported])
+        elif want_x and ctx.multiply and not factor.shared:
+            wanted = True, want_value
+            norms, total, rows = _triton.elementwise(factor, value.flatten(), wanted)
+            assert rows is not None
+            grad_x = plan.restore(rows, x)
+            reports = report(use, settings, [Fused(None, norms, total)])
+        else:
+            fused = fuse(factor, settings, want_value)
+            total = fused.total
+            reports = report(use, settings, [fused])
+        if want_x and grad_x is None:
+            grad_x = (grad * value if ctx.multiply else grad).to(ctx.dtypes[0])
+        if total is not None:
+            total = total.to(ctx.dtypes[1])
+        return (None, None, None, None, grad_x, total, *reports)

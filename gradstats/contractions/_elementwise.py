@@ -1,0 +1,41 @@
+"""Elementwise factors: scales and shifts whose sums over positions stay on chip."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradstats._factors import Elementwise, Factor, Vector
+from gradstats.contractions import _triton, _vector
+from gradstats.contractions._result import Contraction
+
+
+def summed(factor: Elementwise) -> Vector:
+    """Return a factor as the vector of its sums."""
+    on_chip = _triton.streams(factor.grad, factor.input)
+    values = _triton.elementwise_sums(factor) if on_chip else factor.dense()
+    return Vector(values, factor.shape)
+
+
+def lean(factor: Factor) -> Factor:
+    """Return what to hold of a factor until others meet it.
+
+    Of a scale or a shift that is its gradient (B, C), which is then the factor itself.
+    """
+    return summed(factor) if isinstance(factor, Elementwise) else factor
+
+
+def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖Σ_t input_t ∘ grad_t‖²."""
+    if _triton.streams(factor.grad, factor.input):
+        return _triton.elementwise(factor, None, (False, False))[0]
+    return _vector.sqnorm(summed(factor), workspace, guarded=guarded)
+
+
+def sqnorm_and_sum(factor: Elementwise, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i, in one pass where kernels serve."""
+    if _triton.streams(factor.grad, factor.input):
+        norms, total, _ = _triton.elementwise(factor, None, (False, True))
+        assert total is not None
+        return norms, total
+    vector = summed(factor)
+    return _vector.sqnorm(vector, workspace, guarded=True), vector.values.sum(0)
