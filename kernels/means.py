@@ -103,7 +103,7 @@ def with_means(
     itemsize = max(x.element_size(), g.element_size())
     config = _config.choose_statistics(positions, features, itemsize, _check.architecture(x.device))
     output = torch.empty((2, batch, groups), dtype=torch.float32, device=x.device)
-    if output.numel():
+    if x.numel():
         means_kernel[(_check.check_programs(batch * groups),)](
             x,
             g,

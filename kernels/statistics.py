@@ -147,7 +147,7 @@ def _statistics(
         positions, features, x.element_size(), _check.architecture(x.device)
     )
     output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
-    if output.numel():
+    if x.numel():  # what has no elements has no statistics that anything is multiplied by
         statistics_kernel[(_check.check_programs(output[0].numel()),)](
             x,
             output,
