@@ -289,6 +289,11 @@ def test_norm_layers_of_packed_examples(kernels):
             got = stats.by_parameter[name][example]
             torch.testing.assert_close(got, parameter.grad.square().sum(), rtol=1e-4, atol=1e-9)
     assert "layer_norm_backward" in kernels
+    kernels.clear()
+    pairs = gs.inner_products(model, x, model, x, losses, cu_seqlens=bounds)
+    want = sum(stats.by_parameter.values())
+    torch.testing.assert_close(pairs.diagonal().double(), want.double(), rtol=1e-4, atol=1e-9)
+    assert "layer_norm_sum" in kernels
 
 
 @pytest.mark.parametrize("weight_tracked", [True, False])

@@ -391,11 +391,14 @@ def _both_rows(first: Rows, second: Rows) -> tuple:
     return ids, grad, ids2, grad2, bounds, bounds2, longest, longest2
 
 
-def layer_norm_sum(x: Tensor, g: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
-    """Return Σ_t g·x̂ and Σ_t g (B, D) of rows (B, T, D) normalised over D."""
+def layer_norm_sum(
+    x: Tensor, g: Tensor, eps: float, rms: bool, offsets: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_t g·x̂ and Σ_t g (B, D) of rows (B, T, D), or packed (N, D), normalised over D."""
     from gradstats.kernels import operators
 
-    return operators.layer_norm_sum(x, g, eps, rms)
+    bounds = None if offsets is None else torch.tensor(offsets)
+    return operators.layer_norm_sum(x, g, eps, rms, bounds)
 
 
 def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -44,9 +44,9 @@ def broadcast(tracker, func, *args, **kwargs):
     layout = ExampleLayout(dims, _common(func, nodes[0], layouts))
     multiply = func in PRODUCTS
     if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
-        x = args[0] if node_of(args[1]) is not None else args[1]
+        value, x = args if node_of(args[0]) is not None else args[::-1]
         if len(nodes) == 1 and tracker.is_data(x):
-            plan = on_chip(tracker.settings, layout, x, nodes[0].value, multiply=multiply)
+            plan = on_chip(tracker.settings, layout, x, value, multiply=multiply)
             if plan is not None:
                 return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
     return _per_example(tracker, func, layout, args, kwargs)

@@ -36,8 +36,10 @@ class Normalise(Protocol):
     def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
         """Return x̂."""
 
-    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ_t g·x̂ and Σ_t g of operands (B, T, features), by the kernels."""
+    def sums(
+        self, x: Tensor, g: Tensor, offsets: Sequence[int] | None, *statistics: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σ_t g·x̂ and Σ_t g by the kernels, of operands as ``backward`` takes them."""
 
     def backward(
         self,
@@ -74,8 +76,8 @@ class AffineFactors:
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         dtype = compute_dtype(grad)
         if self._on_chip(grad, x):
-            grad, x = self.examples.first(grad), self.examples.first(x)
-            both = self.normalise.sums(*self._positions(x, grad), *statistics)
+            # (B, features) is what uses or batches that meet must hold: the factor itself.
+            both = self.normalise.sums(*self._operands(x, grad), *statistics)
             values = zip((self.scale, self.shift), both, strict=True)
             return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
         grad, x = self.examples.lead(grad), self.examples.lead(x)
@@ -99,10 +101,23 @@ class AffineFactors:
         ]
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
-        rows = self.examples.segments is None
+        """Whether the kernels take the rows of examples as they lie."""
+        segments = self.examples.segments
+        apart = segments is None or segments.order is None
         if self.channel_axis is not None:
-            rows = self.examples.plain
-        return rows and _triton.runs(grad, x)
+            apart = self.examples.plain
+        return apart and _triton.runs(grad, x)
+
+    def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Return both as (B, T, features), or packed (rows, features) with bounds of examples."""
+        examples = self.examples
+        if examples.segments is None:
+            rows, g = self._positions(examples.first(x), examples.first(grad))
+            return rows, g, None
+        features = product(self.shape)
+        rows, g = (examples.lead(side).reshape(-1, features) for side in (x, grad))
+        each = len(rows) // max(1, examples.rows)
+        return rows, g, [each * bound for bound in examples.segments.offsets]
 
     def _positions(self, *operands: Tensor) -> list[Tensor]:
         """Return the operands as (B, T, features), channels that come first as a view."""
@@ -117,11 +132,7 @@ class AffineFactors:
             return False
         if settings.weight_gradients and not settings.fused:
             return False
-        segments = self.examples.segments
-        apart = segments is None or segments.order is None
-        if self.channel_axis is not None:
-            apart = self.examples.plain
-        return apart and _triton.runs(x, x)
+        return self._on_chip(x, x)
 
     def backward(
         self,
@@ -135,17 +146,8 @@ class AffineFactors:
         examples = self.examples
         if weight is not None:
             weight = weight.flatten()
-        offsets = None
-        if examples.segments is None:
-            leading = examples.first(x)
-            rows, g = self._positions(leading, examples.first(grad))
-        else:
-            leading = examples.lead(x)
-            rows, g = (
-                side.reshape(-1, product(self.shape)) for side in (leading, examples.lead(grad))
-            )
-            each = len(rows) // max(1, len(leading))
-            offsets = [each * bound for bound in examples.segments.offsets]
+        rows, g, offsets = self._operands(x, grad)
+        leading = examples.first(x) if offsets is None else examples.lead(x)
         result = self.normalise.backward(rows, g, weight, offsets, wanted, *statistics)
         if result.input is None:
             return result
@@ -266,8 +268,8 @@ class LayerNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, self.shape, None, None, self.eps)
 
-    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return _triton.layer_norm_sum(x, g, self.eps, False)
+    def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, False, offsets)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
@@ -294,8 +296,8 @@ class RootMeanSquareNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
-    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return _triton.layer_norm_sum(x, g, self.eps, True)
+    def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
+        return _triton.layer_norm_sum(x, g, self.eps, True, offsets)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
@@ -320,7 +322,7 @@ class GroupNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.group_norm(x, self.groups, None, None, self.eps)
 
-    def sums(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton.group_norm_sum(x, g, self.groups, self.eps)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
@@ -387,7 +389,7 @@ class RunningNormalise:
             x, mean.to(x.dtype), variance.to(x.dtype), None, None, False, 0.0, self.eps
         )
 
-    def sums(self, x: Tensor, g: Tensor, *statistics: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, x, g, offsets, *statistics: Tensor) -> tuple[Tensor, Tensor]:
         return _triton.scale_sum(x, g, *self._mean_and_rstd(*statistics))
 
     def backward(self, x, g, weight, offsets, wanted, *statistics) -> NormGradients:
