@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
+from gradstats._factors import Vector
+from gradstats.capture._nodes import Root
 from gradstats.contractions import _triton
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
@@ -159,6 +161,7 @@ class Written(nn.Module):
         lambda m, x: x * m.w[:3].repeat(2) + m.w.view(2, 3).flatten(),
         lambda m, x: functional.linear(x, m.v, m.w) * m.v[0],
         lambda m, x: x * m.w[torch.tensor([0, 0, 5, 4, 3, 3])] + m.w[None].flatten()[:],
+        lambda m, x: x * m.w[torch.tensor([0, 0, 5, 4, 3, 3])],
         lambda m, x: (x.unsqueeze(1) * m.w[:, None, None]).sum(1),
     ],
     ids=[
@@ -168,6 +171,7 @@ class Written(nn.Module):
         "exp",
         "parts",
         "row of a matrix",
+        "repeated and flattened",
         "repeated",
         "all of each",
     ],
@@ -181,6 +185,24 @@ def test_parameters_used_in_other_ways_too(kernels, function):
     check_training(model, batch, losses)
     model.zero_grad()
     check_products(model, batch, losses, rtol=1e-5)
+
+
+def test_uses_that_must_meet_hold_no_positions(kernels, monkeypatch):
+    held = []
+    deliver = Root.deliver
+
+    def noted(root, factor):
+        held.append(type(factor))
+        deliver(root, factor)
+
+    monkeypatch.setattr(Root, "deliver", noted)
+    model = Written(lambda m, x: x * m.w * m.w + m.b[None], w=(6,), b=(6,))
+    model.map.requires_grad_(False)
+    batch = torch.randn(BATCH, 4, 6), torch.randn(BATCH)
+    stats = gs.per_example_norms(model, batch, losses)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-4)
+    # the shift is used once: its norms come without a factor
+    assert held == [Vector, Vector]
 
 
 def test_examples_along_another_axis(kernels):
