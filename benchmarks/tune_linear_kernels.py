@@ -36,7 +36,7 @@ STREAMING = {
             "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
             "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
             "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
-            "scale_positions_adjacent": "1x8x256w8s1 1x16x128w4s1 1x64x32w4s1",
+            "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
             "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
             "rows": "1x256x8w4s1 1x64x16w4s1",
             "depthwise": "16x1x256w8s1 16x4x64w8s1",
