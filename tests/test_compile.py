@@ -161,6 +161,27 @@ def test_what_a_graph_makes_belongs_to_no_example(kind):
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 
+class Asking(nn.Module):
+    """Reads properties of a parameter, as Hugging Face's models do before they cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        weight = self.first.weight
+        x = x.view(-1, weight.shape[1]).to(weight.device, weight.dtype)
+        return self.head(self.first(x).tanh()) if weight.requires_grad else x
+
+
+def test_properties_of_parameters_are_read_in_a_graph():
+    torch._dynamo.reset()
+    model, batch = Asking(), (torch.randn(B, 5), torch.randint(3, (B,)))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+
+
 def test_what_a_graph_calls_is_equal_only_to_itself():
     """The compiler of PyTorch 2.11 hashes it before it has fields."""
     rules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(

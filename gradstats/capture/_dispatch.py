@@ -82,7 +82,7 @@ def dispatch(
     """Run one operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+            return _unseen(func, args, kwargs)
         nodes, data = [], False
         for item in operands:
             node = node_of(item)
@@ -118,12 +118,21 @@ def dispatch(
         return _without_rule(func, nodes, args, kwargs)
 
 
+def _unseen(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Run an operation that is none of the context's."""
+    if torch.compiler.is_dynamo_compiling():
+        # Where a mode is on, the compiler brings every property of a subclass back here.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     name = getattr(func, "__name__", "")
     getter = name == "__get__" and func not in VIEW_GETTERS
     if getter or name in ON_THE_OBJECT:
-        return func(*args, **kwargs)
+        return _unseen(func, args, kwargs)
     described = first_node(*operands_of(args, kwargs)).describe()
     leave_graph(f"a computation without data on {described}")
 
