@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.kernels.compiled import sass
 
 POINTER_TYPES = {
     torch.float32: "*fp32",
@@ -46,7 +43,7 @@ class Compiled:
     name: str
     shared: int
     registers: int
-    spilled_bytes: int
+    spills: sass.Local
     ttir: str
     ptx: str
 
@@ -115,34 +112,15 @@ def source_of(launch: Launch) -> ASTSource:
 
 
 def compile_launch(launch: Launch, architecture: int) -> Compiled:
-    """Compiles a launch for sm_<architecture> and reads registers and spills off the assembler."""
+    """Compiles a launch for sm_<architecture>; registers and spills are read off what ships."""
     target = GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source_of(launch), target=target, options=launch.options)
-    ptx = compiled.asm["ptx"]
-    registers, spilled = assemble(ptx, architecture)
+    registers, spills = sass.read(compiled.asm["cubin"])
     return Compiled(
         launch.kernel.fn.__name__,
         compiled.metadata.shared,
         registers,
-        spilled,
+        spills,
         str(compiled.asm["ttir"]),
-        ptx,
+        compiled.asm["ptx"],
     )
-
-
-def assemble(ptx: str, architecture: int) -> tuple[int, int]:
-    """(registers per thread, bytes of spill stores and loads) by the bundled assembler."""
-    assembler = get_ptxas(architecture).path
-    target = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        report = subprocess.run(
-            [assembler, "-v", f"--gpu-name={target}", str(source), "-o", f"{folder}/kernel.cubin"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
-    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
-    return registers, spilled

@@ -18,17 +18,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import triton
 from gradstats.kernels import _config
 
-from tests.kernels.compiled import aot, cases, checks, launches
+from tests.kernels.compiled import aot, cases, checks, launches, sass
 
 # what is read off a compiled kernel is part of its key
-READING = inspect.getsource(checks.check_offsets) + inspect.getsource(checks.check_tensor_cores)
+READING = "".join(map(inspect.getsource, (checks.check_offsets, checks.check_tensor_cores, sass)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Facts:
     name: str
     shared: int
     registers: int
-    spilled_bytes: int
+    spills: sass.Local
     tensor_cores: bool
     complaints: list[str]
 
@@ -49,7 +48,7 @@ def facts_of(launch: aot.Launch, case: cases.Case) -> Facts:
     except Exception as error:
         last = (str(error).strip().splitlines() or [""])[-1]
         message = f"{launch.kernel.fn.__name__} does not compile: {type(error).__name__}: {last}"
-        return Facts(launch.kernel.fn.__name__, 0, 0, 0, False, [message])
+        return Facts(launch.kernel.fn.__name__, 0, 0, sass.Local(), False, [message])
     complaints = complaints_of(
         lambda: checks.check_no_atomics(compiled), lambda: checks.check_offsets(compiled)
     )
@@ -57,7 +56,7 @@ def facts_of(launch: aot.Launch, case: cases.Case) -> Facts:
     no_tensor_cores = complaints_of(
         lambda: checks.check_tensor_cores(compiled, case.architecture, rows)
     )
-    numbers = (compiled.name, compiled.shared, compiled.registers, compiled.spilled_bytes)
+    numbers = (compiled.name, compiled.shared, compiled.registers, compiled.spills)
     return Facts(*numbers, not no_tensor_cores, complaints)
 
 
@@ -118,7 +117,7 @@ class Store:
             for line in path.read_text().splitlines():
                 row = json.loads(line)
                 key = row.pop("key")
-                self.known[key] = Facts(**row)
+                self.known[key] = Facts(**row | {"spills": sass.Local(*row["spills"])})
 
     def facts(self, launch: aot.Launch, case: cases.Case) -> Facts:
         key = key_of(launch, case)
@@ -163,8 +162,8 @@ def main() -> int:
 
 def report(chosen: list[cases.Case], store: Path, scratch: str) -> int:
     """Sweeps, prints what is found, and returns the exit status."""
-    start, failed, spills, done = time.time(), {}, Counter(), set()
-    launched = 0
+    start, failed, done, launched = time.time(), {}, set(), 0
+    spills: dict[tuple[str, int, str, str], sass.Local] = {}
     for case, facts in sweep(chosen, Store(store)):
         launched += 1
         if case not in done:
@@ -173,9 +172,10 @@ def report(chosen: list[cases.Case], store: Path, scratch: str) -> int:
                 minutes = (time.time() - start) / 60
                 print(f"{len(done)} of {len(chosen)} configurations, {minutes:.0f} min", flush=True)
                 shutil.rmtree(scratch, ignore_errors=True)
-        if facts.spilled_bytes:
+        if any(facts.spills):
             spilled = (case.operation, case.architecture, str(case.config), facts.name)
-            spills[spilled] = max(spills[spilled], facts.spilled_bytes)
+            most = spills.get(spilled, sass.Local())
+            spills[spilled] = sass.Local(*map(max, most, facts.spills))
         for finding in findings(facts, case):
             if (case, finding) not in failed:
                 failed[case, finding] = None
@@ -183,7 +183,7 @@ def report(chosen: list[cases.Case], store: Path, scratch: str) -> int:
     print(f"\ntriton {triton.__version__}: {len(done)} configurations, {launched} launches")
     print(f"{len(failed)} findings, {len(spills)} kernels and tiles that spill at all:")
     for spilled, most in sorted(spills.items()):
-        print(f"  {most:5d} bytes  {spilled}")
+        print(f"  {spilled}: {most}")
     return bool(failed)
 
 

@@ -9,7 +9,7 @@ import pytest
 from gradstats.kernels import _config
 from gradstats.kernels._config import TileConfig
 
-from tests.kernels.compiled import aot, cases, checks, launches, sweep
+from tests.kernels.compiled import aot, cases, checks, launches, sass, sweep
 
 SUBSET = [case for case in cases.cases() if case.default]
 
@@ -40,11 +40,11 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 
 def test_a_sweep_reports_what_does_not_compile_or_exceeds_a_limit(monkeypatch):
     case = next(case for case in SUBSET if case.operation == "gram")
-    good = sweep.Facts("gram_kernel", 0, 32, 0, True, [])
+    good = sweep.Facts("gram_kernel", 0, 32, sass.Local(), True, [])
     assert sweep.findings(good, case) == []
     for change, message in (
         ({"shared": 10**6}, "shared memory"),
-        ({"spilled_bytes": 4000}, "spilled"),
+        ({"spills": sass.Local(inner=4)}, "spilled"),
         ({"tensor_cores": False}, "tensor-core"),
         ({"complaints": ["32-bit offset"]}, "32-bit"),
     ):
@@ -71,9 +71,19 @@ def test_transposed_operands_compile():
             checks.check_tensor_cores(compiled, 90, config.rows)
 
 
-def test_the_largest_fused_tile_spills_no_more_than_listed():
-    """Not in the table before a GPU has timed it, but callers can ask for it."""
-    operation, config = "weight_gradient_descriptor", TileConfig(128, 256, 64, 8, 3)
+# Not in the table before a GPU has timed them, but callers can ask for them.
+LARGEST_FUSED = [TileConfig(128, 256, 64, 8, stages) for stages in (3, 4)]
+
+
+def test_spills_are_listed_of_tiles_that_can_be_launched():
+    launched = {(case.operation, case.architecture, str(case.config)) for case in cases.cases()}
+    launched |= {("weight_gradient_descriptor", 90, str(config)) for config in LARGEST_FUSED}
+    assert set(checks.ALLOWED_SPILLS) <= launched
+
+
+@pytest.mark.parametrize("config", LARGEST_FUSED, ids=str)
+def test_the_largest_fused_tile_spills_no_more_than_listed(config):
+    operation = "weight_gradient_descriptor"
     for launch in launches.launches(operation, config, launches.DTYPES["half"], True):
         compiled = aot.compile_launch(launch, 90)
         checks.check_shared(compiled, _config.shared_limit(90))

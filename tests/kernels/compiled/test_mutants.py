@@ -1,5 +1,6 @@
 """The checks of this lane reject kernels that are broken in one line."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -9,6 +10,7 @@ from gradstats.kernels._config import TileConfig
 from gradstats.kernels.statistics import Statistics
 
 from tests.kernels.compiled import aot, checks, launches
+from tests.kernels.compiled.sass import Local
 from tests.kernels.mutants import mutant
 
 TILE = TileConfig(64, 64, 64, 4, 2)
@@ -81,8 +83,28 @@ def test_an_atomic_sum(tmp_path, monkeypatch):
 
 def test_a_tile_that_spills(monkeypatch):
     compiled = compile_gram(gram, monkeypatch, TileConfig(128, 128, 64, 4, 2))
+    assert compiled.spills.inner > 0 < compiled.spills.once
     with pytest.raises(AssertionError, match="spilled"):
         checks.check_spills(compiled)
+
+
+@pytest.mark.parametrize(
+    "spills, allowed, accepted",
+    [
+        (Local(inner=4), Local(), False),
+        (Local(inner=4), Local(inner=4), True),
+        (Local(inner=8), Local(inner=4, once=512), False),
+        (Local(once=checks.OUTSIDE - 4, outer=4), Local(), True),
+        (Local(once=checks.OUTSIDE, outer=4), Local(), False),
+        (Local(once=checks.OUTSIDE, outer=4), Local(once=checks.OUTSIDE + 4), True),
+        (Local(once=checks.OUTSIDE), Local(inner=4), True),
+        (Local(once=checks.OUTSIDE + 8), Local(once=checks.OUTSIDE + 4), False),
+    ],
+)
+def test_what_may_spill(spills, allowed, accepted):
+    compiled = aot.Compiled("kernel", 0, 255, spills, "", "")
+    with contextlib.nullcontext() if accepted else pytest.raises(AssertionError, match="spilled"):
+        checks.check_spills(compiled, allowed)
 
 
 def test_a_kernel_without_tensor_cores(monkeypatch):
