@@ -80,9 +80,14 @@ def dispatch(
     operands: Sequence[Tensor],
 ):
     """Run one operation that has a tracked tensor among its operands."""
+    if torch.compiler.is_dynamo_compiling() and _reads_property(func):
+        # Where a mode is on, the compiler brings every property of a subclass back here. Not inside
+        # the next block: the compiler of PyTorch 2.11 would leave the mode off for the whole graph.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            return _unseen(func, args, kwargs)
+            return func(*args, **kwargs)
         nodes, data = [], False
         for item in operands:
             node = node_of(item)
@@ -118,21 +123,14 @@ def dispatch(
         return _without_rule(func, nodes, args, kwargs)
 
 
-def _unseen(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Run an operation that is none of the context's."""
-    if torch.compiler.is_dynamo_compiling():
-        # Where a mode is on, the compiler brings every property of a subclass back here.
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-    return func(*args, **kwargs)
+def _reads_property(func) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
 
 
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
-    name = getattr(func, "__name__", "")
-    getter = name == "__get__" and func not in VIEW_GETTERS
-    if getter or name in ON_THE_OBJECT:
-        return _unseen(func, args, kwargs)
+    if _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT:
+        return func(*args, **kwargs)
     described = first_node(*operands_of(args, kwargs)).describe()
     leave_graph(f"a computation without data on {described}")
 
