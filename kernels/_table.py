@@ -174,7 +174,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
     "direct": {
         (80, "half", False): "128x256x32w8s3 128x128x64w8s4 64x64x64w4s4 16x64x64w4s3",
         (80, "half", True): "128x256x64w8s3 128x128x64w8s4 64x64x64w4s4 16x64x64w4s3",
-        (80, "ieee", False): "128x256x16w8s2 128x128x16w8s3 64x64x32w4s3 16x64x32w4s3",
+        (80, "ieee", False): "128x256x16w8s2 128x128x16w8s3 64x64x16w4s3 16x64x32w4s3",
         (80, "ieee", True): "128x256x16w8s3 128x128x16w8s3 64x64x16w4s3 16x64x32w4s3",
         (80, "tf32", False): "128x256x32w8s3 128x128x32w8s4 64x64x32w4s4 16x64x32w4s3",
         (80, "tf32", True): "128x256x32w8s3 128x128x32w8s4 64x64x32w4s4 16x64x32w4s3",
@@ -217,7 +217,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (100, "half", False): "128x128x32w8s3 64x128x64w4s3 64x64x32w4s3 16x64x64w4s3",
         (100, "half", True): "128x128x64w8s3 64x128x64w4s3 64x64x64w4s2 16x64x64w4s3",
         (100, "ieee", False): "128x128x16w8s2 64x128x16w8s2 64x64x32w4s2 16x64x32w4s3",
-        (100, "ieee", True): "128x128x32w8s3 64x128x32w4s3 64x64x32w4s4 16x64x32w4s3",
+        (100, "ieee", True): "128x128x32w8s3 64x128x32w4s3 64x64x32w4s4 16x64x32w4s2",
         (100, "tf32", False): "128x128x32w8s3 64x128x16w4s3 64x64x32w4s4 16x64x32w4s3",
         (100, "tf32", True): "128x128x32w8s3 64x128x32w4s3 64x64x32w4s4 16x64x32w4s3",
         (100, "tf32x3", False): "64x128x16w8s2 64x64x32w4s4 16x64x32w4s3",

@@ -21,6 +21,9 @@ ALLOWED_SPILLS = {
     # Once per program, around the loop over positions or features. A tile of this size that spills
     # nowhere halves the length of every step.
     ("direction", 90, "64x128x32w8s2"): Local(once=100),
+    # The same, of kernels that take the tile of another that it suits.
+    ("tied", 80, "64x64x32w4s3"): Local(once=120),
+    ("tied", 100, "64x64x32w4s3"): Local(once=120),
     # The same, where every tile of the size whose loads are pipelined spills as much on one of the
     # compilers: fp32 products, plain or of split operands.
     ("gram", 100, "128x128x16w8s3"): Local(once=76),
@@ -29,6 +32,7 @@ ALLOWED_SPILLS = {
     ("pairwise", 90, "64x64x16w8s3"): Local(once=116, outer=36),
     # Addresses and sums that the three walks over a group share are kept between them.
     ("group_norm", 80, "1x2048x1w8s1"): Local(once=92, outer=68),
+    ("group_norm", 80, "1x8x256w8s1"): Local(once=52, outer=28),
     # Where an example begins and ends, on one compiler: it keeps to half of the registers, so that
     # two programs run side by side.
     ("depthwise", 80, "16x1x256w8s1"): Local(once=44, outer=52),
