@@ -205,7 +205,8 @@ def influence_table() -> str:
         names = [row["implementation"] for row in latest(rows, "implementation")]
         body = []
         cases = grouped(rows, "model", "parameters", "train")
-        for (model, parameters, train), group in cases.items():
+        for case in sorted(cases, key=lambda case: tuple(map(int, case[1:]))):
+            (model, parameters, train), group = case, cases[case]
             named = {row["implementation"]: row for row in group}
             best = min(float(row["milliseconds"]) for row in group)
             cells = [f"{model.upper()}, d = {int(parameters) / 1e6:.2f} M", train]
