@@ -30,6 +30,33 @@ def test_transformer_with_arange_positions(positions, tied):
     check_model(model, token_batch(B, positions), next_token)
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda ids: ids.new_zeros(B),
+        lambda ids: ids.new_ones(B).cumsum(0) - 1,
+        lambda ids: ids.new_full((B,), 2),
+        lambda ids: ids.new_empty(B).fill_(1),
+    ],
+    ids=["new_zeros", "new_ones", "new_full", "new_empty"],
+)
+def test_positions_that_only_take_their_kind_from_data(positions):
+    """With as many positions as examples, what is filled in belongs to no example."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.place = nn.Embedding(11, 6), nn.Embedding(B, 6)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.tokens(ids) + self.place(positions(ids))))
+
+    model = Positions().double()
+    ids = torch.randint(11, (B, B))
+    check_model(model, ids, lambda model, ids: model(ids).square().sum((1, 2)))
+
+
 def gpt2(**options):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -51,11 +51,20 @@ CALLERS_VALUES = frozenset(
     }
 )
 
-FACTORIES = frozenset({torch.zeros, torch.ones})
+FACTORIES = frozenset(
+    {
+        torch.zeros,
+        torch.ones,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_empty,
+    }
+)
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
-WATCHED = IN_PLACE | CHANGES | PRESCRIBES
+WATCHED = IN_PLACE | CHANGES | PRESCRIBES | FACTORIES
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
