@@ -30,15 +30,15 @@ ALLOWED_SPILLS = {
     ("pairwise", 80, "64x64x16w8s2"): Local(once=76, outer=36),
     ("pairwise", 90, "64x64x16w8s2"): Local(once=92, outer=28),
     ("pairwise", 90, "64x64x16w8s3"): Local(once=116, outer=36),
-    # Five words read again in a step of sixty-four positions, on one compiler; the tile of this size
-    # that spills nowhere halves the step.
+    # Five words read again in a step of sixty-four positions, on one compiler; the tile of this
+    # size that spills nowhere halves the step.
     ("convolution", 90, "128x128x64w8s3"): Local(once=20, inner=20),
     # Eight accesses in a step of sixteen features: two accumulators of this tile and the parts of
     # its operands are the whole register file. Other tiles of its size spill more.
     ("gram", 80, "128x128x16w8s2"): Local(once=32, inner=32),
-    # Two accumulators of this tile are the whole register file. All accesses of its loop, which runs
-    # over the positions of all examples, stand in the branch taken where an example ends, save one
-    # word read in every step.
+    # Two accumulators of this tile are the whole register file. All accesses of its loop, which
+    # runs over the positions of all examples, stand in the branch taken where an example ends,
+    # save one word read in every step.
     ("weight_gradient_descriptor", 90, "128x256x64w8s3"): Local(once=212, inner=144),
     ("weight_gradient_descriptor", 90, "128x256x64w8s4"): Local(once=212, inner=144),
 }
