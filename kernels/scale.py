@@ -119,6 +119,7 @@ def scale_kernel(
         shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
         for row in range(split * INNER, length, splits * INNER):
             rows = row + inner
+            # x first: triton 3.9.0 crashes on this kernel where g is loaded before it
             if SCALE:
                 x = load_tile(x_base, rows, stride_xt, length, columns, stride_xd, features)
                 x = x.to(tl.float32)

@@ -87,8 +87,7 @@ class Use:
             with torch.no_grad():
                 return self.deliver(factors)
         # Where uses must meet, what a use sums over positions is held, not the positions.
-        sole = all(root.has_one_use for root in self.roots)
-        if not sole:
+        if not all(root.has_one_use for root in self.roots):
             factors = [f if f is None or isinstance(f, Fused) else lean(f) for f in factors]
         tracker = self.tracker
         if tracker.closed:
