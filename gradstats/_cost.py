@@ -151,6 +151,18 @@ def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) ->
     )
 
 
+def direct_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+    """Return of how many examples gradients are formed at once to be squared.
+
+    Measured on two cores of an AMD EPYC (T = 128, widths 64 to 3072): gradients of 512 KiB and more
+    are formed fastest one at a time; smaller ones as a batch of products of a few MiB.
+    """
+    if bytes_per_example >= CACHE_BYTES // 2:
+        return 1
+    budget = min(workspace, 4 * CACHE_BYTES)
+    return max(1, min(examples, budget // max(1, bytes_per_example)))
+
+
 def in_cache(bytes_per_example: int, examples: int) -> int:
     """Return how many examples' temporaries stay in a core's cache, at least one."""
     return max(1, min(examples, CACHE_BYTES // max(1, bytes_per_example)))

@@ -92,6 +92,28 @@ def test_gram_blocks(positions):
     assert_exact(_outer.gram(factor, TINY), factor)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("p, q", [(300, 220), (220, 300)])
+def test_large_gradients_are_formed_one_at_a_time(groups, p, q):
+    factor = outer(3, groups, 5, p, q)
+    for workspace in (WORKSPACE, 8 * 100 * p):
+        assert_exact(_outer.direct(factor, workspace), factor)
+        result, total = _outer._direct(factor, workspace, with_sum=True)
+        assert_exact(result, factor)
+        torch.testing.assert_close(total, factor.dense().sum(0))
+        assert total.is_contiguous()
+
+
+def test_large_gradients_of_narrow_operands():
+    wide = outer(3, 1, 5, 400, 500)
+    factor = Outer(wide.left.bfloat16(), wide.right.half(), wide.shape)
+    result, total = _outer._direct(factor, WORKSPACE, with_sum=True)
+    rounded = Outer(factor.left.double(), factor.right.double(), factor.shape)
+    assert_exact(result, rounded, rtol=1e-6)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total.double(), rounded.dense().sum(0), rtol=1e-5, atol=1e-5)
+
+
 def test_no_positions_give_zero():
     factor = outer(positions=0)
     assert torch.equal(contractions.sqnorm([factor], WORKSPACE).value, torch.zeros(3).double())

@@ -68,6 +68,12 @@ def test_chunks():
     assert _cost.examples_per_chunk(0, 8, WORKSPACE) == 8
     # A chunk stays in cache even where the workspace allows more.
     assert _cost.examples_per_chunk(2**20, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**20
+    # Large gradients are formed one at a time, small ones as batches of a few MiB.
+    assert _cost.direct_chunk(2**19, 64, WORKSPACE) == 1
+    assert _cost.direct_chunk(2**18, 64, WORKSPACE) == 16
+    assert _cost.direct_chunk(100, 8, WORKSPACE) == 8
+    assert _cost.direct_chunk(100, 8, 250) == 2
+    assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.rows_per_tile(10, 100, 250) == 2
     assert _cost.rows_per_tile(10, 100, 1) == 1
     assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32

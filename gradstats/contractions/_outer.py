@@ -42,7 +42,9 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
     if form == "direct":
-        return _direct(factor, workspace, with_sum=True)
+        result, formed = _direct(factor, workspace, with_sum=True)
+        assert formed is not None
+        return result, formed
     result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
     return result, summed(factor)
 
@@ -91,20 +93,21 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     for start in range(0, batch, chunk):
         left = factor.left[start : start + chunk].to(dtype).flatten(0, 1)  # (n·K, T, p)
         right = factor.right[start : start + chunk].to(dtype).flatten(0, 1)
-        total = size = None
-        for row in range(0, positions, block):
+        lengths = left.new_empty(len(left), positions)
+        rows = range(0, positions, block)
+        wholes, tiles = left.new_empty(2, len(rows), len(left)).unbind()
+        for row, whole, tile in zip(rows, wholes, tiles, strict=True):
             here = slice(row, row + block)
-            products = (left[:, here] @ left[:, row:].mT).mul_(right[:, here] @ right[:, row:].mT)
+            products = torch.bmm(left[:, here], left[:, row:].mT)
+            products.mul_(torch.bmm(right[:, here], right[:, row:].mT))
             # On the diagonal stand ‖left_t‖²‖right_t‖².
-            lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-            size = lengths if size is None else size + lengths
-            if row + block < positions:
-                # Tiles right of the diagonal tile stand for their mirror images too.
-                products[:, :, block:] *= 2
-            part = products.sum((1, 2))
-            total = part.double() if total is None else total + part
-        assert total is not None and size is not None
+            lengths[:, here] = products.diagonal(dim1=1, dim2=2)
+            torch.sum(products, (1, 2), out=whole)
+            torch.sum(products[:, :, :block], (1, 2), out=tile)
+        # Tiles right of the diagonal tile stand for their mirror images too.
+        total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
         values.append(total.view(-1, groups).sum(1) if groups > 1 else total)
+        size = lengths.sqrt_().sum(1)
         sizes.append(size.double().square_().view(-1, groups).sum(1))
     # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
     return Contraction(torch.cat(values), unit_roundoff(dtype) * torch.cat(sizes))
@@ -120,47 +123,63 @@ def direct(factor: Outer, workspace: int) -> Contraction:
     return _direct(factor, workspace, with_sum=False)[0]
 
 
-def _direct(factor: Outer, workspace: int, *, with_sum: bool):
+def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contraction, Tensor | None]:
     dtype = compute_dtype(factor.left, factor.right)
-    batch, groups, _, p = factor.left.shape
-    q = factor.right.shape[3]
-    itemsize = torch.finfo(dtype).bits // 8
-    rows = _cost.rows_per_tile(p, groups * q * itemsize, workspace)
-    chunk = _cost.examples_per_chunk(groups * rows * q * itemsize, batch, workspace)
-    total: Tensor | None = None
-    norms = []
+    left, right = factor.left, factor.right
+    # A product whose long side is the rows takes down to half the time of its transpose.
+    turned = right.shape[3] > left.shape[3]
+    if turned:
+        left, right = right, left
+    (batch, groups, _, p), q = left.shape, right.shape[3]
+    row_bytes = groups * q * torch.finfo(dtype).bits // 8
+    rows = _cost.rows_per_tile(p, row_bytes, workspace)
+    chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
+    norms = left.new_empty(batch, groups, p, dtype=dtype)
+    total = left.new_zeros(groups, p, q, dtype=dtype) if with_sum else None
+    if chunk == groups == 1 and rows >= p and not torch.compiler.is_compiling():
+        _form_each(left[:, 0], right[:, 0], norms[:, 0], total)
+    else:
+        _form_chunks(left, right, norms, total, chunk, rows)
+    # What is summed over rows of the gradient is summed in float64, once for all examples.
+    result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
+    if total is None:
+        return result, None
+    return result, _arrange(total.mT.contiguous() if turned else total, factor)
+
+
+def _form_each(left: Tensor, right: Tensor, norms: Tensor, total: Tensor | None) -> None:
+    """Write the norms of the rows of each gradient, (B, p), and add the gradients to the total.
+
+    Every gradient is formed in the same piece of memory, by one product of matrices.
+    """
+    tile = norms.new_empty(left.shape[2], right.shape[2])
+    for a, b, norm in zip(left.mT.unbind(), right.unbind(), norms.unbind(), strict=True):
+        torch.mm(cast(a, norms.dtype), cast(b, norms.dtype), out=tile)
+        torch.linalg.vector_norm(tile, dim=-1, out=norm)
+        if total is not None:
+            total += tile
+
+
+def _form_chunks(
+    left: Tensor, right: Tensor, norms: Tensor, total: Tensor | None, chunk: int, rows: int
+) -> None:
+    """As ``_form_each``, with groups, for some examples and some rows of the gradient at once."""
+    (batch, groups, _, p), q = left.shape, right.shape[3]
     # One piece of memory for all tiles: fresh pages would cost more than the products.
     scratch = None
-    if rows >= p and chunk < batch and not torch.compiler.is_compiling():
-        scratch = factor.left.new_empty(chunk * groups, p, q, dtype=dtype)
+    if chunk < batch and rows >= p and not torch.compiler.is_compiling():
+        scratch = norms.new_empty(chunk * groups, p, q)
     for start in range(0, batch, chunk):
-        left = cast(factor.left[start : start + chunk], dtype).mT
-        right = cast(factor.right[start : start + chunk], dtype)
-        if rows >= p:
-            out = None if scratch is None else scratch[: len(left) * groups]
-            tile = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out=out)
-            tile = tile.view(-1, groups, p, q)
-            norms.append(torch.linalg.vector_norm(tile, dim=-1))
-            if with_sum:
-                part = tile.sum(0) if chunk > 1 else tile[0]
-                if total is not None:
-                    total += part
-                else:
-                    total = part if chunk > 1 or scratch is None else part.clone()
-            continue
-        if with_sum and total is None:
-            total = left.new_zeros(groups, p, q)
-        parts = []
+        here = slice(start, start + chunk)
+        a, b = cast(left[here], norms.dtype).mT, cast(right[here], norms.dtype)
         for row in range(0, p, rows):
-            tile = left[..., row : row + rows, :] @ right  # (n, K, rows, q)
-            parts.append(torch.linalg.vector_norm(tile, dim=-1))
+            there = slice(row, row + rows)
+            out = None if scratch is None else scratch[: len(a) * groups]
+            tile = torch.bmm(a[:, :, there].flatten(0, 1), b.flatten(0, 1), out=out)
+            tile = tile.view(len(a), groups, -1, q)
+            norms[here, :, there] = torch.linalg.vector_norm(tile, dim=-1)
             if total is not None:
-                total[:, row : row + rows] += tile.sum(0)
-        norms.append(torch.cat(parts, -1))
-    # What is summed over rows of the gradient is summed in float64, once for all examples.
-    value = torch.cat(norms).double().square_().flatten(1).sum(1)
-    result = well_conditioned(value, dtype)
-    return result, None if total is None else _arrange(total, factor)
+                total[:, there] += tile.sum(0)
 
 
 def merge(factors: list[Outer]) -> Outer:
