@@ -42,6 +42,10 @@ def plain(x, scale, shift):
     return shift + x * scale
 
 
+def shifted(x, scale, shift):
+    return x * (1 + scale.float()) + torch.add(shift, 2.0)
+
+
 def transposed(x, scale, shift):
     return (x.transpose(1, 2) * scale + shift).transpose(1, 2)
 
@@ -61,6 +65,7 @@ def expanded(x, scale, shift):
 # name: parameter's shape, size of an example, how it is written, operators called for both
 CASES = {
     "RMSNorm": ((6,), (4, 6), rms_norm, ("scale_backward", "vector_sqnorm")),
+    "shifted": ((6,), (4, 6), shifted, ("scale_backward", "vector_sqnorm")),
     "no positions": ((24,), (24,), plain, ("scale_backward",)),
     "last of four": ((6,), (2, 2, 6), plain, ("scale_backward", "vector_sqnorm")),
     "channels first": ((2, 1, 1), (2, 3, 4), plain, ("scale_backward", "vector_sqnorm")),
@@ -107,9 +112,11 @@ def test_norms_alone(kernels, name):
 def test_norms_beside_training(kernels, name, fused):
     model, batch, expected = case(name)
     check_training(model, batch, losses, fused=fused)
-    # what sums for the norms sums for the gradients too
-    beside = {operator.replace("vector_sqnorm", "scale_backward") for operator in expected or ()}
-    assert called(kernels) == (sorted(beside) if fused else [])
+    beside = set(expected or ())
+    if fused:
+        # what sums for the norms sums for the gradients too
+        beside = {operator.replace("vector_sqnorm", "scale_backward") for operator in beside}
+    assert called(kernels) == sorted(beside)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,6 +164,9 @@ class Written(nn.Module):
         lambda m, x: x * m.w * m.w,
         lambda m, x: x * m.w + m.w,
         lambda m, x: x * (1 + m.w),
+        lambda m, x: x * torch.add(torch.ones(6).to(x), m.w, alpha=2),
+        lambda m, x: x * (m.w + torch.arange(4)[:, None]),
+        lambda m, x: x * (1 + m.w) + (m.w - 1) * (m.w + m.w),
         lambda m, x: x * m.w.exp() + m.w.expand(4, 6),
         lambda m, x: x * m.w[:3].repeat(2) + m.w.view(2, 3).flatten(),
         lambda m, x: functional.linear(x, m.v, m.w) * m.v[0],
@@ -168,6 +178,9 @@ class Written(nn.Module):
         "twice",
         "scale and shift",
         "1 + w",
+        "1 + 2 w",
+        "sum that widens",
+        "1 + w among others",
         "exp",
         "parts",
         "row of a matrix",

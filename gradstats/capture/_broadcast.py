@@ -84,19 +84,16 @@ class Broadcast:
         return Elementwise(rows, None if x is None else self.rows(x), self.shape, offsets)
 
 
-def on_chip(
-    settings, layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool
-) -> Broadcast | None:
+def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) -> Broadcast | None:
     """Return how the kernels serve x ∘ value or x + value; None where they do not.
 
     Args:
-        settings: of the context.
         layout: where the examples of the result lie.
         x: the data.
         value: the tracked tensor.
         multiply: the operation is a product.
     """
-    if torch.compiler.is_compiling() or (settings.weight_gradients and not settings.fused):
+    if torch.compiler.is_compiling():
         return None
     segments = layout.examples.segments
     padded = layout.padded(value.shape)
@@ -131,6 +128,20 @@ def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multip
     """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
     use, carriers = carriers_for([node])
     return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *carriers)
+
+
+@dataclass(frozen=True, eq=False)
+class BroadcastFactors:
+    """The factor of what multiplies data, or is added to them, whose gradients PyTorch makes.
+
+    Attributes:
+        plan: how the axes divide.
+    """
+
+    plan: Broadcast
+
+    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list[Elementwise]:
+        return [self.plan.factor(grad, x)]
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):

@@ -99,7 +99,8 @@ class ConvolutionUse(torch.autograd.Function):
             if total is not None:
                 grad_bias = total.to(ctx.bias_dtype)
         elif want_bias:
-            grad_bias = channel_gradient(examples, grad).sum(0).to(ctx.bias_dtype)
+            positions = range(2, grad.dim())
+            grad_bias = grad.sum((0, *positions), dtype=compute_dtype(grad)).to(ctx.bias_dtype)
         reports = report(use, settings, factors)
         stride, padding, dilation, transposed, output_padding, groups = ctx.call
         grad_x = None

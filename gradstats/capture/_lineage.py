@@ -168,13 +168,17 @@ def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
 
 
 def rearranged_root(node: Node) -> Root | None:
-    """Return the parameter of which a tensor is a cast or a reshape; None if it is anything else.
+    """Return the parameter of which a tensor is a cast, a reshape or a shift by a constant.
 
-    Both have the same per-example gradients.
+    All have the same per-example gradients. None if it is anything else.
     """
     while isinstance(node, Derived):
         step = LEAN_STEPS.get(node.function)
-        same = step in (_same_shape, _reshaped) or (step is _axes_added and _only_adds_axes(node))
+        same = (
+            step in (_same_shape, _reshaped)
+            or (step is _axes_added and _only_adds_axes(node))
+            or (step is _shifted and _only_adds(node))
+        )
         if not same or len(node.parents) != 1:
             return None
         if node.value.numel() != node.parents[0].value.numel():
@@ -260,6 +264,16 @@ def _transpose(factor: Factor, node: Derived) -> Factor | None:
 def _same_shape(factor: Factor, node: Derived) -> Factor | None:
     """Casts and copies: the gradient is the same numbers in the root's dtype."""
     return factor if node.value.shape == node.parents[0].shape else None
+
+
+def _shifted(factor: Factor, node: Derived) -> Factor | None:
+    """1 + w: a constant has no gradient."""
+    return _same_shape(factor, node) if _only_adds(node) else None
+
+
+def _only_adds(node: Derived) -> bool:
+    """Whether a sum has no factor ``alpha``, which may stand between its operands too."""
+    return "alpha" not in node.kwargs and len(node.args) <= 2
 
 
 def _reshaped(factor: Factor, node: Derived) -> Factor | None:
@@ -353,6 +367,10 @@ LEAN_STEPS = {
     Tensor.contiguous: _same_shape,
     Tensor.clone: _same_shape,
     torch.clone: _same_shape,
+    Tensor.add: _shifted,
+    Tensor.__add__: _shifted,
+    Tensor.__radd__: _shifted,
+    torch.add: _shifted,
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
     torch.reshape: _reshaped,

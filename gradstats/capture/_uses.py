@@ -71,6 +71,11 @@ class Use:
         node = self.nodes[position]
         return isinstance(node, Root) and node.has_one_use
 
+    @property
+    def all_sole(self) -> bool:
+        """Whether all nodes are parameters to which this use alone contributes."""
+        return all(map(self.is_sole, range(len(self.nodes))))
+
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
         for root in self.roots:
@@ -159,7 +164,12 @@ def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
             "context is opened: then it runs eagerly inside it."
         )
     # In a compiled graph each root has one use.
-    results = [sqnorm([factor], settings.workspace, guarded=False) for factor in factors]
+    results = [
+        factor.norms
+        if isinstance(factor, Fused)
+        else sqnorm([factor], settings.workspace, guarded=False)
+        for factor in factors
+    ]
     return [torch.stack((r.value, r.bound, torch.ones_like(r.value))) for r in results]
 
 
@@ -252,7 +262,13 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @unseen(_tap_again)
     def backward(ctx, grad, *saved):
-        reports = report(ctx.use, ctx.settings, ctx.factors_of(grad, *saved))
+        factors = None
+        if ctx.settings.consumer is None and (ctx.use is None or ctx.use.all_sole):
+            norms = getattr(ctx.factors_of, "norms", None)
+            factors = None if norms is None else norms(grad, *saved)
+        if factors is None:
+            factors = ctx.factors_of(grad, *saved)
+        reports = report(ctx.use, ctx.settings, factors)
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
 
 
@@ -268,8 +284,9 @@ def tap(
         factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
             method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
             of ``saved`` as tracked operations compute them, or None where the tracked operands do
-            not enter them. Equal only to itself: the compiler of PyTorch 2.11 looks what a graph
-            calls up in a set, before it has values to compare.
+            not enter them; its method ``norms(grad, *saved)`` the norms of factors that no other
+            use meets, without the factors, or None. Equal only to itself: the compiler of PyTorch
+            2.11 looks what a graph calls up in a set, before it has values to compare.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
     use, carriers = carriers_for(nodes)

@@ -23,7 +23,7 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, carriers_for, derived, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
-from gradstats.contractions import _triton
+from gradstats.contractions import Fused, _triton
 from gradstats.contractions._triton import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -99,6 +99,17 @@ class AffineFactors:
             for values in (scales, shifts)
             if values
         ]
+
+    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Fused] | None:
+        """Return squared norms where the kernels take them without writing a gradient."""
+        if not self._on_chip(grad, x):
+            return None
+        operands = self._operands(x, grad)
+        found = self.normalise.backward(
+            *operands[:2], None, operands[2], (False, False), *statistics
+        )
+        both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
+        return [Fused(None, norms, None) for wanted, norms in both if wanted]
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""
