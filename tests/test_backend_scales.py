@@ -343,7 +343,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [None, {}, {"fused": False}, {"exclude": ["1*.b*"]}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_gradient_of_an_example_is_written(kernels, name, training):
     layer, size = LAYERS[name]()
@@ -353,8 +353,8 @@ def test_no_gradient_of_an_example_is_written(kernels, name, training):
     batch = torch.randn(7, *size), torch.randn(7)
     # its kernels take (B, 13, 11); what is summed over 13 positions would be (7, 11)
     with Shapes() as shapes:
-        if training:
-            with gs.track(model, batch_size=7) as tracker:
+        if training is not None:
+            with gs.track(model, batch_size=7, **training) as tracker:
                 tracker.backward(losses(model, batch))
         else:
             gs.per_example_norms(model, batch, losses)
