@@ -356,7 +356,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (90, "tf32x3", True): "128x128x16w8s3 64x64x32w4s3 16x64x32w4s3",
         (100, "half", False): "128x128x64w8s3 64x64x64w4s3 16x64x64w4s3",
         (100, "half", True): "128x128x32w8s3 64x64x32w4s3 16x64x64w4s3",
-        (100, "ieee", False): "128x128x32w8s3 64x64x32w4s3 16x64x16w4s2",
+        (100, "ieee", False): "128x128x32w8s3 64x64x32w4s3 16x64x16w4s3",
         (100, "ieee", True): "128x128x16w8s3 64x64x32w4s3 16x64x32w4s3",
         (100, "tf32", False): "128x128x32w8s3 64x64x32w4s3 16x64x32w4s3",
         (100, "tf32", True): "128x128x32w8s3 64x64x32w4s3 16x64x32w4s3",

@@ -17,7 +17,7 @@ from gradstats._factors import (
 )
 from gradstats.capture._layout import Examples
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned, _triton, summed
+from gradstats.contractions import Fused, WellConditioned, _triton, one_position, summed
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -67,18 +67,19 @@ class LinearUse(torch.autograd.Function):
         want_bias = want_bias and settings.weight_gradients
         factors: list[Factor | Fused] = []
         if weight_tracked:
-            factor = linear_factor(examples, grad, x, shape)
             # A consumer that wants no sum has its own way to norms and products.
             pays = (want_weight and settings.fused) or settings.consumer is None
-            if pays and use is not None and use.is_sole(0):
-                fused = fuse(factor, settings, want_weight)
+            if not (pays and use is not None and use.is_sole(0)):
+                factors.append(linear_factor(examples, grad, x, shape))
+            elif settings.consumer is None and is_one_position(examples, grad, x):
+                factors.append(Fused(None, one_position(grad, x), None))
+            else:
+                fused = fuse(linear_factor(examples, grad, x, shape), settings, want_weight)
                 if fused.total is not None:
                     grad_weight = cast(fused.total, weight_dtype)
                 factors.append(fused)
-            else:
-                factors.append(factor)
         if want_weight and grad_weight is None:
-            grad_weight = grad.flatten(0, -2).t() @ cast(x.flatten(0, -2), grad.dtype)
+            grad_weight = rows_of(grad).t() @ cast(rows_of(x), grad.dtype)
         if bias_tracked:
             bias = bias_factor(examples, grad)
             shared = isinstance(bias, Vector) and bias.values is grad
@@ -98,6 +99,16 @@ class LinearUse(torch.autograd.Function):
             multiply = torch.mm if grad.dim() == 2 else torch.matmul
             grad_x = multiply(grad, cast(weight, grad.dtype))
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def is_one_position(examples: Examples, grad: Tensor, x: Tensor) -> bool:
+    """Whether each example has one row, of which PyTorch takes the norms."""
+    return grad.dim() == 2 and examples.plain and not _triton.runs(grad, x)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return (…, width) as (rows, width)."""
+    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
 
 
 def of_left(vector: Vector, factors: list) -> Vector | Fused:

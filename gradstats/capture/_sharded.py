@@ -20,7 +20,7 @@ from gradstats.errors import CoverageError, UnsupportedOperationError
 
 def is_sharded(parameter: nn.Parameter) -> bool:
     """Whether a parameter is distributed over processes."""
-    return hasattr(parameter, "device_mesh")
+    return type(parameter) is not nn.Parameter and hasattr(parameter, "device_mesh")
 
 
 class ShardedParameters:

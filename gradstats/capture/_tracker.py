@@ -48,6 +48,9 @@ from gradstats.errors import (
 # Parameters of which a compiled graph was seen to hold several uses.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+# Attributes that a module has from the start, none of which is a tensor.
+EVERY_MODULE = frozenset(vars(nn.Module()))
+
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
@@ -111,8 +114,10 @@ class Tracker(Data):
         # tensors in plain attributes.
         kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            for held in (vars(module), module._buffers):
-                kept += [item for item in held.values() if isinstance(item, Tensor)]
+            own = vars(module)
+            kept += [own[key] for key in own.keys() - EVERY_MODULE if isinstance(own[key], Tensor)]
+            if module._buffers:
+                kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant(kept)
         self._classes: list[tuple[nn.Parameter, type]] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)

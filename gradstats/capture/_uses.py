@@ -91,9 +91,6 @@ class Use:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.deliver(factors)
-        # Where uses must meet, what a use sums over positions is held, not the positions.
-        if not all(root.has_one_use for root in self.roots):
-            factors = [f if f is None or isinstance(f, Fused) else lean(f) for f in factors]
         tracker = self.tracker
         if tracker.closed:
             raise TrackingError(
@@ -110,19 +107,25 @@ class Use:
                     root.finish(factor.norms)
                     continue
                 if factor is not None:
-                    root.deliver(factor)
+                    root.deliver(_held(factor, root))
                 root.settle()
             return
         for root in self.roots:
             for node, factor in zip(self.nodes, factors, strict=True):
                 if factor is None:
                     continue
+                factor = _held(factor, root)
                 if node is root:
                     root.deliver(factor)
                 elif root in node.roots:
                     assert not isinstance(factor, Fused)  # of sole uses, which are roots
                     root.deliver(pull_back(factor, node, root))
             root.settle()
+
+
+def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
+    """Return what to hold of a factor: where uses must meet, sums over positions, if it has any."""
+    return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
 def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:

@@ -32,6 +32,7 @@ from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
 from gradstats.contractions._merge import merge
+from gradstats.contractions._outer import one_position as one_position
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import WellConditioned as WellConditioned

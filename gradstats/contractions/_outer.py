@@ -57,12 +57,21 @@ def rank_one(factor: Outer) -> Contraction:
         return Contraction(zero, zero.clone())
     if _triton.serves(factor):
         return _triton.rank_one(factor)
+    if groups == 1:
+        return one_position(factor.left[:, 0, 0], factor.right[:, 0, 0])
     dtype = compute_dtype(factor.left, factor.right)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    if groups == 1:
-        return WellConditioned(left.view(-1), right.view(-1), dtype=dtype)
     return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
+
+
+def one_position(left: Tensor, right: Tensor) -> WellConditioned:
+    """Return ‖left_i‖²‖right_i‖² of rows (B, p) and (B, q), by PyTorch."""
+    dtype = compute_dtype(left, right)
+    norm = torch.linalg.vector_norm
+    return WellConditioned(
+        norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype), dtype=dtype
+    )
 
 
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:

@@ -80,9 +80,9 @@ def stack(
     alike: dict[tuple, list[int]] = {}
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned):
-            parts = result.norms or (result.value,)
-            key = (len(result.norms), result.relative, parts[0].dtype, parts[0].device)
-            alike.setdefault(key, []).append(row)
+            norms = result.norms
+            some = norms[0] if norms else result.value
+            alike.setdefault((len(norms), result.relative, some.device), []).append(row)
     order: list[int] = []
     values, bounds = [], []
     for (count, relative, *_), rows in alike.items():
