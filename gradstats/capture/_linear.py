@@ -17,7 +17,7 @@ from gradstats._factors import (
 )
 from gradstats.capture._layout import Examples
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned, _triton, one_position, summed
+from gradstats.contractions import Fused, WellConditioned, _triton, one_position, sqnorm, summed
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -53,7 +53,7 @@ class LinearUse(torch.autograd.Function):
         if x.dim() == 2:
             return result
         # For more than two axes PyTorch returns a view, which a later relu_ could not change.
-        return torch.ops.aten._unsafe_view(result, result.shape)
+        return result.detach()
 
     @staticmethod
     @unseen(_linear_again)
@@ -170,10 +170,13 @@ def bias_report(
     if sole and isinstance(factor, Elementwise):
         fused = fuse(factor, settings, want_sum)
         return fused, fused.total
-    if not want_sum:
+    if not (sole or want_sum):
         return factor, None
     vector = summed(factor) if isinstance(factor, Elementwise) else factor
-    return vector, vector.values.sum(0)
+    total = vector.values.sum(0) if want_sum else None
+    if sole:
+        return Fused(None, sqnorm([vector], settings.workspace), None), total
+    return vector, total
 
 
 def linear_factor(

@@ -98,28 +98,48 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     chunk = _cost.examples_per_chunk(
         groups * positions * (2 * block + upcast) * itemsize, batch, workspace
     )
-    values, sizes = [], []
+    parts = []
     for start in range(0, batch, chunk):
-        left = factor.left[start : start + chunk].to(dtype).flatten(0, 1)  # (n·K, T, p)
-        right = factor.right[start : start + chunk].to(dtype).flatten(0, 1)
-        lengths = left.new_empty(len(left), positions)
-        rows = range(0, positions, block)
-        wholes, tiles = left.new_empty(2, len(rows), len(left)).unbind()
-        for row, whole, tile in zip(rows, wholes, tiles, strict=True):
-            here = slice(row, row + block)
-            products = torch.bmm(left[:, here], left[:, row:].mT)
-            products.mul_(torch.bmm(right[:, here], right[:, row:].mT))
-            # On the diagonal stand ‖left_t‖²‖right_t‖².
-            lengths[:, here] = products.diagonal(dim1=1, dim2=2)
-            torch.sum(products, (1, 2), out=whole)
-            torch.sum(products[:, :, :block], (1, 2), out=tile)
-        # Tiles right of the diagonal tile stand for their mirror images too.
-        total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
-        values.append(total.view(-1, groups).sum(1) if groups > 1 else total)
-        size = lengths.sqrt_().sum(1)
-        sizes.append(size.double().square_().view(-1, groups).sum(1))
+        left, right = factor.left, factor.right
+        if chunk < batch:
+            left, right = left[start : start + chunk], right[start : start + chunk]
+        operands = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
+        parts.append(_gram_whole(*operands) if block == positions else _gram_rows(*operands, block))
+    total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
-    return Contraction(torch.cat(values), unit_roundoff(dtype) * torch.cat(sizes))
+    bound = size.double().square_().mul_(unit_roundoff(dtype))
+    if groups > 1:
+        total, bound = total.view(-1, groups).sum(1), bound.view(-1, groups).sum(1)
+    return Contraction(total, bound)
+
+
+def _gram_whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) in float64, and Σ_t ‖left_t‖‖right_t‖.
+
+    Args:
+        left, right: (n, T, p) and (n, T, q).
+    """
+    products = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
+    # On the diagonal stand ‖left_t‖²‖right_t‖².
+    return products.sum((1, 2)).double(), products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+
+
+def _gram_rows(left: Tensor, right: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """As ``_gram_whole``, of a few positions with all that follow them at once."""
+    count, positions, _ = left.shape
+    lengths = left.new_empty(count, positions)
+    rows = range(0, positions, block)
+    wholes, tiles = left.new_empty(2, len(rows), count).unbind()
+    for row, whole, tile in zip(rows, wholes.unbind(), tiles.unbind(), strict=True):
+        here = slice(row, row + block)
+        products = torch.bmm(left[:, here], left[:, row:].mT)
+        products.mul_(torch.bmm(right[:, here], right[:, row:].mT))
+        lengths[:, here] = products.diagonal(dim1=1, dim2=2)
+        torch.sum(products, (1, 2), out=whole)
+        torch.sum(products[:, :, :block], (1, 2), out=tile)
+    # What stands right of the diagonal tile stands for its mirror image too.
+    total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
+    return total, lengths.sqrt_().sum(1)
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:
