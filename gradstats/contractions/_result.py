@@ -77,34 +77,42 @@ def stack(
         batch: number of examples B.
         device: where the answer is wanted.
     """
-    alike: dict[tuple, list[int]] = {}
+    factored: list[int] = []
+    known: list[int] = []
     for row, result in enumerate(results):
-        if isinstance(result, WellConditioned):
-            norms = result.norms
-            some = norms[0] if norms else result.value
-            alike.setdefault((len(norms), result.relative, some.device), []).append(row)
-    order: list[int] = []
+        is_factored = isinstance(result, WellConditioned) and result.norms
+        (factored if is_factored else known).append(row)
     values, bounds = [], []
-    for (count, relative, *_), rows in alike.items():
-        found = [results[row] for row in rows]
-        if count:
-            columns = [torch.stack([f.norms[i] for f in found]).to(device) for i in range(count)]  # type: ignore[union-attr]
-            value = WellConditioned(*columns, dtype=torch.float32).value
-        else:
-            value = torch.stack([f.value for f in found]).to(device)  # type: ignore[union-attr]
-        order += rows
+    if factored:
+        value, bound = _squares([results[row] for row in factored], device)  # type: ignore[misc]
         values.append(value)
-        bounds.append(relative * value)
-    nothing = torch.zeros(1, batch, dtype=torch.float64, device=device)
-    for row, result in enumerate(results):
-        if not isinstance(result, WellConditioned):
-            order.append(row)
-            values.append(nothing if result is None else result.value.to(device)[None])
-            bounds.append(nothing if result is None else result.bound.to(device)[None])
+        bounds.append(bound)
+    if known:
+        nothing = torch.zeros(batch, dtype=torch.float64, device=device)
+        found = [results[row] or Contraction(nothing, nothing) for row in known]
+        values.append(torch.stack([result.value.to(device) for result in found]))
+        bounds.append(torch.stack([result.bound.to(device) for result in found]))
     if len(values) == 1:
         return values[0], bounds[0]
-    place = sorted(range(len(order)), key=order.__getitem__)
+    order = [*factored, *known]
+    place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device)
     return torch.cat(values)[place], torch.cat(bounds)[place]
+
+
+def _squares(results: Sequence[WellConditioned], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return values and bounds of results of which only norms are known, (len(results), B) each."""
+    first = torch.stack([result.norms[0].to(device) for result in results]).double()
+    if any(len(result.norms) > 1 for result in results):
+        one = torch.ones((), dtype=results[0].norms[0].dtype, device=device)
+        one = one.expand_as(results[0].norms[0])
+        others = [result.norms[1] if len(result.norms) > 1 else one for result in results]
+        first.mul_(torch.stack([norms.to(device) for norms in others]))
+    value = first.square_()
+    relative = {result.relative for result in results}
+    if len(relative) == 1:
+        return value, relative.pop() * value
+    scale = torch.tensor([result.relative for result in results], dtype=value.dtype, device=device)
+    return value, scale[:, None] * value
 
 
 @dataclass(eq=False)

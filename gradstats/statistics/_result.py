@@ -82,8 +82,10 @@ def gather(
     """
     values, bounds = tracker.reports()
     device = values.device
-    weight = torch.as_tensor(weights, dtype=torch.float64, device=device)
-    square = (weight * scale).square()
+    weight: Tensor | float = weights
+    if isinstance(weights, Tensor):
+        weight = weights.to(device, torch.float64)
+    square = (weight * scale) ** 2
     bound = bounds.sum(0) / square
     names = [root.name for root in tracker.roots]
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
@@ -94,7 +96,7 @@ def gather(
         return norms
     if together.pairs is not None:
         gram = together.pairs.to(device) / scale**2
-        gram = gram / (weight[:, None] * weight if weight.dim() else weight.square())
+        gram = gram / (weight[:, None] * weight if isinstance(weight, Tensor) else weight**2)
         norms = replace(norms, gram=gram.to(dtype))
     if together.with_sum:
         unused = torch.zeros_like(bound)
@@ -132,7 +134,7 @@ def summarise(
     """
     total = sum_finite(names, values, nonfinite)
     dtype = torch.float64 if wide else torch.float32
-    relative = torch.where(bound > 0, bound / total, torch.zeros_like(bound))
+    relative = torch.where(bound > 0, bound / total, 0.0)
     return GradientNorms(
         total.to(dtype),
         None if loss is None else loss.detach(),
