@@ -337,21 +337,24 @@ class Tracker(Data):
         return self.reports()[0].sum(0)
 
     def reports(self) -> tuple[Tensor, Tensor]:
-        """Return squared norms and their bounds, (parameters, B) float64; zeros for unused ones."""
+        """Return squared norms, (parameters, B) float64, and the sum of their error bounds, (B,).
+
+        Both are zero for what was not used.
+        """
         if not self.reported:
             raise TrackingError(
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
                 "own loss.backward(), inside the context, on losses computed inside it."
             )
         results = [root.result for root in self.roots]
-        values, bounds = stack(results, self.batch_size, self.device)
+        values, bound = stack(results, self.batch_size, self.device)
         if any(root.compiled_report is not None for root in self.roots):
-            values, bounds = self._add_compiled(values, bounds)
+            values, bound = self._add_compiled(values, bound)
         if self.loss_order is None:
-            return values, bounds
-        return values[:, self.loss_order], bounds[:, self.loss_order]
+            return values, bound
+        return values[:, self.loss_order], bound[self.loss_order]
 
-    def _add_compiled(self, values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_compiled(self, values: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
         """Add what compiled graphs reported; raise where a parameter reported more than once."""
         unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=values.device)
         grads = [root.compiled_report for root in self.roots]
@@ -373,7 +376,7 @@ class Tracker(Data):
                 "without its compiled graphs: run the step again, or begin with "
                 "torch.compiler.set_stance('force_eager')."
             )
-        return values + reports[:, VALUE], bounds + reports[:, BOUND]
+        return values + reports[:, VALUE], bound + reports[:, BOUND].sum(0)
 
 
 def restore_attributes(module: nn.Module) -> None:

@@ -70,7 +70,9 @@ class WellConditioned(Contraction):
 def stack(
     results: Sequence[Contraction | None], batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the values and bounds of several results, (len(results), B) float64 each.
+    """Return the values of several results, (len(results), B), and the sum of their bounds, (B,).
+
+    Both are float64.
 
     Args:
         results: with None for zeros.
@@ -78,41 +80,53 @@ def stack(
         device: where the answer is wanted.
     """
     factored: list[int] = []
-    known: list[int] = []
+    conditioned: list[int] = []
+    bounded: list[int] = []
     for row, result in enumerate(results):
-        is_factored = isinstance(result, WellConditioned) and result.norms
-        (factored if is_factored else known).append(row)
+        if isinstance(result, WellConditioned):
+            (factored if result.norms else conditioned).append(row)
+        else:
+            bounded.append(row)
     values, bounds = [], []
-    if factored:
-        value, bound = _squares([results[row] for row in factored], device)  # type: ignore[misc]
-        values.append(value)
-        bounds.append(bound)
-    if known:
+    for rows, form in ((factored, _squares), (conditioned, _values)):
+        if rows:
+            found: list = [results[row] for row in rows]
+            values.append(form(found, device))
+            bounds.append(_relative_bound(found, values[-1]))
+    if bounded:
         nothing = torch.zeros(batch, dtype=torch.float64, device=device)
-        found = [results[row] or Contraction(nothing, nothing) for row in known]
-        values.append(torch.stack([result.value.to(device) for result in found]))
-        bounds.append(torch.stack([result.bound.to(device) for result in found]))
+        found = [results[row] or Contraction(nothing, nothing) for row in bounded]
+        values.append(_values(found, device))
+        bounds.append(torch.stack([result.bound.to(device) for result in found]).sum(0))
+    bound = sum(bounds[1:], bounds[0])
     if len(values) == 1:
-        return values[0], bounds[0]
-    order = [*factored, *known]
-    place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device)
-    return torch.cat(values)[place], torch.cat(bounds)[place]
+        return values[0], bound
+    order = [*factored, *conditioned, *bounded]
+    place = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(values)[place], bound
 
 
-def _squares(results: Sequence[WellConditioned], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return values and bounds of results of which only norms are known, (len(results), B) each."""
-    first = torch.stack([result.norms[0].to(device) for result in results]).double()
+def _values(results: Sequence[Contraction], device: torch.device) -> Tensor:
+    """Return the values of results that know them, (len(results), B)."""
+    return torch.stack([result.value.to(device) for result in results])
+
+
+def _squares(results: Sequence[WellConditioned], device: torch.device) -> Tensor:
+    """Return the values of results of which only norms are known, (len(results), B)."""
+    value = torch.stack([result.norms[0].to(device) for result in results]).double()
     if any(len(result.norms) > 1 for result in results):
-        one = torch.ones((), dtype=results[0].norms[0].dtype, device=device)
-        one = one.expand_as(results[0].norms[0])
+        one = value.new_ones((), dtype=results[0].norms[0].dtype).expand_as(value[0])
         others = [result.norms[1] if len(result.norms) > 1 else one for result in results]
-        first.mul_(torch.stack([norms.to(device) for norms in others]))
-    value = first.square_()
+        value.mul_(torch.stack([norms.to(device) for norms in others]))
+    return value.square_()
+
+
+def _relative_bound(results: Sequence[WellConditioned], values: Tensor) -> Tensor:
+    """Return Σ relative · value over results, (B,)."""
     relative = {result.relative for result in results}
     if len(relative) == 1:
-        return value, relative.pop() * value
-    scale = torch.tensor([result.relative for result in results], dtype=value.dtype, device=device)
-    return value, scale[:, None] * value
+        return relative.pop() * values.sum(0)
+    return values.new_tensor([result.relative for result in results]) @ values
 
 
 @dataclass(eq=False)

@@ -80,16 +80,15 @@ def gather(
         scale: what multiplied the training loss before it was differentiated; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
-    values, bounds = tracker.reports()
+    values, bound = tracker.reports()
     device = values.device
     weight: Tensor | float = weights
     if isinstance(weights, Tensor):
         weight = weights.to(device, torch.float64)
     square = (weight * scale) ** 2
-    bound = bounds.sum(0) / square
     names = [root.name for root in tracker.roots]
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
-    norms = summarise(names, values / square, bound, loss, nonfinite, wide)
+    norms = summarise(names, values / square, bound / square, loss, nonfinite, wide)
     dtype = norms.sqnorm.dtype
     together = tracker.settings.consumer
     if not isinstance(together, Together):
