@@ -72,7 +72,7 @@ def gradient_sqnorms(
     for column, (parameter, layer) in enumerate(zip(parameters, layer_of, strict=True)):
         gradient: Any = parameter.grad
         if gradient is None:
-            norms.append(torch.zeros(1, device=device))
+            norms.append(torch.zeros((), dtype=torch.float64, device=device))
             continue
         copies = ranks
         if hasattr(gradient, "to_local"):
@@ -80,13 +80,13 @@ def gradient_sqnorms(
                 if placement.is_shard():
                     copies //= gradient.device_mesh.size(dimension)
             gradient = gradient.to_local()
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        # Row by row: one float32 sum over all elements would lose digits.
-        rows = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.dim() else 1)
-        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(device))
+        gradient = gradient.detach()
+        if gradient.dim() > 1:
+            # Row by row: one float32 sum over all elements would lose digits.
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            gradient = torch.linalg.vector_norm(gradient.flatten(0, -2), dim=1, dtype=dtype)
+        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device))
         shares[0, column] = 1 / copies
         if layer is not None:
             shares[1 + layer, column] = 1 / copies
-    squares = torch.cat(norms).double().square()
-    sums = [part.sum() for part in squares.split([len(part) for part in norms])]
-    return shares.to(device) @ torch.stack(sums)
+    return shares.to(device) @ torch.stack(norms).square_()
