@@ -65,6 +65,28 @@ def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) ->
     return positions * elements + passes * elements * ELEMENT_COST
 
 
+def gram_halvings(positions: int, bytes_per_product: int, workspace: int) -> tuple[int | None, int]:
+    """Return how often positions are halved for a Gram form, and the products it holds at once.
+
+    Halves take fewer and larger matrix products than rows of blocks: on two cores of an AMD EPYC
+    0.96 of the time at T = 128, 0.83 at 256, 0.73 at 512. None where that ends in large blocks or
+    takes too much scratch, and rows of blocks are better.
+
+    Args:
+        positions: number of positions T of one example.
+        bytes_per_product: of one product of positions, with all that is held beside it.
+        workspace: bytes of scratch.
+    """
+    halvings = 0
+    while positions % (2 << halvings) == 0 and positions >> (halvings + 1) >= GRAM_BLOCK:
+        halvings += 1
+    last = positions >> halvings
+    held = max(positions * last, (positions // 2) ** 2 if halvings else 0)
+    if last < 3 * GRAM_BLOCK and held * bytes_per_product <= min(workspace, FRESH_BYTES):
+        return halvings, held
+    return None, positions * GRAM_BLOCK
+
+
 def choose_outer_form(
     positions: int,
     d_left: int,

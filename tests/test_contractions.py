@@ -85,9 +85,22 @@ def test_every_form_agrees_with_the_definition(batch, groups, positions, p, q):
         assert_exact(_outer.rank_one(factor), factor)
 
 
-@pytest.mark.parametrize("positions", [127, 128, 129, 200])
+@pytest.mark.parametrize("positions", [64, 96, 127, 128, 129, 200, 512])
 def test_gram_blocks(positions):
     factor = outer(2, 2, positions, 3, 4)
+    for workspace in (WORKSPACE, 2**16, TINY):
+        result = _outer.gram(factor, workspace)
+        assert_exact(result, factor)
+        sizes = factor.left.norm(dim=-1) * factor.right.norm(dim=-1)
+        bound = torch.finfo(torch.float64).eps / 2 * sizes.sum(2).square().sum(1)
+        torch.testing.assert_close(result.bound, bound)
+
+
+@pytest.mark.parametrize("positions", [96, 128])
+def test_gram_of_rows_that_lie_apart(positions):
+    left = normal(3, 1, positions + 5, 8)[:, :, 2:-3, ::2]
+    right = normal(1, positions, 3, 6).permute(2, 0, 1, 3)
+    factor = Outer(left, right, (4, 6))
     assert_exact(_outer.gram(factor, WORKSPACE), factor)
     assert_exact(_outer.gram(factor, TINY), factor)
 

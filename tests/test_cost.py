@@ -49,6 +49,17 @@ def test_the_sum_comes_for_free_with_the_direct_form():
     assert 0 < forms[True] < forms[False]
 
 
+def test_positions_are_halved_down_to_blocks():
+    assert _cost.gram_halvings(50, 8, WORKSPACE) == (0, 50 * 50)
+    assert _cost.gram_halvings(128, 8, WORKSPACE) == (2, 64 * 64)
+    assert _cost.gram_halvings(160, 8, WORKSPACE) == (2, 80 * 80)
+    # Rows of blocks where halves end in large blocks, or are too large themselves.
+    assert _cost.gram_halvings(197, 8, WORKSPACE) == (None, 197 * 32)
+    assert _cost.gram_halvings(250, 8, WORKSPACE) == (None, 250 * 32)
+    assert _cost.gram_halvings(128, 8, 2**14) == (None, 128 * 32)
+    assert _cost.gram_halvings(2**13, 8, WORKSPACE) == (None, 2**13 * 32)
+
+
 def test_without_a_guard_the_gram_form_is_never_chosen():
     for positions, p, q in ((2, 4096, 4096), (16, 512, 512), (1000, 3, 3)):
         assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"

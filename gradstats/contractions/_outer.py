@@ -82,9 +82,10 @@ def guarded_gram(factor: Outer, workspace: int) -> Contraction:
 
 
 def gram(factor: Outer, workspace: int) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), block row by block row above the diagonal.
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), of which half is computed.
 
-    Cost: T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T × block tiles.
+    Cost: about T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T/2 × T/2 tiles,
+    of two T × block tiles where that is too much.
     """
     if _triton.serves(factor):
         return _triton.gram(factor)
@@ -92,19 +93,22 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]
     itemsize = torch.finfo(dtype).bits // 8
-    # Small examples are contracted whole: a second block would cost more to launch than it saves.
-    block = positions if positions < 3 * _cost.GRAM_BLOCK else _cost.GRAM_BLOCK
-    upcast = p + q if factor.left.dtype != dtype or factor.right.dtype != dtype else 0
+    # Operands may be copied: to cast them, or where the rows of examples lie apart.
+    alike = all(
+        side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
+    )
+    halvings, tile = _cost.gram_halvings(positions, 2 * groups * itemsize, workspace)
     chunk = _cost.examples_per_chunk(
-        groups * positions * (2 * block + upcast) * itemsize, batch, workspace
+        groups * (2 * tile + (0 if alike else positions * (p + q))) * itemsize, batch, workspace
     )
     parts = []
     for start in range(0, batch, chunk):
         left, right = factor.left, factor.right
         if chunk < batch:
             left, right = left[start : start + chunk], right[start : start + chunk]
-        operands = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
-        parts.append(_gram_whole(*operands) if block == positions else _gram_rows(*operands, block))
+        left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
+        whole = _gram_rows(left, right) if halvings is None else _gram_halves(left, right, halvings)
+        parts.append(whole)
     total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
     bound = size.double().square_().mul_(unit_roundoff(dtype))
@@ -113,20 +117,46 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     return Contraction(total, bound)
 
 
-def _gram_whole(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Tensor]:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) in float64, and Σ_t ‖left_t‖‖right_t‖.
+
+    The first half of the positions meets the second, whose products stand for their mirror images
+    too; then each half is an example of its own.
 
     Args:
         left, right: (n, T, p) and (n, T, q).
+        halvings: how often that is done; 2^halvings divides T.
     """
-    products = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
-    # On the diagonal stand ‖left_t‖²‖right_t‖².
-    return products.sum((1, 2)).double(), products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-
-
-def _gram_rows(left: Tensor, right: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """As ``_gram_whole``, of a few positions with all that follow them at once."""
     count, positions, _ = left.shape
+    left, right = _evenly_spaced(left), _evenly_spaced(right)
+    apart = None
+    for halving in range(halvings):
+        halves = count << halving, 2, positions >> (halving + 1)
+        a, b = left.view(*halves, left.shape[2]), right.view(*halves, right.shape[2])
+        products = torch.bmm(a[:, 0], a[:, 1].mT).mul_(torch.bmm(b[:, 0], b[:, 1].mT))
+        part = products.view(count, -1).sum(1)
+        apart = part if apart is None else apart + part
+    blocks = count << halvings, positions >> halvings
+    a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
+    products = torch.bmm(a, a.mT).mul_(torch.bmm(b, b.mT))
+    total = products.view(count, -1).sum(1).double()
+    if apart is not None:
+        total.add_(apart, alpha=2)
+    # On the diagonal stand ‖left_t‖²‖right_t‖².
+    lengths = products.diagonal(dim1=1, dim2=2).sqrt().view(count, -1)
+    return total, lengths.sum(1)
+
+
+def _evenly_spaced(rows: Tensor) -> Tensor:
+    """Return (n, T, width) with all rows at one distance, so that they can be grouped otherwise."""
+    even = rows.stride(0) == rows.shape[1] * rows.stride(1)
+    return rows if even else rows.contiguous()
+
+
+def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_gram_halves``, of a few positions with all that follow them at once."""
+    count, positions, _ = left.shape
+    block = _cost.GRAM_BLOCK
     lengths = left.new_empty(count, positions)
     rows = range(0, positions, block)
     wholes, tiles = left.new_empty(2, len(rows), count).unbind()
