@@ -23,7 +23,7 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, carriers_for, derived, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
-from gradstats.contractions import Fused, _triton
+from gradstats.contractions import Fused, _triton, sqnorm
 from gradstats.contractions._triton import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -101,9 +101,11 @@ class AffineFactors:
         ]
 
     def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Fused] | None:
-        """Return squared norms where the kernels take them without writing a gradient."""
+        """Return squared norms; the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
-            return None
+            if torch.compiler.is_compiling():
+                return None
+            return [Fused(None, sqnorm([factor], 0), None) for factor in self(grad, x, *statistics)]
         operands = self._operands(x, grad)
         found = self.normalise.backward(
             *operands[:2], None, operands[2], (False, False), *statistics
@@ -277,7 +279,8 @@ class LayerNormalise:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.shape, None, None, self.eps)
+        # PyTorch takes twice as long without a weight.
+        return functional.layer_norm(x, self.shape, x.new_ones(self.shape), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton.layer_norm_sum(x, g, self.eps, False, offsets)
