@@ -10,11 +10,17 @@ from gradstats.kernels._reference_convolution import (
     convolution_gram_sqnorm as convolution_gram_sqnorm,
 )
 from gradstats.kernels._reference_convolution import convolution_inner as convolution_inner
+from gradstats.kernels._reference_convolution import (
+    convolution_inner_gram as convolution_inner_gram,
+)
 from gradstats.kernels._reference_convolution import convolution_sqnorm as convolution_sqnorm
 from gradstats.kernels._reference_convolution import (
     convolution_weight_gradient_sqnorm as convolution_weight_gradient_sqnorm,
 )
 from gradstats.kernels._reference_convolution import pairwise_convolution as pairwise_convolution
+from gradstats.kernels._reference_convolution import (
+    pairwise_convolution_gram as pairwise_convolution_gram,
+)
 from gradstats.kernels._reference_linear import collect as collect
 from gradstats.kernels._reference_linear import diagonal_gram as diagonal_gram
 from gradstats.kernels._reference_linear import direct_inner as direct_inner

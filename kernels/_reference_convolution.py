@@ -52,17 +52,30 @@ def convolution_gram_sqnorm(
     precision: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sqnorms, magnitudes, sizes = [], [], []
-    for x_example, g_example in zip(x.double().split(1), g.double().split(1), strict=True):
-        outputs = g_example.reshape(groups, g.shape[1] // groups, -1)
-        products = outputs.mT @ outputs  # (groups, T, T)
-        patches = _patches(x_example, kernel, stride, padding, dilation)
-        patches = patches.reshape(groups, -1, products.shape[-1])
-        terms = (patches.mT @ patches) * products
+    for own in _operands(x, g, kernel, stride, padding, dilation, groups):
+        terms = _terms(own, own)  # (groups, T, T)
         sqnorms.append(terms.sum())
         magnitudes.append(terms.abs().sum())
-        own = terms.diagonal(dim1=1, dim2=2).sqrt().sum(1)  # (groups,)
-        sizes.append(own.square().sum().sqrt())
+        rows = terms.diagonal(dim1=1, dim2=2).sqrt().sum(1)  # (groups,)
+        sizes.append(rows.square().sum().sqrt())
     return collect(sqnorms, x), collect(magnitudes, x), collect(sizes, x)
+
+
+def _operands(
+    x: Tensor,
+    g: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each example, patches (groups, C / groups * taps, T) and g (groups, O / groups, T)."""
+    for x_example, g_example in zip(x.double().split(1), g.double().split(1), strict=True):
+        outputs = g_example.flatten(2).unflatten(1, (groups, g.shape[1] // groups))[0]
+        patches = _patches(x_example, kernel, stride, padding, dilation)
+        width = x.shape[1] // groups * patches.shape[1]
+        yield patches.reshape(groups, width, outputs.shape[2]), outputs
 
 
 def _patches(
@@ -139,6 +152,53 @@ def pairwise_convolution(
         for j, second in enumerate(convolution_gradients(x2, g2, *layer)):
             products[i, j] = (first * second).sum()
     return products
+
+
+def convolution_inner_gram(
+    x1: Tensor,
+    g1: Tensor,
+    x2: Tensor,
+    g2: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    precision: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    layer = (kernel, stride, padding, dilation, groups)
+    inner, magnitudes = [], []
+    for first, second in zip(_operands(x1, g1, *layer), _operands(x2, g2, *layer), strict=True):
+        terms = _terms(first, second)
+        inner.append(terms.sum())
+        magnitudes.append(terms.abs().sum())
+    return collect(inner, x1), collect(magnitudes, x1)
+
+
+def pairwise_convolution_gram(
+    x1: Tensor,
+    g1: Tensor,
+    x2: Tensor,
+    g2: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    precision: str | None = None,
+) -> Tensor:
+    layer = (kernel, stride, padding, dilation, groups)
+    products = x1.new_zeros((len(x1), len(x2)), dtype=result_dtype(x1))
+    for i, first in enumerate(_operands(x1, g1, *layer)):
+        for j, second in enumerate(_operands(x2, g2, *layer)):
+            products[i, j] = _terms(first, second).sum()
+    return products
+
+
+def _terms(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    """(groups, T1, T2) products of patches times products of output gradients."""
+    (patches1, outputs1), (patches2, outputs2) = first, second
+    return (patches1.mT @ patches2) * (outputs1.mT @ outputs2)
 
 
 def convolution_direction(

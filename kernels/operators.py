@@ -100,6 +100,8 @@ SCHEMAS = {
     ),
     "convolution_inner": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
     "pairwise_convolution": f"({TWO_IMAGES}, {LAYER}, SymInt workspace=268435456) -> Tensor",
+    "convolution_inner_gram": f"({TWO_IMAGES}, {LAYER}) -> (Tensor, Tensor)",
+    "pairwise_convolution_gram": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
     "convolution_direction": f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor",
 }
 
@@ -138,6 +140,8 @@ LAUNCHERS = {
     "convolution_weight_gradient_sqnorm": ("convolution_weight_gradient", 7),
     "convolution_inner": ("convolution", 9),
     "pairwise_convolution": ("convolution_pairs", 9),
+    "convolution_inner_gram": ("convolution_pair_gram", 9),
+    "pairwise_convolution_gram": ("convolution_pair_gram", 9),
     "convolution_direction": ("convolution", 8),
 }
 
@@ -357,6 +361,10 @@ def _fake_pairwise_convolution(x1, g1, x2, g2, *layer, **options):
     return x1.new_empty((x1.shape[0], x2.shape[0]), dtype=_reference.result_dtype(x1))
 
 
+def _fake_convolution_inner_gram(x1, g1, x2, g2, *layer, **options):
+    return _per_example(x1), _per_example(x1)
+
+
 def _fake_convolution_direction(x, g, direction, *layer, **options):
     return _per_example(x)
 
@@ -395,6 +403,8 @@ FAKES = {
     "convolution_weight_gradient_sqnorm": _fake_convolution_weight_gradient_sqnorm,
     "convolution_inner": _fake_convolution_inner,
     "pairwise_convolution": _fake_pairwise_convolution,
+    "convolution_inner_gram": _fake_convolution_inner_gram,
+    "pairwise_convolution_gram": _fake_pairwise_convolution,
     "convolution_direction": _fake_convolution_direction,
 }
 
@@ -438,4 +448,6 @@ convolution_gram_sqnorm = torch.ops.gradstats.convolution_gram_sqnorm.default
 convolution_weight_gradient_sqnorm = torch.ops.gradstats.convolution_weight_gradient_sqnorm.default
 convolution_inner = torch.ops.gradstats.convolution_inner.default
 pairwise_convolution = torch.ops.gradstats.pairwise_convolution.default
+convolution_inner_gram = torch.ops.gradstats.convolution_inner_gram.default
+pairwise_convolution_gram = torch.ops.gradstats.pairwise_convolution_gram.default
 convolution_direction = torch.ops.gradstats.convolution_direction.default

@@ -7,6 +7,7 @@ from gradstats.kernels import (
     _reference,
     convolution,
     convolution_gram,
+    convolution_pair_gram,
     convolution_pairs,
     convolution_weight_gradient,
 )
@@ -82,8 +83,11 @@ def check_norms(
     assert_close(size, want_size, factor=factor)
 
 
-def check_pairs(x1, g1, x2, g2, layer, config=None, workspace=10**8, factor=32.0, run=same):
+def check_pairs(
+    x1, g1, x2, g2, layer, config=None, workspace=10**8, gram=None, factor=32.0, run=same
+):
     """Checks inner products of all pairs and of equal indices, and with a direction."""
+    check_pair_grams(x1, g1, x2, g2, layer, gram, factor=factor, run=run)
     first, second = exact(x1, g1, layer), exact(x2, g2, layer)
     limit = absolute(x1, g1, layer) @ absolute(x2, g2, layer).T
     factors = (x1, g1, x2, g2, *layer)
@@ -99,3 +103,23 @@ def check_pairs(x1, g1, x2, g2, layer, config=None, workspace=10**8, factor=32.0
     got = run(lambda: convolution.convolution_direction(x1, g1, direction, *layer, config=config))
     flat = direction.double().cpu().flatten()
     assert_close(got, first @ flat, absolute(x1, g1, layer) @ flat.abs(), factor)
+
+
+def check_pair_grams(
+    x1, g1, x2, g2, layer, config=None, splits=None, factor=32.0, run=same, module=None
+):
+    """Checks inner products through products of patches, those of equal indices where they are."""
+    module = module or convolution_pair_gram
+    factors = (x1, g1, x2, g2, *layer)
+    host = tuple(operand.double().cpu() for operand in factors[:4])
+    # a term's error is eps of what its two products add up, not of what they come to
+    absolutes = tuple(operand.abs() for operand in host)
+    got = run(lambda: module.pairwise_convolution_gram(*factors, config=config, splits=splits))
+    want = exact(*host[:2], layer) @ exact(*host[2:], layer).T
+    limit = _reference.pairwise_convolution_gram(*absolutes, *layer)
+    assert_close(got, want, limit, factor)
+    if len(x1) == len(x2):
+        inner, magnitude = run(lambda: module.convolution_inner_gram(*factors, config=config))
+        assert_close(inner, want.diagonal(), limit.diagonal(), factor)
+        _, want = _reference.convolution_inner_gram(*host, *layer)
+        assert_close(magnitude, want, limit.diagonal(), factor)

@@ -120,4 +120,6 @@ def convolution_samples(dtype, device):
         yield "convolution_weight_gradient_sqnorm", (x, g, *lists, groups), {}
         yield "convolution_inner", (x, g, x2, g2, *lists, groups), {}
         yield "pairwise_convolution", (x, g, x2[:2], g2[:2], *lists, groups), {"workspace": 500}
+        yield "convolution_inner_gram", (x, g, x2, g2, *lists, groups), {}
+        yield "pairwise_convolution_gram", (x, g, x2[:2], g2[:2], *lists, groups), {}
         yield "convolution_direction", (x, g, weight, *lists, groups), {}

@@ -12,6 +12,7 @@ from gradstats.kernels import (
     _tile,
     convolution,
     convolution_gram,
+    convolution_pair_gram,
     convolution_pairs,
     convolution_weight_gradient,
     depthwise,
@@ -65,6 +66,7 @@ MODULES = (
     tied,
     convolution,
     convolution_gram,
+    convolution_pair_gram,
     convolution_pairs,
     convolution_weight_gradient,
     depthwise,
@@ -230,6 +232,16 @@ def convolution_launches(operation, config, dtype, aligned, layout):
     layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+        two = (x, g, x, g, *layer)
+        convolution_pair_gram.convolution_inner_gram(*two, config=config)
+        convolution_pair_gram.pairwise_convolution_gram(*two, config=config)
+        if layout == "dense":
+            # several examples to a tile: a kernel of 3 x 3 over 5 x 5 has 3 x 3 positions
+            small = x[:, :, :5, :5], g[:, :, :3, :3]
+            layer = (*layer[:2], (0, 0), *layer[3:])
+            convolution_pair_gram.pairwise_convolution_gram(
+                *small, *small, *layer, config=config
+            )
         return
     if operation != "convolution":
         convolution_weight_gradient.convolution_weight_gradient_sqnorm(

@@ -1,0 +1,350 @@
+"""Convolutions with few positions: inner products of two factors through products of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check, _config
+from gradstats.kernels._patches import Convolution, check_convolution, patch_tile
+from gradstats.kernels._tile import dot
+from gradstats.kernels.convolution import check_same_layer
+from gradstats.kernels.pairwise import PairTiles, cross_tile, packed_rows, pair_tiles
+
+# what `Convolution.arguments` says of one side alone; the rest both sides share
+OWN_ARGUMENTS = 14
+
+
+@triton.jit
+def patch_products(
+    x1_base,  # [1, ROWS] pointers to the first channel of one group of each row's example
+    position1,  # [ROWS] positions; at or past `positions1` they read as zero
+    positions1,
+    stride_x1c,
+    stride_x1d,
+    stride_x1h,
+    stride_x1w,
+    depth1,
+    height1,
+    width1,
+    out_height1,
+    out_width1,
+    x2_base,  # [1, COLUMNS]
+    position2,
+    positions2,
+    stride_x2c,
+    stride_x2d,
+    stride_x2h,
+    stride_x2w,
+    depth2,
+    height2,
+    width2,
+    out_height2,
+    out_width2,
+    channels,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[ROWS, COLUMNS] inner products of patches of the first factor with patches of the second."""
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    inner = tl.arange(0, INNER)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if ONE_TAP:
+        steps_per_tap = tl.cdiv(channels, INNER)
+        steps = steps_per_tap * TAPS
+    else:
+        steps_per_tap = tl.cdiv(channels * TAPS, INNER)
+        steps = steps_per_tap
+    for step in range(0, steps):
+        tap = step // steps_per_tap
+        column = (step % steps_per_tap) * INNER + inner
+        left = patch_tile(
+            x1_base, position1, positions1, column, tap, channels, stride_x1c, stride_x1d,
+            stride_x1h, stride_x1w, depth1, height1, width1, out_height1, out_width1, WINDOW,
+            ONE_TAP,
+        )  # fmt: skip
+        right = patch_tile(
+            x2_base, position2, positions2, column, tap, channels, stride_x2c, stride_x2d,
+            stride_x2h, stride_x2w, depth2, height2, width2, out_height2, out_width2, WINDOW,
+            ONE_TAP,
+        )  # fmt: skip
+        products = dot(left, right.T, products, PRECISION)
+    return products
+
+
+@triton.jit(do_not_specialize=["groups", "batch1", "batch2", "column_tiles", "splits"])
+def convolution_pair_gram_kernel(
+    x1_ptr,  # (B1, C, D1, H1, W1)
+    g1_ptr,  # (B1, O, T1)
+    x2_ptr,  # (B2, C, D2, H2, W2)
+    g2_ptr,  # (B2, O, T2)
+    partial_ptr,  # fp32 (splits, B1, B2); else (2, splits, B): of terms, then of absolute terms
+    stride_x1b,
+    stride_x1c,
+    stride_x1d,
+    stride_x1h,
+    stride_x1w,
+    stride_g1b,
+    stride_g1c,
+    stride_g1t,
+    depth1,
+    height1,
+    width1,
+    out_height1,
+    out_width1,
+    positions1,
+    stride_x2b,
+    stride_x2c,
+    stride_x2d,
+    stride_x2h,
+    stride_x2w,
+    stride_g2b,
+    stride_g2c,
+    stride_g2t,
+    depth2,
+    height2,
+    width2,
+    out_height2,
+    out_width2,
+    positions2,
+    channels,
+    outputs,
+    groups,
+    batch1,
+    batch2,
+    column_tiles,
+    splits,
+    ALL_PAIRS: tl.constexpr,  # else the i-th example meets the i-th, one pair to a tile
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXAMPLES1: tl.constexpr,  # examples side by side in one tile, each padded to POSITIONS
+    POSITIONS1: tl.constexpr,
+    EXAMPLES2: tl.constexpr,
+    POSITIONS2: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One tile of pairs (i, j) of sum_{t,s} (patch1_it . patch2_js)(g1_it . g2_js) over groups.
+
+    Split s of the position blocks of the first factor goes to partial[s].
+    """
+    index = tl.program_id(0)
+    split = index % splits
+    tile = index // splits
+    if ALL_PAIRS:
+        first1 = (tile // column_tiles) * EXAMPLES1
+        first2 = (tile % column_tiles) * EXAMPLES2
+        total = tl.zeros((EXAMPLES1, EXAMPLES2), tl.float32)
+    else:
+        first1 = tile
+        first2 = tile
+        total = 0.0
+        magnitude = 0.0
+    ROWS: tl.constexpr = EXAMPLES1 * POSITIONS1
+    COLUMNS: tl.constexpr = EXAMPLES2 * POSITIONS2
+    example1, place1, _, length1, _ = packed_rows(
+        None, first1, batch1, positions1, 0, False, EXAMPLES1, POSITIONS1
+    )
+    example2, place2, _, length2, _ = packed_rows(
+        None, first2, batch2, positions2, 0, False, EXAMPLES2, POSITIONS2
+    )
+    example1 = tl.cast(example1, tl.int64)
+    example2 = tl.cast(example2, tl.int64)
+
+    for group in range(0, groups):
+        x_channel = tl.cast(group, tl.int64) * channels
+        g_channel = tl.cast(group, tl.int64) * outputs
+        x1_base = x1_ptr + x_channel * stride_x1c + (example1 * stride_x1b)[None, :]
+        x2_base = x2_ptr + x_channel * stride_x2c + (example2 * stride_x2b)[None, :]
+        for block1 in range(split * POSITIONS1, positions1, splits * POSITIONS1):
+            inside1 = block1 + place1 < length1
+            position1 = tl.where(inside1, block1 + place1, positions1)
+            for block2 in range(0, positions2, POSITIONS2):
+                inside2 = block2 + place2 < length2
+                position2 = tl.where(inside2, block2 + place2, positions2)
+                products = patch_products(
+                    x1_base, position1, positions1, stride_x1c, stride_x1d, stride_x1h, stride_x1w,
+                    depth1, height1, width1, out_height1, out_width1,
+                    x2_base, position2, positions2, stride_x2c, stride_x2d, stride_x2h, stride_x2w,
+                    depth2, height2, width2, out_height2, out_width2,
+                    channels, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+                )  # fmt: skip
+                g_products = cross_tile(
+                    g1_ptr + g_channel * stride_g1c,
+                    example1 * stride_g1b + tl.cast(position1, tl.int64) * stride_g1t,
+                    inside1,
+                    stride_g1c,
+                    g2_ptr + g_channel * stride_g2c,
+                    example2 * stride_g2b + tl.cast(position2, tl.int64) * stride_g2t,
+                    inside2,
+                    stride_g2c,
+                    outputs,
+                    PRECISION,
+                    ROWS,
+                    COLUMNS,
+                    INNER,
+                )
+                terms = products * g_products
+                if ALL_PAIRS:
+                    blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
+                    total += tl.sum(tl.sum(blocks, axis=3), axis=1)
+                else:
+                    total += tl.sum(terms)
+                    magnitude += tl.sum(tl.abs(terms))
+
+    row = tl.cast(split, tl.int64) * batch1 + first1
+    if ALL_PAIRS:
+        rows = tl.arange(0, EXAMPLES1)
+        columns = first2 + tl.arange(0, EXAMPLES2)
+        offsets = (row + rows)[:, None] * batch2 + columns[None, :]
+        mask = (first1 + rows < batch1)[:, None] & (columns < batch2)[None, :]
+        tl.store(partial_ptr + offsets, total, mask=mask)
+    else:
+        tl.store(partial_ptr + row, total)
+        tl.store(partial_ptr + tl.cast(splits, tl.int64) * batch1 + row, magnitude)
+
+
+def convolution_inner_gram(
+    x1: torch.Tensor,
+    g1: torch.Tensor,
+    x2: torch.Tensor,
+    g2: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inner products of the i-th per-example weight gradients of a convolution in two batches,
+    through products of patches.
+
+    inner_i = sum over groups and positions t, s of (patch1_it . patch2_is)(g1_it . g2_is),
+    magnitude_i = the same of absolute terms
+
+    The rounding error is about eps * magnitude_i; where that is too much use
+    `convolution.convolution_inner`.
+
+    Args, raises: as `convolution.convolution_sqnorm`, for two factors of one layer and of equal
+        batch; their images may differ in size.
+    Returns:
+        (inner, magnitude), each fp32 (B,).
+    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 8 bytes
+    for each block of positions.
+    """
+    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
+    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
+    check_same_layer(first, second)
+    if first.batch != second.batch:
+        raise _check.KernelInputError(
+            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}: pass as "
+            "many examples on either side"
+        )
+    config = config or _config.choose_gram(
+        max(first.positions, second.positions), *_class(first, second, precision)
+    )
+    splits = max(1, triton.cdiv(first.positions, config.rows))
+    tiles = PairTiles(config, config.rows, config.columns, first.batch, 1, splits)
+    partial = torch.empty((2, splits, first.batch), dtype=torch.float32, device=x1.device)
+    _launch(first, second, partial, tiles, all_pairs=False)
+    inner, magnitude = partial.sum(1, dtype=torch.float64).float().unbind(0)
+    return inner, magnitude
+
+
+def pairwise_convolution_gram(
+    x1: torch.Tensor,
+    g1: torch.Tensor,
+    x2: torch.Tensor,
+    g2: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: str | None = None,
+    config: _config.TileConfig | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Inner products of all pairs of per-example weight gradients of a convolution, through
+    products of patches.
+
+    K[i, j] = sum over groups and positions t, s of (patch1_it . patch2_js)(g1_it . g2_js)
+
+    The right form for few positions; its cost grows with T1 T2, that of
+    `convolution_pairs.pairwise_convolution` does not. Examples of few positions share a tile.
+
+    Args, raises: as `convolution.convolution_sqnorm`, for two factors of one layer, whose batches
+        and images may differ in size, and
+        splits: overrides into how many parts the first factor's positions are divided.
+    Returns:
+        fp32 (B1, B2).
+    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per pair and group; no workspace beyond
+    splits copies of K.
+    """
+    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
+    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
+    check_same_layer(first, second)
+    config = config or _config.choose_pairwise(
+        first.batch * first.positions,
+        second.batch * second.positions,
+        *_class(first, second, precision),
+    )
+    sizes = first.batch, first.positions, second.batch, second.positions
+    tiles = pair_tiles(*sizes, config, splits, _check.architecture(x1.device))
+    shape = (tiles.splits, first.batch, second.batch)
+    partial = torch.empty(shape, dtype=torch.float32, device=x1.device)
+    _launch(first, second, partial, tiles, all_pairs=True)
+    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()
+
+
+def _class(
+    first: Convolution, second: Convolution, precision: str | None
+) -> tuple[int, str, int, bool, str]:
+    """Which entry of the tile table serves two factors."""
+    return (
+        first.x.element_size(),
+        _check.check_precision(first.x.dtype, precision),
+        _check.architecture(first.x.device),
+        first.aligned and second.aligned,
+        "convolution_gram",
+    )
+
+
+def _launch(
+    first: Convolution,
+    second: Convolution,
+    partial: torch.Tensor,
+    tiles: PairTiles,
+    *,
+    all_pairs: bool,
+) -> None:
+    if partial.numel() == 0:
+        return
+    arguments = first.arguments()
+    convolution_pair_gram_kernel[(_check.check_programs(tiles.programs),)](
+        first.x,
+        first.g,
+        second.x,
+        second.g,
+        partial,
+        *arguments[:OWN_ARGUMENTS],
+        *second.arguments()[:OWN_ARGUMENTS],
+        *arguments[OWN_ARGUMENTS:],
+        first.batch,
+        second.batch,
+        tiles.column_tiles,
+        tiles.splits,
+        ALL_PAIRS=all_pairs,
+        WINDOW=first.window,
+        ONE_TAP=first.channels >= 16,
+        **tiles.constants(),
+    )
