@@ -11,7 +11,7 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import Convolution, check_convolution, patch_tile
 from gradstats.kernels._tile import dot
 from gradstats.kernels.convolution import check_same_layer
-from gradstats.kernels.pairwise import PairTiles, cross_tile, packed_rows, pair_tiles
+from gradstats.kernels.pairwise import cross_tile
 
 # what `Convolution.arguments` says of one side alone; the rest both sides share
 OWN_ARGUMENTS = 14
@@ -78,7 +78,19 @@ def patch_products(
     return products
 
 
-@triton.jit(do_not_specialize=["groups", "batch1", "batch2", "column_tiles", "splits"])
+@triton.jit
+def packed_positions(
+    first, batch, block, positions, EXAMPLES: tl.constexpr, POSITIONS: tl.constexpr
+):
+    """(example, position) that each tile row stands for; `positions` where there is none."""
+    lane = tl.arange(0, EXAMPLES * POSITIONS)
+    example = first + lane // POSITIONS
+    position = block * POSITIONS + lane % POSITIONS
+    inside = (example < batch) & (position < positions)
+    return tl.cast(example, tl.int64), tl.where(inside, position, positions)
+
+
+@triton.jit(do_not_specialize=["groups", "batch1", "batch2", "blocks1", "blocks2", "column_tiles"])
 def convolution_pair_gram_kernel(
     x1_ptr,  # (B1, C, D1, H1, W1)
     g1_ptr,  # (B1, O, T1)
@@ -118,8 +130,9 @@ def convolution_pair_gram_kernel(
     groups,
     batch1,
     batch2,
+    blocks1,  # of POSITIONS1 positions
+    blocks2,
     column_tiles,
-    splits,
     ALL_PAIRS: tl.constexpr,  # else the i-th example meets the i-th, one pair to a tile
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
@@ -130,84 +143,68 @@ def convolution_pair_gram_kernel(
     POSITIONS2: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """One tile of pairs (i, j) of sum_{t,s} (patch1_it . patch2_js)(g1_it . g2_js) over groups.
+    """One tile of sum_{t,s} (patch1_it . patch2_js)(g1_it . g2_js) of one group, for some (i, j).
 
-    Split s of the position blocks of the first factor goes to partial[s].
+    Every group and every pair of position blocks is a split, and adds its part to partial[split].
     """
     index = tl.program_id(0)
+    splits = groups * blocks1 * blocks2
     split = index % splits
     tile = index // splits
+    block2 = split % blocks2
+    block1 = split // blocks2 % blocks1
+    group = tl.cast(split // blocks2 // blocks1, tl.int64)
     if ALL_PAIRS:
         first1 = (tile // column_tiles) * EXAMPLES1
         first2 = (tile % column_tiles) * EXAMPLES2
-        total = tl.zeros((EXAMPLES1, EXAMPLES2), tl.float32)
     else:
         first1 = tile
         first2 = tile
-        total = 0.0
-        magnitude = 0.0
     ROWS: tl.constexpr = EXAMPLES1 * POSITIONS1
     COLUMNS: tl.constexpr = EXAMPLES2 * POSITIONS2
-    example1, place1, _, length1, _ = packed_rows(
-        None, first1, batch1, positions1, 0, False, EXAMPLES1, POSITIONS1
+    example1, position1 = packed_positions(
+        first1, batch1, block1, positions1, EXAMPLES1, POSITIONS1
     )
-    example2, place2, _, length2, _ = packed_rows(
-        None, first2, batch2, positions2, 0, False, EXAMPLES2, POSITIONS2
+    example2, position2 = packed_positions(
+        first2, batch2, block2, positions2, EXAMPLES2, POSITIONS2
     )
-    example1 = tl.cast(example1, tl.int64)
-    example2 = tl.cast(example2, tl.int64)
-
-    for group in range(0, groups):
-        x_channel = tl.cast(group, tl.int64) * channels
-        g_channel = tl.cast(group, tl.int64) * outputs
-        x1_base = x1_ptr + x_channel * stride_x1c + (example1 * stride_x1b)[None, :]
-        x2_base = x2_ptr + x_channel * stride_x2c + (example2 * stride_x2b)[None, :]
-        for block1 in range(split * POSITIONS1, positions1, splits * POSITIONS1):
-            inside1 = block1 + place1 < length1
-            position1 = tl.where(inside1, block1 + place1, positions1)
-            for block2 in range(0, positions2, POSITIONS2):
-                inside2 = block2 + place2 < length2
-                position2 = tl.where(inside2, block2 + place2, positions2)
-                products = patch_products(
-                    x1_base, position1, positions1, stride_x1c, stride_x1d, stride_x1h, stride_x1w,
-                    depth1, height1, width1, out_height1, out_width1,
-                    x2_base, position2, positions2, stride_x2c, stride_x2d, stride_x2h, stride_x2w,
-                    depth2, height2, width2, out_height2, out_width2,
-                    channels, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
-                )  # fmt: skip
-                g_products = cross_tile(
-                    g1_ptr + g_channel * stride_g1c,
-                    example1 * stride_g1b + tl.cast(position1, tl.int64) * stride_g1t,
-                    inside1,
-                    stride_g1c,
-                    g2_ptr + g_channel * stride_g2c,
-                    example2 * stride_g2b + tl.cast(position2, tl.int64) * stride_g2t,
-                    inside2,
-                    stride_g2c,
-                    outputs,
-                    PRECISION,
-                    ROWS,
-                    COLUMNS,
-                    INNER,
-                )
-                terms = products * g_products
-                if ALL_PAIRS:
-                    blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
-                    total += tl.sum(tl.sum(blocks, axis=3), axis=1)
-                else:
-                    total += tl.sum(terms)
-                    magnitude += tl.sum(tl.abs(terms))
-
+    g_products = cross_tile(
+        g1_ptr + group * outputs * stride_g1c,
+        example1 * stride_g1b + tl.cast(position1, tl.int64) * stride_g1t,
+        position1 < positions1,
+        stride_g1c,
+        g2_ptr + group * outputs * stride_g2c,
+        example2 * stride_g2b + tl.cast(position2, tl.int64) * stride_g2t,
+        position2 < positions2,
+        stride_g2c,
+        outputs,
+        PRECISION,
+        ROWS,
+        COLUMNS,
+        INNER,
+    )
+    products = patch_products(
+        x1_ptr + group * channels * stride_x1c + (example1 * stride_x1b)[None, :],
+        position1, positions1, stride_x1c, stride_x1d, stride_x1h, stride_x1w,
+        depth1, height1, width1, out_height1, out_width1,
+        x2_ptr + group * channels * stride_x2c + (example2 * stride_x2b)[None, :],
+        position2, positions2, stride_x2c, stride_x2d, stride_x2h, stride_x2w,
+        depth2, height2, width2, out_height2, out_width2,
+        channels, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
+    terms = products * g_products
     row = tl.cast(split, tl.int64) * batch1 + first1
     if ALL_PAIRS:
+        blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
         rows = tl.arange(0, EXAMPLES1)
         columns = first2 + tl.arange(0, EXAMPLES2)
         offsets = (row + rows)[:, None] * batch2 + columns[None, :]
         mask = (first1 + rows < batch1)[:, None] & (columns < batch2)[None, :]
-        tl.store(partial_ptr + offsets, total, mask=mask)
+        tl.store(partial_ptr + offsets, tl.sum(tl.sum(blocks, axis=3), axis=1), mask=mask)
     else:
-        tl.store(partial_ptr + row, total)
-        tl.store(partial_ptr + tl.cast(splits, tl.int64) * batch1 + row, magnitude)
+        tl.store(partial_ptr + row, tl.sum(terms))
+        stride_output = tl.cast(splits, tl.int64) * batch1
+        tl.store(partial_ptr + stride_output + row, tl.sum(tl.abs(terms)))
 
 
 def convolution_inner_gram(
@@ -238,7 +235,7 @@ def convolution_inner_gram(
     Returns:
         (inner, magnitude), each fp32 (B,).
     Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 8 bytes
-    for each block of positions.
+    for each example, group and pair of blocks of positions.
     """
     first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
     second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
@@ -251,10 +248,7 @@ def convolution_inner_gram(
     config = config or _config.choose_gram(
         max(first.positions, second.positions), *_class(first, second, precision)
     )
-    splits = max(1, triton.cdiv(first.positions, config.rows))
-    tiles = PairTiles(config, config.rows, config.columns, first.batch, 1, splits)
-    partial = torch.empty((2, splits, first.batch), dtype=torch.float32, device=x1.device)
-    _launch(first, second, partial, tiles, all_pairs=False)
+    partial = _launch(first, second, config, all_pairs=False)
     inner, magnitude = partial.sum(1, dtype=torch.float64).float().unbind(0)
     return inner, magnitude
 
@@ -272,7 +266,6 @@ def pairwise_convolution_gram(
     *,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
-    splits: int | None = None,
 ) -> torch.Tensor:
     """Inner products of all pairs of per-example weight gradients of a convolution, through
     products of patches.
@@ -283,12 +276,11 @@ def pairwise_convolution_gram(
     `convolution_pairs.pairwise_convolution` does not. Examples of few positions share a tile.
 
     Args, raises: as `convolution.convolution_sqnorm`, for two factors of one layer, whose batches
-        and images may differ in size, and
-        splits: overrides into how many parts the first factor's positions are divided.
+        and images may differ in size.
     Returns:
         fp32 (B1, B2).
-    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per pair and group; no workspace beyond
-    splits copies of K.
+    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per pair and group; workspace
+    one fp32 copy of K for each group and each pair of blocks of positions.
     """
     first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
     second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
@@ -298,12 +290,8 @@ def pairwise_convolution_gram(
         second.batch * second.positions,
         *_class(first, second, precision),
     )
-    sizes = first.batch, first.positions, second.batch, second.positions
-    tiles = pair_tiles(*sizes, config, splits, _check.architecture(x1.device))
-    shape = (tiles.splits, first.batch, second.batch)
-    partial = torch.empty(shape, dtype=torch.float32, device=x1.device)
-    _launch(first, second, partial, tiles, all_pairs=True)
-    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()
+    partial = _launch(first, second, config, all_pairs=True)
+    return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
 
 
 def _class(
@@ -320,31 +308,47 @@ def _class(
 
 
 def _launch(
-    first: Convolution,
-    second: Convolution,
-    partial: torch.Tensor,
-    tiles: PairTiles,
-    *,
-    all_pairs: bool,
-) -> None:
-    if partial.numel() == 0:
-        return
-    arguments = first.arguments()
-    convolution_pair_gram_kernel[(_check.check_programs(tiles.programs),)](
-        first.x,
-        first.g,
-        second.x,
-        second.g,
-        partial,
-        *arguments[:OWN_ARGUMENTS],
-        *second.arguments()[:OWN_ARGUMENTS],
-        *arguments[OWN_ARGUMENTS:],
-        first.batch,
-        second.batch,
-        tiles.column_tiles,
-        tiles.splits,
-        ALL_PAIRS=all_pairs,
-        WINDOW=first.window,
-        ONE_TAP=first.channels >= 16,
-        **tiles.constants(),
-    )
+    first: Convolution, second: Convolution, config: _config.TileConfig, *, all_pairs: bool
+) -> torch.Tensor:
+    """Sums of terms of every split: (splits, B1, B2), else (2, splits, B) with absolute terms."""
+    block1, block2 = config.rows, config.columns
+    if all_pairs:
+        block1 = min(block1, triton.next_power_of_2(max(first.positions, 1)))
+        block2 = min(block2, triton.next_power_of_2(max(second.positions, 1)))
+    examples1, examples2 = config.rows // block1, config.columns // block2
+    blocks1 = triton.cdiv(first.positions, block1)
+    blocks2 = triton.cdiv(second.positions, block2)
+    splits = first.groups * blocks1 * blocks2
+    column_tiles = triton.cdiv(second.batch, examples2) if all_pairs else 1
+    shape = (splits, first.batch, second.batch) if all_pairs else (2, splits, first.batch)
+    partial = torch.empty(shape, dtype=torch.float32, device=first.x.device)
+    if partial.numel():
+        programs = triton.cdiv(first.batch, examples1) * column_tiles * splits
+        arguments = first.arguments()
+        convolution_pair_gram_kernel[(_check.check_programs(programs),)](
+            first.x,
+            first.g,
+            second.x,
+            second.g,
+            partial,
+            *arguments[:OWN_ARGUMENTS],
+            *second.arguments()[:OWN_ARGUMENTS],
+            *arguments[OWN_ARGUMENTS:],
+            first.batch,
+            second.batch,
+            blocks1,
+            blocks2,
+            column_tiles,
+            ALL_PAIRS=all_pairs,
+            WINDOW=first.window,
+            ONE_TAP=first.channels >= 16,
+            PRECISION=config.precision,
+            EXAMPLES1=examples1,
+            POSITIONS1=block1,
+            EXAMPLES2=examples2,
+            POSITIONS2=block2,
+            INNER=config.inner,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return partial

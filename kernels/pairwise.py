@@ -262,28 +262,14 @@ def choose_pair_tiles(
         _check.is_aligned(*operands),
         operation,
     )
-    sizes = first.batch, first.positions, second.batch, second.positions
-    return pair_tiles(*sizes, config, splits, architecture)
-
-
-def pair_tiles(
-    batch1: int,
-    positions1: int,
-    batch2: int,
-    positions2: int,
-    config: _config.TileConfig,
-    splits: int | None,
-    architecture: int,
-) -> PairTiles:
-    """The tiles of one configuration; `splits` as in `choose_pair_tiles`."""
-    block1 = min(config.rows, triton.next_power_of_2(max(positions1, 1)))
-    block2 = min(config.columns, triton.next_power_of_2(max(positions2, 1)))
-    row_tiles = triton.cdiv(batch1, config.rows // block1)
-    column_tiles = triton.cdiv(batch2, config.columns // block2)
+    positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
+    positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
+    row_tiles = triton.cdiv(first.batch, config.rows // positions1)
+    column_tiles = triton.cdiv(second.batch, config.columns // positions2)
     splits = splits or _config.choose_splits(
-        row_tiles * column_tiles, triton.cdiv(positions1, block1), architecture
+        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
     )
-    return PairTiles(config, block1, block2, row_tiles, column_tiles, splits)
+    return PairTiles(config, positions1, positions2, row_tiles, column_tiles, splits)
 
 
 def pairwise_gram(

@@ -1,26 +1,27 @@
-"""Inner products of Patches factors: tiles of gradients, or patches written out for few positions.
+"""Inner products of Patches factors: through products of patches, or of tiles of gradients.
 
-On a GPU the kernels form the gradients, of patches that they address where they need them. Patches
-are written out for as many examples as a quarter of the workspace holds.
+On a GPU the kernels address patches where they need them, in either form. Elsewhere, where there
+are few positions, patches are written out for as many examples as a quarter of the workspace holds.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
-from gradstats.contractions import _outer_pairs, _tiles, _triton
+from gradstats.contractions import _outer, _outer_pairs, _tiles, _triton
 from gradstats.contractions._outer_pairs import Sizes
 
 
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
-    on_chip = _triton.convolves(first, second)
-    if _form(first, second, first.batch, second.batch, on_chip) == "direct":
-        if on_chip:
-            return _triton.convolution_pairs(first, second, workspace)
+    if _triton.convolves(first, second):
+        return _pairs_on_chip(first, second, workspace, sizes)
+    if _form(first, second, first.batch, second.batch) == "direct":
         one = [first]
         return _tiles.dense_pairs(one, one if first is second else [second], workspace)
     result = _tiles.zeros([first], first.batch, second.batch)
@@ -36,10 +37,9 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
 
 def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
-    on_chip = _triton.convolves(first, second)
-    if _form(first, second, 1, 1, on_chip) == "direct":
-        if on_chip:
-            return _triton.convolution_diagonal(first, second)
+    if _triton.convolves(first, second):
+        return _diagonal_on_chip(first, second, workspace, sizes)
+    if _form(first, second, 1, 1) == "direct":
         return _tiles.dense_diagonal([first], [second], workspace)
     result = _tiles.zeros([first], first.batch)
     larger = first if first.positions > second.positions else second
@@ -50,16 +50,67 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
     return result
 
 
+def _pairs_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
+    def direct(one: Patches, two: Patches) -> Tensor:
+        return _triton.convolution_pairs(one, two, workspace)
+
+    form = _form(first, second, first.batch, second.batch, on_chip=True)
+    if form == "direct":
+        return direct(first, second)
+    result = _triton.convolution_gram_pairs(first, second)
+    if form != "gram":
+        return result
+    conditions = _conditions(first, second, sizes)
+    return _outer_pairs.recompute_pairs(result, first, second, conditions, direct)
+
+
+def _diagonal_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
+    def direct(one: Patches, two: Patches) -> Tensor:
+        return _triton.convolution_diagonal(one, two, workspace)
+
+    form = _form(first, second, 1, 1, on_chip=True)
+    if form == "direct":
+        return direct(first, second)
+    result = _triton.convolution_gram_diagonal(first, second)
+    if form != "gram":
+        return result
+    conditions = _conditions(first, second, sizes)
+    return _outer_pairs.recompute_diagonal(result, first, second, conditions, direct)
+
+
 def _form(
-    first: Patches, second: Patches, examples1: int, examples2: int, on_chip: bool
+    first: Patches, second: Patches, examples1: int, examples2: int, *, on_chip: bool = False
 ) -> _cost.Form:
     groups = first.geometry.groups
-    # The kernels would contract written-out patches group by group.
-    if groups != second.geometry.groups or (on_chip and groups > 1):
-        return "direct"
-    p, q = first.shape[0] // first.geometry.groups, _cost.product(first.shape[1:])
+    if groups != second.geometry.groups or (on_chip and first.shape[1] == 1):
+        return "direct"  # one channel to a group is no matrix product
+    p, q = first.shape[0] // groups, _cost.product(first.shape[1:])
     positions = first.positions, second.positions
     return _cost.choose_pair_form(*positions, p, q, examples1, examples2, on_chip=on_chip)
+
+
+def _conditions(first: Patches, second: Patches, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Return the same as `_outer_pairs._conditions`, whose products are those of patches."""
+    one, two = (_magnitude(factor) for factor in (first, second))
+    dtype = torch.float32
+    return (
+        _outer_pairs.condition(one, sizes[0], dtype),
+        _outer_pairs.condition(two, sizes[1], dtype),
+    )
+
+
+def _magnitude(factor: Patches) -> Tensor:
+    """Return Σ_t ‖patch_t‖‖grad_t‖ (B,) float64, over the groups.
+
+    A patch has the norm of the norms of its pixels over the channels: only those are written out.
+    """
+    groups = factor.geometry.groups
+    pixels = factor.input.unflatten(1, (groups, factor.shape[1]))
+    norms = torch.linalg.vector_norm(pixels, dim=2, dtype=torch.float32)
+    shape = (factor.shape[0], 1, *factor.shape[2:])
+    return _outer.magnitude(
+        replace(factor, input=norms, shape=shape).unfolded(), torch.float32
+    ).sum(1)
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):

@@ -286,12 +286,34 @@ def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor
     return operators.pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
 
 
-def convolution_diagonal(first: Patches, second: Patches) -> Tensor:
+def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return the products of gradient tiles that never leave the chip, (B,) float64."""
     from gradstats.kernels import operators
 
+    if first.input.shape != second.input.shape:
+        # one kernel forms both sides' tiles, of images of one size
+        rows = [slice(row, row + 1) for row in range(first.batch)]
+        each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
+        return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
     operands = (first.input, first.grad, second.input, second.grad)
     return operators.convolution_inner(*operands, *_layer(first)).double()
+
+
+def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
+    """Return Σ_{t,s} (patch_t·patch'_s)(grad_t·grad'_s) for all pairs, (B, B') float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    return operators.pairwise_convolution_gram(*operands, *_layer(first)).double()
+
+
+def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:
+    """Return the same of each example with its partner, (B,) float64."""
+    from gradstats.kernels import operators
+
+    operands = (first.input, first.grad, second.input, second.grad)
+    value, _ = operators.convolution_inner_gram(*operands, *_layer(first))
+    return value.double()
 
 
 def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:

@@ -106,15 +106,14 @@ def check_pairs(
 
 
 def check_pair_grams(
-    x1, g1, x2, g2, layer, config=None, splits=None, factor=32.0, run=same, module=None
+    x1, g1, x2, g2, layer, config=None, factor=32.0, run=same, module=convolution_pair_gram
 ):
     """Checks inner products through products of patches, those of equal indices where they are."""
-    module = module or convolution_pair_gram
     factors = (x1, g1, x2, g2, *layer)
     host = tuple(operand.double().cpu() for operand in factors[:4])
     # a term's error is eps of what its two products add up, not of what they come to
     absolutes = tuple(operand.abs() for operand in host)
-    got = run(lambda: module.pairwise_convolution_gram(*factors, config=config, splits=splits))
+    got = run(lambda: module.pairwise_convolution_gram(*factors, config=config))
     want = exact(*host[:2], layer) @ exact(*host[2:], layer).T
     limit = _reference.pairwise_convolution_gram(*absolutes, *layer)
     assert_close(got, want, limit, factor)
