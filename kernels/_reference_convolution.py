@@ -20,11 +20,16 @@ def convolution_gradients(
 ) -> Iterator[Tensor]:
     """Per-example weight gradients of a convolution, fp64 (O, C / groups, *kernel) each."""
     weight = x.new_empty(1, dtype=torch.float64).expand(g.shape[1], x.shape[1] // groups, *kernel)
-    for x_example, g_example in zip(x.double().split(1), g.double().split(1), strict=True):
+    for x_example, g_example in zip(*map(_examples, (x, g)), strict=True):
         yield torch.ops.aten.convolution_backward(
             g_example, x_example, weight, None, stride, padding, dilation, False,
             [0] * len(kernel), groups, [False, True, False],
         )[1]  # fmt: skip
+
+
+def _examples(operand: Tensor) -> tuple[Tensor, ...]:
+    """The examples as batches of one, fp64; `split` would make one of none at all."""
+    return operand.double().unsqueeze(1).unbind(0)
 
 
 def convolution_sqnorm(
@@ -71,7 +76,7 @@ def _operands(
     groups: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each example, patches (groups, C / groups * taps, T) and g (groups, O / groups, T)."""
-    for x_example, g_example in zip(x.double().split(1), g.double().split(1), strict=True):
+    for x_example, g_example in zip(*map(_examples, (x, g)), strict=True):
         outputs = g_example.flatten(2).unflatten(1, (groups, g.shape[1] // groups))[0]
         patches = _patches(x_example, kernel, stride, padding, dilation)
         width = x.shape[1] // groups * patches.shape[1]

@@ -168,6 +168,15 @@ def convolution_pair_gram_kernel(
     example2, position2 = packed_positions(
         first2, batch2, block2, positions2, EXAMPLES2, POSITIONS2
     )
+    products = patch_products(
+        x1_ptr + group * channels * stride_x1c + (example1 * stride_x1b)[None, :],
+        position1, positions1, stride_x1c, stride_x1d, stride_x1h, stride_x1w,
+        depth1, height1, width1, out_height1, out_width1,
+        x2_ptr + group * channels * stride_x2c + (example2 * stride_x2b)[None, :],
+        position2, positions2, stride_x2c, stride_x2d, stride_x2h, stride_x2w,
+        depth2, height2, width2, out_height2, out_width2,
+        channels, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     g_products = cross_tile(
         g1_ptr + group * outputs * stride_g1c,
         example1 * stride_g1b + tl.cast(position1, tl.int64) * stride_g1t,
@@ -183,15 +192,6 @@ def convolution_pair_gram_kernel(
         COLUMNS,
         INNER,
     )
-    products = patch_products(
-        x1_ptr + group * channels * stride_x1c + (example1 * stride_x1b)[None, :],
-        position1, positions1, stride_x1c, stride_x1d, stride_x1h, stride_x1w,
-        depth1, height1, width1, out_height1, out_width1,
-        x2_ptr + group * channels * stride_x2c + (example2 * stride_x2b)[None, :],
-        position2, positions2, stride_x2c, stride_x2d, stride_x2h, stride_x2w,
-        depth2, height2, width2, out_height2, out_width2,
-        channels, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
-    )  # fmt: skip
     terms = products * g_products
     row = tl.cast(split, tl.int64) * batch1 + first1
     if ALL_PAIRS:

@@ -14,6 +14,8 @@ from benchmarks.workloads import Transformer, next_token
 from gradstats._cost import choose_outer_form
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
+    _outer,
+    _patch_pairs,
     _triton,
     direction_inner,
     inner_diagonal,
@@ -22,6 +24,7 @@ from gradstats.contractions import (
     sqnorm_and_sum,
 )
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
+from tests.test_backend_scales import Shapes
 
 WORKSPACE = 1 << 20
 
@@ -372,7 +375,7 @@ def test_convolutions(kernels, layer, size, norms, beside):
     kernels.clear()
     check_products(layer, batch, mean_square, rtol=1e-5)
     assert "convolution_direction" in kernels
-    assert {"pairwise_convolution", "pairwise_gram"} & set(kernels)
+    assert {"pairwise_convolution", "pairwise_convolution_gram"} & set(kernels)
 
 
 @pytest.mark.parametrize("size", [(9, 9), (2, 2)])
@@ -387,14 +390,79 @@ def test_products_of_convolutions(kernels, groups, size):
     first, second = factor(3), factor(4)
     left, right = (side.dense().double().flatten(1) for side in (first, second))
     sizes = left.norm(dim=1), right.norm(dim=1)
-    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
-    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-4)
     norms = sizes[0], sizes[1][:3]
-    diagonal = inner_diagonal([first], [second.select(slice(0, 3))], WORKSPACE, norms)
+    with Shapes() as shapes:
+        pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+        diagonal = inner_diagonal([first], [second.select(slice(0, 3))], WORKSPACE, norms)
+    torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(diagonal, (left * right[:3]).sum(1), rtol=1e-5, atol=1e-4)
-    few = size == (2, 2) and groups == 1
-    expected = ["pairwise_gram", "diagonal_gram"]
-    assert kernels == (expected if few else ["pairwise_convolution", "convolution_inner"])
+    gram = ["pairwise_convolution_gram", "convolution_inner_gram"]
+    # one channel to a group: there is no product of matrices
+    few = size == (2, 2) and groups < 4
+    assert kernels == (gram if few else ["pairwise_convolution", "convolution_inner"])
+    patches = 3 * first.positions * 4 * 9
+    assert max(torch.Size(shape).numel() for shape in shapes.seen) < patches
+
+
+def test_products_of_convolutions_with_one_position(kernels):
+    geometry = ConvolutionGeometry((1, 1), (0, 0), (1, 1), 2)
+    x, g = torch.randn(3, 6, 2, 3), torch.randn(3, 4, 1, 1)
+    factor = Patches(x, g, (4, 3, 2, 3), geometry)
+    rows = factor.dense().double().flatten(1)
+    norms = rows.norm(dim=1)
+    pairs = inner_pairs([factor], [factor], WORKSPACE, (norms, norms))
+    torch.testing.assert_close(pairs, rows @ rows.T, rtol=1e-5, atol=1e-4)
+    assert kernels == ["pairwise_convolution_gram"]
+
+
+@pytest.mark.parametrize("size", [(9, 8), (2, 1)])
+def test_products_of_convolutions_of_two_sizes(kernels, size):
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
+    shapes = (size, (size[0] + 1, size[1]))
+    first, second = (
+        Patches(torch.randn(3, 4, *own), torch.randn(3, 8, *own), (8, 4, 3, 3), geometry)
+        for own in shapes
+    )
+    left, right = (side.dense().double().flatten(1) for side in (first, second))
+    sizes = left.norm(dim=1), right.norm(dim=1)
+    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
+    torch.testing.assert_close(diagonal, (left * right).sum(1), rtol=1e-5, atol=1e-4)
+    # the kernel that forms both sides' tiles of equal indices wants images of one size
+    direct = ["pairwise_convolution"] * 3
+    assert kernels == (direct if size == (9, 8) else ["convolution_inner_gram"])
+    nothing = [first.select(slice(0, 0))], [second.select(slice(0, 0))]
+    none = inner_diagonal(*nothing, WORKSPACE, (sizes[0][:0], sizes[1][:0]))
+    assert none.shape == (0,) and none.dtype == torch.float64
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_of_convolutions_that_cancel_are_computed_again(kernels, groups):
+    geometry = ConvolutionGeometry((1, 1), (0, 0), (1, 1), groups)
+    grad = torch.randn(4, 32, 3, 4)
+    grad -= grad.mean((2, 3), keepdim=True)
+    x = 3 + 1e-3 * torch.randn(4, 32, 4, 5)
+    whole = Patches(x, grad, (32, 32 // groups, 2, 2), geometry)
+    first, second = whole.select(slice(0, 2)), whole.select(slice(2, 4))
+    double = Patches(x.double(), grad.double(), whole.shape, geometry)
+    rows = double.dense().flatten(1)
+    sizes = rows[:2].norm(dim=1), rows[2:].norm(dim=1)
+    scale = sizes[0][:, None] * sizes[1]
+    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
+    assert bool(((pairs - rows[:2] @ rows[2:].T).abs() <= 1e-3 * scale).all())
+    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
+    expected = (rows[:2] * rows[2:]).sum(1)
+    assert bool(((diagonal - expected).abs() <= 1e-3 * scale.diagonal()).all())
+    again = ["pairwise_convolution", "convolution_inner"]
+    assert kernels == ["pairwise_convolution_gram", again[0], "convolution_inner_gram", again[1]]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_size_of_products_of_patches_needs_no_patches(groups):
+    geometry = ConvolutionGeometry((2, 1), (1, 0), (1, 2), groups)
+    x = torch.randn(3, 6, 7, 5).to(memory_format=torch.channels_last)
+    factor = Patches(x, torch.randn(3, 9, 4, 3), (9, 6 // groups, 2, 2), geometry)
+    want = _outer.magnitude(factor.unfolded(), torch.float64).sum(1)
+    torch.testing.assert_close(_patch_pairs.magnitude(factor), want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

@@ -90,27 +90,24 @@ def _form(
 
 
 def _conditions(first: Patches, second: Patches, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return the same as `_outer_pairs._conditions`, whose products are those of patches."""
-    one, two = (_magnitude(factor) for factor in (first, second))
-    dtype = torch.float32
-    return (
-        _outer_pairs.condition(one, sizes[0], dtype),
-        _outer_pairs.condition(two, sizes[1], dtype),
+    """Return how much either side's examples may lose, as ``_outer_pairs`` of their patches."""
+    mine, theirs = (
+        _outer_pairs.condition(magnitude(factor), size, torch.float32)
+        for factor, size in zip((first, second), sizes, strict=True)
     )
+    return mine, theirs
 
 
-def _magnitude(factor: Patches) -> Tensor:
-    """Return Σ_t ‖patch_t‖‖grad_t‖ (B,) float64, over the groups.
+def magnitude(factor: Patches) -> Tensor:
+    """Return Σ_t ‖patch_t‖‖grad_t‖ over the groups, (B,) float64.
 
-    A patch has the norm of the norms of its pixels over the channels: only those are written out.
+    The norm of a patch is that of its pixels' norms over the channels: only those are written out.
     """
-    groups = factor.geometry.groups
-    pixels = factor.input.unflatten(1, (groups, factor.shape[1]))
-    norms = torch.linalg.vector_norm(pixels, dim=2, dtype=torch.float32)
+    channels = factor.input.unflatten(1, (factor.geometry.groups, factor.shape[1]))
+    pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
     shape = (factor.shape[0], 1, *factor.shape[2:])
-    return _outer.magnitude(
-        replace(factor, input=norms, shape=shape).unfolded(), torch.float32
-    ).sum(1)
+    norms = replace(factor, input=pixels, shape=shape).unfolded()
+    return _outer.magnitude(norms, torch.float32).sum(1)
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):

@@ -69,6 +69,17 @@ def test_values_on_the_cpu():
     assert checked == set(wants)
 
 
+def test_convolutions_of_no_examples_on_the_cpu():
+    for name, arguments, options in SAMPLES:
+        if name in ("convolution_direction", "convolution_weight_gradient_sqnorm"):
+            continue
+        if "convolution" in name:
+            none = [item[:0] if isinstance(item, torch.Tensor) else item for item in arguments]
+            results = getattr(operators, name)(*none, **options)
+            for result in results if isinstance(results, tuple) else (results,):
+                assert result.shape == (0,) * result.dim()
+
+
 def test_second_results_on_the_cpu():
     a, g = next(arguments for name, arguments, _ in SAMPLES if name == "gram_sqnorm")
     _, magnitude, size = operators.gram_sqnorm(a, g)

@@ -235,11 +235,10 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         two = (x, g, x, g, *layer)
         convolution_pair_gram.convolution_inner_gram(*two, config=config)
         convolution_pair_gram.pairwise_convolution_gram(*two, config=config)
-        if layout == "dense":
-            # several examples to a tile: a kernel of 3 x 3 over 5 x 5 has 3 x 3 positions
-            small = x[:, :, :5, :5], g[:, :, :3, :3]
-            layer = (*layer[:2], (0, 0), *layer[3:])
-            convolution_pair_gram.pairwise_convolution_gram(*small, *small, *layer, config=config)
+        # several examples to a tile: a kernel of 3 x 3 over 5 x 5 has 3 x 3 positions
+        small = x[:, :, :5, :5], g[:, :, :3, :3]
+        layer = (*layer[:2], (0, 0), *layer[3:])
+        convolution_pair_gram.pairwise_convolution_gram(*small, *small, *layer, config=config)
         return
     if operation != "convolution":
         convolution_weight_gradient.convolution_weight_gradient_sqnorm(

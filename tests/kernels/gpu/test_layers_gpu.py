@@ -194,6 +194,9 @@ def test_every_shipped_tile_of_convolutions(kind, layout):
     for sizes in ([144, 12, 10], [3, 12, 10]):
         layer = ([3, 3], [1, 2], [1, 1], [1, 1], 1)
         x, g = convolution_reference.build(sizes, 160, layer, layout, dtype, device=DEVICE)
+        few = convolution_reference.build(
+            [sizes[0], 3, 2], 160, layer, layout, dtype, 9, device=DEVICE
+        )
         want = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
         _, scale, _ = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
         for aligned in (True, False):
@@ -209,3 +212,5 @@ def test_every_shipped_tile_of_convolutions(kind, layout):
             for config in _config.shipped("convolution_gram").get(key, ()):
                 got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
                 assert_close(got, want, scale, factor)
+                convolution_reference.check_pair_grams(x, g, x, g, layer, config, factor)
+                convolution_reference.check_pair_grams(*few, *few, layer, config, factor)

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, convolution, convolution_pairs, convolution_weight_gradient
+from gradstats.kernels import (
+    _check,
+    convolution,
+    convolution_pair_gram,
+    convolution_pairs,
+    convolution_weight_gradient,
+)
 from gradstats.kernels._config import TileConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +17,7 @@ from tests.kernels.convolution_reference import (
     absolute,
     build,
     check_norms,
+    check_pair_grams,
     check_pairs,
     exact,
 )
@@ -53,6 +60,22 @@ def test_norms_and_the_weight_gradient(layer, dtype):
     check(*layer, dtype)
 
 
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    layer=layers(),
+    dtype=st.sampled_from(DTYPES),
+    batches=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    layout=st.sampled_from(("first", "last", "sliced", "expanded")),
+)
+def test_products_of_patches(layer, dtype, batches, layout):
+    sizes, outputs, own, first_layout = layer
+    x1, g1 = build(sizes, outputs, own, first_layout, dtype, batches[0])
+    larger = [sizes[0], *(size + 2 for size in sizes[1:])]
+    for second_sizes in (sizes, larger):
+        x2, g2 = build(second_sizes, outputs, own, layout, dtype, batches[1], seed=3)
+        check_pair_grams(x1, g1, x2, g2, own, GRAM)
+
+
 NAMED = {
     "stem": ([3, 9, 8], 17, ([5, 5], [2, 2], [2, 2], [1, 1], 1)),
     "one tap, strided": ([34, 7, 6], 17, ([1, 1], [2, 2], [0, 0], [1, 1], 1)),
@@ -78,7 +101,7 @@ def test_pairs_and_directions(name):
     x2, g2 = build(sizes, outputs, layer, "last", dtype, seed=5)
     config = DEPTHWISE if sizes[0] == layer[-1] else TILE
     for workspace in (1, 10**8) if outputs == 6 else (3000,):
-        check_pairs(x1, g1, x2, g2, layer, config, workspace)
+        check_pairs(x1, g1, x2, g2, layer, config, workspace, GRAM)
 
 
 def test_pairs_of_a_batch_with_itself():
@@ -96,6 +119,39 @@ def test_pairs_of_images_of_two_sizes():
     got = convolution_pairs.pairwise_convolution(x1, g1, x2, g2, *layer, config=TILE)
     limit = absolute(x1, g1, layer) @ absolute(x2, g2, layer).T
     assert_close(got, exact(x1, g1, layer) @ exact(x2, g2, layer).T, limit)
+    for name in NAMED:
+        sizes, outputs, layer = NAMED[name]
+        x1, g1 = build(sizes, outputs, layer, "last", torch.float32, 3)
+        sizes = [sizes[0], sizes[1] + 1, *(size + 3 for size in sizes[2:])]
+        x2, g2 = build(sizes, outputs, layer, "first", torch.float32, 3, seed=3)
+        check_pair_grams(x1, g1, x2, g2, layer, GRAM)
+
+
+def test_tiles_of_patches_read_nothing_beside_the_examples():
+    # positions that fill no tile, of batches that fill none, in memory that is not a number beside
+    sizes, outputs, layer = NAMED["grouped"]
+
+    def surrounded(operand):
+        wide = operand.new_full([size + 2 for size in operand.shape], float("nan"))
+        inner = wide[tuple(slice(1, -1) for _ in operand.shape)]
+        return inner.copy_(operand)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x1, g1 = map(surrounded, build(sizes, outputs, layer, "first", dtype, 3))
+        x2, g2 = map(surrounded, build([36, 3, 5], outputs, layer, "first", dtype, 3, seed=3))
+        check_pair_grams(x1, g1, x2, g2, layer, GRAM)
+        check_pair_grams(x2, g2, x1, g1, layer, GRAM)
+
+
+def test_products_of_patches_are_repeatable():
+    _, outputs, layer = NAMED["several tiles of channels"]
+    x, g = build([35, 6, 5], outputs, layer, "last", torch.float32, 5)
+    for launcher in (
+        convolution_pair_gram.pairwise_convolution_gram,
+        convolution_pair_gram.convolution_inner_gram,
+    ):
+        once, again = (launcher(x, g, x, g, *layer, config=GRAM) for _ in range(2))
+        torch.testing.assert_close(once, again, rtol=0, atol=0)
 
 
 def test_an_empty_batch():
@@ -104,6 +160,12 @@ def test_an_empty_batch():
     assert convolution.convolution_sqnorm(x, g, *layer).shape == (0,)
     gradient, sqnorm = convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
     assert sqnorm.shape == (0,) and (gradient == 0).all()
+    inner, magnitude = convolution_pair_gram.convolution_inner_gram(x, g, x, g, *layer)
+    assert inner.shape == magnitude.shape == (0,)
+    full = build(sizes, outputs, layer, "first", torch.float32)
+    pairwise = convolution_pair_gram.pairwise_convolution_gram
+    assert pairwise(x, g, *full, *layer).shape == (0, 2)
+    assert pairwise(*full, x, g, *layer).shape == (2, 0)
     sizes, outputs, layer = NAMED["depthwise"]
     x, g = (operand[:0] for operand in build(sizes, outputs, layer, "first", torch.float32))
     gradient, sqnorm = convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
@@ -129,5 +191,14 @@ def test_what_no_kernel_serves_is_refused():
         convolution.convolution_inner(x, g, x[:, :, :3], g[:, :, :4], *layer)
     with pytest.raises(_check.KernelInputError, match="must be of one weight"):
         convolution_pairs.pairwise_convolution(x, g, x, g[:, :4], *layer)
+    gram = convolution_pair_gram
+    with pytest.raises(_check.KernelInputError, match="must be of one weight"):
+        gram.pairwise_convolution_gram(x, g, x, g[:, :4], *layer)
+    with pytest.raises(_check.KernelInputError, match="must share one dtype"):
+        gram.pairwise_convolution_gram(x, g, x.half(), g.half(), *layer)
+    with pytest.raises(_check.KernelInputError, match="need equal batches; got 2 and 1"):
+        gram.convolution_inner_gram(x, g, x[:1], g[:1], *layer)
+    with pytest.raises(_check.KernelInputError, match="precision must be one of"):
+        gram.convolution_inner_gram(x, g, x, g, *layer, precision="fp8")
     with pytest.raises(_check.KernelInputError, match=r"direction must be \(6, 18, 2, 2\)"):
         convolution.convolution_direction(x, g, torch.zeros(6, 36, 2, 2), *layer)

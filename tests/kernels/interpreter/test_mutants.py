@@ -7,6 +7,7 @@ from gradstats.kernels import (
     _reference,
     _tile,
     convolution,
+    convolution_pair_gram,
     convolution_weight_gradient,
     direct,
     gram,
@@ -20,7 +21,7 @@ from gradstats.kernels import (
 )
 from gradstats.kernels._config import TileConfig
 
-from tests.kernels import normalization_reference, reference
+from tests.kernels import convolution_reference, normalization_reference, reference
 from tests.kernels.cases import CASES, random
 from tests.kernels.mutants import mutant
 from tests.kernels.reference import assert_close
@@ -90,6 +91,14 @@ def check_convolution(module, fused):
     assert_close(got, want)
 
 
+def check_products_of_patches(module, _):
+    layer = ([2, 2], [1, 1], [0, 0], [1, 1], 2)
+    # 6 and 2 positions: tiles of 2 and of 8 examples
+    x1, g1 = convolution_reference.build([6, 3, 4], 4, layer, "last", torch.float32, 3)
+    x2, g2 = convolution_reference.build([6, 2, 3], 4, layer, "first", torch.float32, 3, seed=5)
+    convolution_reference.check_pair_grams(x1, g1, x2, g2, layer, TILE, module=module)
+
+
 def check_group_norm(module, _):
     x, g = random((3, 19, 12), torch.float32, "cpu", 1), random((3, 19, 12), torch.float32, "cpu")
     weight = random((12,), torch.float32, "cpu", 5)
@@ -135,6 +144,7 @@ def test_the_checks_accept_what_is_shipped():
         check_rows(rows, longest_compared)
     check_convolution(convolution, False)
     check_convolution(convolution_weight_gradient, True)
+    check_products_of_patches(convolution_pair_gram, None)
     check_group_norm(group_norm, None)
     for case in ("prime", "ragged in padding"):
         check_scale(scale_backward, case)
@@ -249,6 +259,24 @@ def test_a_convolution_without_example_boundaries(tmp_path):
         tmp_path,
     )
     rejects(check_convolution, broken, True)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("first2 = (tile % column_tiles) * EXAMPLES2", "first2 = first1"),
+        ("(example < batch) & (position < positions)", "(position < positions)"),
+        ("group * outputs * stride_g2c", "0 * group"),
+        ("block * POSITIONS + lane % POSITIONS", "block * POSITIONS + lane"),
+        ("width2, out_height2, out_width2, WINDOW", "width2, out_height1, out_width1, WINDOW"),
+        ("tl.sum(tl.abs(terms))", "tl.abs(tl.sum(terms))"),
+    ],
+    ids=["pairs of equal tiles", "rows past the batch", "another group's", "another example's",
+         "positions of the other side", "a magnitude that cancels"],
+)  # fmt: skip
+def test_broken_products_of_patches(tmp_path, right, wrong):
+    broken = mutant(convolution_pair_gram, right, wrong, tmp_path)
+    rejects(check_products_of_patches, broken, None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import triton.language as tl
 from gradstats.kernels import (
     _reference,
     convolution,
+    convolution_pair_gram,
     diagonal,
     direct,
     direction,
@@ -133,6 +134,13 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
         assert_close(
             got, _reference.convolution_sqnorm(*own), _reference.convolution_sqnorm(*absolute)
         )
+        two, both = (x, gradient, *own), (*absolute[:2], *absolute)
+        want = _reference.pairwise_convolution_gram(*two)
+        limit = _reference.pairwise_convolution_gram(*both)
+        got = convolution_pair_gram.pairwise_convolution_gram(*two, config=TILE)
+        assert_close(got, want, limit)
+        got, _ = convolution_pair_gram.convolution_inner_gram(*two, config=TILE)
+        assert_close(got, want.diagonal(), limit.diagonal())
 
 
 @triton.jit
