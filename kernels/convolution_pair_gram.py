@@ -16,6 +16,9 @@ from gradstats.kernels.pairwise import cross_tile
 # what `Convolution.arguments` says of one side alone; the rest both sides share
 OWN_ARGUMENTS = 14
 
+# By bytes of an operand's element: a larger tile leaves no registers for both sides' addresses.
+LARGEST_TILE = {2: 64, 4: 32}
+
 
 @triton.jit
 def patch_products(
@@ -245,9 +248,8 @@ def convolution_inner_gram(
             f"diagonal pairs need equal batches; got {first.batch} and {second.batch}: pass as "
             "many examples on either side"
         )
-    config = config or _config.choose_gram(
-        max(first.positions, second.positions), *_class(first, second, precision)
-    )
+    longest = max(first.positions, second.positions)
+    config = config or _choose_config(first, second, longest, longest, precision)
     partial = _launch(first, second, config, all_pairs=False)
     inner, magnitude = partial.sum(1, dtype=torch.float64).float().unbind(0)
     return inner, magnitude
@@ -285,21 +287,20 @@ def pairwise_convolution_gram(
     first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
     second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
     check_same_layer(first, second)
-    config = config or _config.choose_pairwise(
-        first.batch * first.positions,
-        second.batch * second.positions,
-        *_class(first, second, precision),
-    )
+    rows, columns = first.batch * first.positions, second.batch * second.positions
+    config = config or _choose_config(first, second, rows, columns, precision)
     partial = _launch(first, second, config, all_pairs=True)
     return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
 
 
-def _class(
-    first: Convolution, second: Convolution, precision: str | None
-) -> tuple[int, str, int, bool, str]:
-    """Which entry of the tile table serves two factors."""
-    return (
-        first.x.element_size(),
+def _choose_config(
+    first: Convolution, second: Convolution, rows: int, columns: int, precision: str | None
+) -> _config.TileConfig:
+    size = first.x.element_size()
+    return _config.choose_pairwise(
+        min(rows, LARGEST_TILE[size]),
+        min(columns, LARGEST_TILE[size]),
+        size,
         _check.check_precision(first.x.dtype, precision),
         _check.architecture(first.x.device),
         first.aligned and second.aligned,

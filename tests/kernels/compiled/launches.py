@@ -232,13 +232,8 @@ def convolution_launches(operation, config, dtype, aligned, layout):
     layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
-        two = (x, g, x, g, *layer)
-        convolution_pair_gram.convolution_inner_gram(*two, config=config)
-        convolution_pair_gram.pairwise_convolution_gram(*two, config=config)
-        # several examples to a tile: a kernel of 3 x 3 over 5 x 5 has 3 x 3 positions
-        small = x[:, :, :5, :5], g[:, :, :3, :3]
-        layer = (*layer[:2], (0, 0), *layer[3:])
-        convolution_pair_gram.pairwise_convolution_gram(*small, *small, *layer, config=config)
+        if config.rows <= convolution_pair_gram.LARGEST_TILE[x.element_size()]:
+            pair_gram_launches(x, g, layer, config)
         return
     if operation != "convolution":
         convolution_weight_gradient.convolution_weight_gradient_sqnorm(
@@ -253,3 +248,13 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         weight = torch.empty(shape, dtype=dtype, device="meta")
         convolution.convolution_direction(x, g, weight, *layer, config=config)
         convolution_pairs.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)
+
+
+def pair_gram_launches(x, g, layer, config):
+    """Products of patches, of equal indices and of all pairs, also of several examples to a tile:
+    a kernel of 3 x 3 has 3 x 3 positions over 5 x 5."""
+    pairwise = convolution_pair_gram.pairwise_convolution_gram
+    convolution_pair_gram.convolution_inner_gram(x, g, x, g, *layer, config=config)
+    pairwise(x, g, x, g, *layer, config=config)
+    few = x[:, :, :5, :5], g[:, :, :3, :3]
+    pairwise(*few, *few, *layer[:2], (0, 0), *layer[3:], config=config)

@@ -143,6 +143,22 @@ def test_tiles_of_patches_read_nothing_beside_the_examples():
         check_pair_grams(x2, g2, x1, g1, layer, GRAM)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_of_products_of_patches_leave_registers_for_addresses(monkeypatch, dtype):
+    layer = ([3, 3], [1, 1], [1, 1], [1, 1], 1)
+    x, g = build([16, 12, 12], 3, layer, "first", dtype, 2)
+    chosen = []
+
+    def launch(first, second, config, *, all_pairs):
+        chosen.append(config.rows)
+        return torch.zeros((1, 2, 2) if all_pairs else (2, 1, 2))
+
+    monkeypatch.setattr(convolution_pair_gram, "_launch", launch)
+    convolution_pair_gram.pairwise_convolution_gram(x, g, x, g, *layer)
+    convolution_pair_gram.convolution_inner_gram(x, g, x, g, *layer)
+    assert chosen == [64 if dtype == torch.bfloat16 else 32] * 2
+
+
 def test_products_of_patches_are_repeatable():
     _, outputs, layer = NAMED["several tiles of channels"]
     x, g = build([35, 6, 5], outputs, layer, "last", torch.float32, 5)
