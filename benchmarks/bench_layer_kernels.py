@@ -126,6 +126,7 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     from gradstats.kernels import (
         convolution,
         convolution_gram,
+        convolution_pair_gram,
         convolution_pairs,
         convolution_weight_gradient,
     )
@@ -198,6 +199,13 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
             "pairwise", "gradstats",
             lambda x, g, w: convolution_pairs.pairwise_convolution(x, g, x, g, *own),
             product + 2.0 * layer.batch**2 * weights, read, lambda result: result.diagonal(), exact,
+        )  # fmt: skip
+    if positions <= 64 and groups == 1:
+        yield Provider(
+            "pairwise", "gradstats gram",
+            lambda x, g, w: convolution_pair_gram.pairwise_convolution_gram(x, g, x, g, *own),
+            2.0 * (layer.batch * positions) ** 2 * (weights / outputs + outputs), read,
+            lambda result: result.diagonal(), exact,
         )  # fmt: skip
 
 
