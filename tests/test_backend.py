@@ -435,6 +435,18 @@ def test_products_of_convolutions_of_two_sizes(kernels, size):
     assert none.shape == (0,) and none.dtype == torch.float64
 
 
+def test_products_with_no_examples(kernels):
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
+    convolution = Patches(torch.randn(3, 4, 2, 2), torch.randn(3, 8, 2, 2), (8, 4, 3, 3), geometry)
+    linear = Outer(torch.randn(3, 1, 2, 40), torch.randn(3, 1, 2, 24), (1, 40, 24))
+    for factor in (convolution, linear):
+        norms, none = torch.ones(3, dtype=torch.float64), factor.select(slice(0, 0))
+        pairs = inner_pairs([factor], [none], WORKSPACE, (norms, norms[:0]))
+        assert pairs.shape == (3, 0) and pairs.dtype == torch.float64
+        assert inner_pairs([none], [factor], WORKSPACE, (norms[:0], norms)).shape == (0, 3)
+    assert set(kernels) == {"pairwise_convolution_gram", "pairwise_gram"}
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_products_of_convolutions_that_cancel_are_computed_again(kernels, groups):
     geometry = ConvolutionGeometry((1, 1), (0, 0), (1, 1), groups)

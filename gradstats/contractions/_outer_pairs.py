@@ -80,6 +80,8 @@ def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
         conditions: of either side's examples; a pair's product is its relative error.
         again: called as again(first, second) with the examples concerned.
     """
+    if not result.numel():
+        return result
     mine, theirs = conditions
     rows = (mine * theirs.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
     columns = (theirs * mine.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
