@@ -16,9 +16,6 @@ from gradstats.kernels.pairwise import cross_tile
 # what `Convolution.arguments` says of one side alone; the rest both sides share
 OWN_ARGUMENTS = 14
 
-# By bytes of an operand's element: a larger tile leaves no registers for both sides' addresses.
-LARGEST_TILE = {2: 64, 4: 32}
-
 
 @triton.jit
 def patch_products(
@@ -293,14 +290,25 @@ def pairwise_convolution_gram(
     return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
 
 
+def largest_tile(layer: Convolution) -> int:
+    """Rows and columns that leave registers for the addresses of both sides: fewer of operands
+    that take more room, and of few channels, where every element has an address of its own."""
+    return 64 if layer.x.element_size() == 2 and _one_tap(layer) else 32
+
+
+def _one_tap(layer: Convolution) -> bool:
+    # few channels would leave most of a tile of one tap empty
+    return layer.channels >= 16
+
+
 def _choose_config(
     first: Convolution, second: Convolution, rows: int, columns: int, precision: str | None
 ) -> _config.TileConfig:
-    size = first.x.element_size()
+    largest = largest_tile(first)
     return _config.choose_pairwise(
-        min(rows, LARGEST_TILE[size]),
-        min(columns, LARGEST_TILE[size]),
-        size,
+        min(rows, largest),
+        min(columns, largest),
+        first.x.element_size(),
         _check.check_precision(first.x.dtype, precision),
         _check.architecture(first.x.device),
         first.aligned and second.aligned,
@@ -342,7 +350,7 @@ def _launch(
             column_tiles,
             ALL_PAIRS=all_pairs,
             WINDOW=first.window,
-            ONE_TAP=first.channels >= 16,
+            ONE_TAP=_one_tap(first),
             PRECISION=config.precision,
             EXAMPLES1=examples1,
             POSITIONS1=block1,

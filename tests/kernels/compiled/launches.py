@@ -232,7 +232,8 @@ def convolution_launches(operation, config, dtype, aligned, layout):
     layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
-        if config.rows <= convolution_pair_gram.LARGEST_TILE[x.element_size()]:
+        checked = _patches.check_convolution(x, g, *layer)
+        if config.rows <= convolution_pair_gram.largest_tile(checked):
             pair_gram_launches(x, g, layer, config)
         return
     if operation != "convolution":
