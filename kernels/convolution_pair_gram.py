@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -290,10 +291,14 @@ def pairwise_convolution_gram(
     return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
 
 
-def largest_tile(layer: Convolution) -> int:
-    """Rows and columns that leave registers for the addresses of both sides: fewer of operands
-    that take more room, and of few channels, where every element has an address of its own."""
-    return 64 if layer.x.element_size() == 2 and _one_tap(layer) else 32
+def largest_tile(first: Convolution, second: Convolution) -> int:
+    """Rows, columns and length of a step that leave registers for the addresses of both sides.
+
+    They are few where operands are half as wide, whole vectors of them are copied, and no tile of
+    columns has several taps.
+    """
+    aligned = first.aligned and second.aligned
+    return 64 if first.x.element_size() == 2 and aligned and _one_tap(first) else 32
 
 
 def _one_tap(layer: Convolution) -> bool:
@@ -304,8 +309,8 @@ def _one_tap(layer: Convolution) -> bool:
 def _choose_config(
     first: Convolution, second: Convolution, rows: int, columns: int, precision: str | None
 ) -> _config.TileConfig:
-    largest = largest_tile(first)
-    return _config.choose_pairwise(
+    largest = largest_tile(first, second)
+    config = _config.choose_pairwise(
         min(rows, largest),
         min(columns, largest),
         first.x.element_size(),
@@ -314,6 +319,7 @@ def _choose_config(
         first.aligned and second.aligned,
         "convolution_gram",
     )
+    return dataclasses.replace(config, inner=min(config.inner, largest))
 
 
 def _launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import torch
@@ -233,7 +234,9 @@ def convolution_launches(operation, config, dtype, aligned, layout):
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
         checked = _patches.check_convolution(x, g, *layer)
-        if config.rows <= convolution_pair_gram.largest_tile(checked):
+        largest = convolution_pair_gram.largest_tile(checked, checked)
+        if config.rows <= largest:
+            config = dataclasses.replace(config, inner=min(config.inner, largest))
             pair_gram_launches(x, g, layer, config)
         return
     if operation != "convolution":

@@ -144,23 +144,30 @@ def test_tiles_of_patches_read_nothing_beside_the_examples():
 
 
 @pytest.mark.parametrize(
-    ("channels", "dtype", "expected"),
-    [(16, torch.bfloat16, 64), (16, torch.float32, 32), (15, torch.bfloat16, 32)],
+    ("channels", "dtype", "layout", "expected"),
+    [
+        (16, torch.bfloat16, "last", 64),
+        (16, torch.bfloat16, "first", 32),
+        (16, torch.float32, "last", 32),
+        (15, torch.bfloat16, "last", 32),
+    ],
     ids=str,
 )
-def test_tiles_of_products_of_patches_leave_registers(monkeypatch, channels, dtype, expected):
+def test_tiles_of_products_of_patches_leave_registers(
+    monkeypatch, channels, dtype, layout, expected
+):
     layer = ([3, 3], [1, 1], [1, 1], [1, 1], 1)
-    x, g = build([channels, 12, 12], 3, layer, "first", dtype, 2)
+    x, g = build([channels, 12, 12], 16, layer, layout, dtype, 2)
     chosen = []
 
     def launch(first, second, config, *, all_pairs):
-        chosen.append(config.rows)
+        chosen.append((config.rows, config.columns, config.inner))
         return torch.zeros((1, 2, 2) if all_pairs else (2, 1, 2))
 
     monkeypatch.setattr(convolution_pair_gram, "_launch", launch)
     convolution_pair_gram.pairwise_convolution_gram(x, g, x, g, *layer)
     convolution_pair_gram.convolution_inner_gram(x, g, x, g, *layer)
-    assert chosen == [expected] * 2
+    assert chosen == [(expected,) * 3] * 2
 
 
 def test_products_of_patches_are_repeatable():
