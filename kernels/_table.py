@@ -380,7 +380,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (90, "tf32", True): "128x64x32w8s3 64x64x32w4s3 16x64x16w4s2",
         (90, "tf32x3", False): "128x64x32w8s3 64x64x16w8s2 16x64x32w4s3",
         (90, "tf32x3", True): "128x64x32w8s3 64x64x32w4s3 16x64x16w4s2",
-        (100, "half", False): "128x64x64w8s3 64x64x32w4s3 16x64x64w4s3",
+        (100, "half", False): "128x64x64w8s3 64x64x32w4s3 16x64x64w4s2",
         (100, "half", True): "128x64x64w8s3 64x64x64w4s3 16x64x64w4s2",
         (100, "ieee", False): "128x64x32w8s3 64x64x16w8s2 16x64x32w4s3",
         (100, "ieee", True): "128x64x16w8s2 64x64x16w4s2 16x64x32w4s3",
