@@ -408,7 +408,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (90, "tf32x3", True): "64x64x32w8s3 32x32x32w4s3 16x16x32w2s2",
         (100, "half", False): "64x64x32w4s3 32x32x64w4s3 16x16x64w2s2",
         (100, "half", True): "64x64x64w8s3 32x32x64w4s3 16x16x64w2s2",
-        (100, "ieee", False): "64x64x32w8s3 32x32x32w4s3 16x16x32w2s2",
+        (100, "ieee", False): "64x64x32w8s3 32x32x32w4s3 16x16x32w4s2",
         (100, "ieee", True): "64x64x32w8s3 32x32x32w4s3 16x16x32w2s2",
         (100, "tf32", False): "64x64x16w4s3 32x32x32w4s3 16x16x32w2s2",
         (100, "tf32", True): "64x64x32w4s3 32x32x32w4s3 16x16x32w2s2",
