@@ -95,6 +95,7 @@ def choose_outer_form(
     with_sum: bool = False,
     guarded: bool = True,
     on_chip: bool = False,
+    patches: bool = False,
 ) -> Form:
     """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
 
@@ -110,6 +111,7 @@ def choose_outer_form(
         guarded: results whose error bound is too large can be recomputed. Where they cannot (inside
             a compiled graph), only the forms that need no guard are chosen.
         on_chip: tiles are squared where they are made, so that only the products cost anything.
+        patches: ``right`` is image patches, which the Gram form has to write out and read.
 
     Returns:
         "rank_one", "gram" or "direct".
@@ -127,6 +129,8 @@ def choose_outer_form(
         direct: float = max(positions, KERNEL_STEP) * d_left * d_right
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
+    if patches:
+        gram += 2 * positions * d_right * ELEMENT_COST
     if with_sum:
         gram += positions * d_left * d_right
     direct = direct_cost(positions, d_left, d_right, with_sum=with_sum)

@@ -65,6 +65,14 @@ def test_without_a_guard_the_gram_form_is_never_chosen():
         assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
 
 
+def test_a_gram_form_pays_for_the_patches_it_writes():
+    small = {"positions": 16, "d_left": 16, "d_right": 144}
+    assert _cost.choose_outer_form(**small) == "gram"
+    assert _cost.choose_outer_form(**small, patches=True) == "direct"
+    large = {"positions": 49, "d_left": 512, "d_right": 4608, "with_sum": True}
+    assert _cost.choose_outer_form(**large, patches=True) == "gram"
+
+
 def test_patches_are_written_out_where_that_is_cheap():
     assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1)
     assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1)

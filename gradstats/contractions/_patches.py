@@ -97,7 +97,10 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
     if on_chip and factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
-    return _cost.choose_outer_form(factor.positions, p, q, on_chip=on_chip, **options)
+    written = not (on_chip or factor.pointwise)
+    return _cost.choose_outer_form(
+        factor.positions, p, q, on_chip=on_chip, patches=written, **options
+    )
 
 
 def _total(factor: Patches) -> Tensor:
