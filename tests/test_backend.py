@@ -17,6 +17,7 @@ from gradstats.contractions import (
     _outer,
     _patch_pairs,
     _triton,
+    _triton_layers,
     direction_inner,
     inner_diagonal,
     inner_pairs,
@@ -583,7 +584,9 @@ def test_a_tied_output_projection(kernels):
 
 def test_compiled(monkeypatch):
     monkeypatch.setattr(_triton, "runs", lambda first, second: True)
-    monkeypatch.setattr(_triton, "layer_norm_sum", lambda *args: pytest.fail("sums are written"))
+    monkeypatch.setattr(
+        _triton_layers, "layer_norm_sum", lambda *args: pytest.fail("sums are written")
+    )
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
     batch = torch.randn(5, 7, 4), torch.randn(5)

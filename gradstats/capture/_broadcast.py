@@ -13,7 +13,7 @@ from gradstats.capture._lineage import rearranged_root
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import carriers_for, fuse, report, unseen
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.contractions import Fused, _triton, summed
+from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class BroadcastUse(torch.autograd.Function):
             reports = report(use, settings, [reported])
         elif want_x and ctx.multiply and not factor.shared:
             wanted = True, want_value
-            norms, total, rows = _triton.elementwise(factor, value.flatten(), wanted)
+            norms, total, rows = _triton_layers.elementwise(factor, value.flatten(), wanted)
             assert rows is not None
             grad_x = plan.restore(rows, x)
             reports = report(use, settings, [Fused(None, norms, total)])

@@ -12,7 +12,7 @@ from gradstats._factors import Factor
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Use, free_of_views, report, unseen
 from gradstats.contractions import Fused
-from gradstats.contractions._triton import NormGradients
+from gradstats.contractions._triton_layers import NormGradients
 
 
 class OnChip(Protocol):

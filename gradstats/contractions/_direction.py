@@ -26,7 +26,7 @@ from gradstats._factors import (
     compute_dtype,
     segment_sum,
 )
-from gradstats.contractions import _outer, _tiles, _triton
+from gradstats.contractions import _outer, _tiles, _triton, _triton_layers
 from gradstats.contractions._elementwise import summed
 
 
@@ -95,7 +95,7 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
     geometry, spatial = factor.geometry, factor.grad.dim() - 2
     weight = direction.reshape(*factor.shape[:2], *factor.kernel)
     if _triton.convolves(factor):
-        return _triton.convolution_direction(factor, weight)
+        return _triton_layers.convolution_direction(factor, weight)
     weight = weight.to(dtype)
     result = _tiles.zeros([factor], factor.batch)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
@@ -131,7 +131,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     count, width = factor.grad.shape
     table = direction.reshape(factor.shape[0], width)
     if _triton.runs(factor.grad, factor.grad):
-        return _triton.rows_direction(factor, table)
+        return _triton_layers.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
     chunk = max(1, workspace // max(1, 3 * width * torch.finfo(dtype).bits // 8))
     for here in _tiles.chunks(count, chunk):
@@ -164,7 +164,7 @@ def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tens
 
 def _elementwise_direction(factor: Elementwise, direction: Tensor, workspace: int) -> Tensor:
     if _triton.streams(factor.grad, factor.input):
-        return _triton.elementwise_direction(factor, direction)
+        return _triton_layers.elementwise_direction(factor, direction)
     return _vector_direction(summed(factor), direction, workspace)
 
 

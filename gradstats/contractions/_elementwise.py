@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Factor, Vector
-from gradstats.contractions import _triton, _vector
+from gradstats.contractions import _triton, _triton_layers, _vector
 from gradstats.contractions._result import Contraction
 
 
 def summed(factor: Elementwise) -> Vector:
     """Return a factor as the vector of its sums."""
     on_chip = _triton.streams(factor.grad, factor.input)
-    values = _triton.elementwise_sums(factor) if on_chip else factor.dense()
+    values = _triton_layers.elementwise_sums(factor) if on_chip else factor.dense()
     return Vector(values, factor.shape)
 
 
@@ -27,14 +27,14 @@ def lean(factor: Factor) -> Factor:
 def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖Σ_t input_t ∘ grad_t‖²."""
     if _triton.streams(factor.grad, factor.input):
-        return _triton.elementwise(factor, None, (False, False))[0]
+        return _triton_layers.elementwise(factor, None, (False, False))[0]
     return _vector.sqnorm(summed(factor), workspace, guarded=guarded)
 
 
 def sqnorm_and_sum(factor: Elementwise, workspace: int) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i, in one pass where kernels serve."""
     if _triton.streams(factor.grad, factor.input):
-        norms, total, _ = _triton.elementwise(factor, None, (False, True))
+        norms, total, _ = _triton_layers.elementwise(factor, None, (False, True))
         assert total is not None
         return norms, total
     vector = summed(factor)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
-from gradstats.contractions import _outer, _outer_pairs, _tiles, _triton
+from gradstats.contractions import _outer, _outer_pairs, _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
 
 
@@ -52,12 +52,12 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
 
 def _pairs_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     def direct(one: Patches, two: Patches) -> Tensor:
-        return _triton.convolution_pairs(one, two, workspace)
+        return _triton_layers.convolution_pairs(one, two, workspace)
 
     form = _form(first, second, first.batch, second.batch, on_chip=True)
     if form == "direct":
         return direct(first, second)
-    result = _triton.convolution_gram_pairs(first, second)
+    result = _triton_layers.convolution_gram_pairs(first, second)
     if form != "gram":
         return result
     conditions = _conditions(first, second, sizes)
@@ -66,12 +66,12 @@ def _pairs_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes
 
 def _diagonal_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     def direct(one: Patches, two: Patches) -> Tensor:
-        return _triton.convolution_diagonal(one, two, workspace)
+        return _triton_layers.convolution_diagonal(one, two, workspace)
 
     form = _form(first, second, 1, 1, on_chip=True)
     if form == "direct":
         return direct(first, second)
-    result = _triton.convolution_gram_diagonal(first, second)
+    result = _triton_layers.convolution_gram_diagonal(first, second)
     if form != "gram":
         return result
     conditions = _conditions(first, second, sizes)

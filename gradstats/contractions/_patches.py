@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
-from gradstats.contractions import _outer, _triton
+from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
     recompute_suspects,
@@ -44,7 +44,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
     if _triton.convolves(factor):
         if _form(factor, with_sum=True, on_chip=True) != "gram":
-            return _triton.convolution_and_sum(factor)
+            return _triton_layers.convolution_and_sum(factor)
         return _by_kernels(factor, guarded=True), _total(factor)
     form = _form(factor, with_sum=True)
     if form == "direct" and not factor.cheap:
@@ -87,9 +87,10 @@ def _joined(parts: Sequence[Contraction]) -> Contraction:
 
 def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
     if _form(factor, guarded=guarded, on_chip=True) != "gram":
-        return _triton.convolution(factor)
+        return _triton_layers.convolution(factor)
     return recompute_suspects(
-        _triton.convolution_gram(factor), lambda rows: _triton.convolution(factor.select(rows))
+        _triton_layers.convolution_gram(factor),
+        lambda rows: _triton_layers.convolution(factor.select(rows)),
     )
 
 

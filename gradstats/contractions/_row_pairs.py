@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Rows, compute_dtype
-from gradstats.contractions import _tiles, _triton
+from gradstats.contractions import _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
 
 
@@ -44,7 +44,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     workspace.
     """
     if _triton.runs(first.grad, second.grad):
-        return _triton.rows_pairs(first, second)
+        return _triton_layers.rows_pairs(first, second)
     dtype = compute_dtype(first.grad, second.grad)
     result = _tiles.zeros([first], first.batch, second.batch)
     one, two = _runs(first), _runs(second)
@@ -81,7 +81,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
 def diagonal(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ of each example, (B,) float64."""
     if _triton.runs(first.grad, second.grad):
-        return _triton.rows_diagonal(first, second)
+        return _triton_layers.rows_diagonal(first, second)
     dtype = compute_dtype(first.grad, second.grad)
     result = _tiles.zeros([first], first.batch)
     one, two = _runs(first), _runs(second)

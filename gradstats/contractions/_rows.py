@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradstats._factors import Rows, compute_dtype
-from gradstats.contractions import _triton
+from gradstats.contractions import _triton, _triton_layers
 from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 
 
@@ -19,7 +19,7 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     workspace.
     """
     if _triton.runs(factor.grad, factor.grad):
-        return _triton.rows_sqnorm(factor)
+        return _triton_layers.rows_sqnorm(factor)
     dtype = compute_dtype(factor.grad)
     count, width = factor.grad.shape
     value = factor.grad.new_zeros(factor.examples, dtype=torch.float64)

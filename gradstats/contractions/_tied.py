@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segment_sum
-from gradstats.contractions import _rows, _triton
+from gradstats.contractions import _rows, _triton, _triton_layers
 from gradstats.contractions._merge import merge
 from gradstats.contractions._result import Contraction, sum_of_two
 
@@ -60,7 +60,7 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
     """
     chip = isinstance(factor, Outer) and _triton.serves(factor)
     if chip and _triton.runs(factor.right, rows.grad):
-        return _triton.inner_with_rows(factor, rows)  # type: ignore[arg-type]
+        return _triton_layers.inner_with_rows(factor, rows)  # type: ignore[arg-type]
     products = rows.grad.new_empty(rows.ids.numel(), dtype=torch.float64)
     for here, columns in _gathered(factor, rows.ids, rows.example, workspace):
         products[here] = (columns * rows.grad[here]).sum(1, dtype=torch.float64)

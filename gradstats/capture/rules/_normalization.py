@@ -23,8 +23,8 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, carriers_for, derived, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
-from gradstats.contractions import Fused, _triton, sqnorm
-from gradstats.contractions._triton import NormGradients
+from gradstats.contractions import Fused, _triton, _triton_layers, sqnorm
+from gradstats.contractions._triton_layers import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
 SCRATCH = 8 * 1024 * 1024
@@ -283,10 +283,10 @@ class LayerNormalise:
         return functional.layer_norm(x, self.shape, x.new_ones(self.shape), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
-        return _triton.layer_norm_sum(x, g, self.eps, False, offsets)
+        return _triton_layers.layer_norm_sum(x, g, self.eps, False, offsets)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
-        return _triton.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
+        return _triton_layers.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
 
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
@@ -311,10 +311,10 @@ class RootMeanSquareNormalise:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
-        return _triton.layer_norm_sum(x, g, self.eps, True, offsets)
+        return _triton_layers.layer_norm_sum(x, g, self.eps, True, offsets)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
-        return _triton.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
+        return _triton_layers.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
 
 
 def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
@@ -337,10 +337,10 @@ class GroupNormalise:
         return functional.group_norm(x, self.groups, None, None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
-        return _triton.group_norm_sum(x, g, self.groups, self.eps)
+        return _triton_layers.group_norm_sum(x, g, self.groups, self.eps)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
-        return _triton.group_norm_backward(x, g, weight, self.groups, self.eps, wanted)
+        return _triton_layers.group_norm_backward(x, g, weight, self.groups, self.eps, wanted)
 
 
 def instance_norm(
@@ -404,10 +404,12 @@ class RunningNormalise:
         )
 
     def sums(self, x, g, offsets, *statistics: Tensor) -> tuple[Tensor, Tensor]:
-        return _triton.scale_sum(x, g, *self._mean_and_rstd(*statistics))
+        return _triton_layers.scale_sum(x, g, *self._mean_and_rstd(*statistics))
 
     def backward(self, x, g, weight, offsets, wanted, *statistics) -> NormGradients:
-        return _triton.scale_backward(x, g, weight, *self._mean_and_rstd(*statistics), wanted)
+        return _triton_layers.scale_backward(
+            x, g, weight, *self._mean_and_rstd(*statistics), wanted
+        )
 
     def _mean_and_rstd(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         return mean.float(), (variance.float() + self.eps).rsqrt()
