@@ -67,9 +67,11 @@ class Use:
         return [self.tracker.carrier]
 
     def is_sole(self, position: int) -> bool:
-        """Whether the node there is a parameter to which this use alone contributes."""
+        """Whether the node there is a parameter to which this use alone contributes, and it once."""
         node = self.nodes[position]
-        return isinstance(node, Root) and node.has_one_use
+        if not (isinstance(node, Root) and node.has_one_use):
+            return False
+        return self.direct or sum(node in other.roots for other in self.nodes) == 1
 
     @property
     def all_sole(self) -> bool:
