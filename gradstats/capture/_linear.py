@@ -79,8 +79,8 @@ class LinearUse(torch.autograd.Function):
                     grad_weight = cast(fused.total, weight_dtype)
                 factors.append(fused)
         if want_weight and grad_weight is None:
-            product_of_rows = rows_of(grad).t() @ cast(rows_of(x), grad.dtype)
-            grad_weight = cast(product_of_rows, weight_dtype)
+            own = torch.mm(rows_of(grad).t(), cast(rows_of(x), grad.dtype))
+            grad_weight = cast(own, weight_dtype)
         if bias_tracked:
             bias = bias_factor(examples, grad)
             shared = isinstance(bias, Vector) and bias.values is grad

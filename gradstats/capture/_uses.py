@@ -67,7 +67,7 @@ class Use:
         return [self.tracker.carrier]
 
     def is_sole(self, position: int) -> bool:
-        """Whether the node there is a parameter to which this use alone contributes, and it once."""
+        """Whether the node there is a parameter to which this use alone contributes, once."""
         node = self.nodes[position]
         if not (isinstance(node, Root) and node.has_one_use):
             return False
