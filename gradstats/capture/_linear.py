@@ -17,7 +17,7 @@ from gradstats._factors import (
 )
 from gradstats.capture._layout import Examples
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned, _triton, one_position, sqnorm, summed
+from gradstats.contractions import Fused, WellConditioned, _triton, one_position, summed
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -171,13 +171,10 @@ def bias_report(
     if sole and isinstance(factor, Elementwise):
         fused = fuse(factor, settings, want_sum)
         return fused, fused.total
-    if not (sole or want_sum):
+    if not want_sum:
         return factor, None
     vector = summed(factor) if isinstance(factor, Elementwise) else factor
-    total = vector.values.sum(0) if want_sum else None
-    if sole:
-        return Fused(None, sqnorm([vector], settings.workspace), None), total
-    return vector, total
+    return vector, vector.values.sum(0)
 
 
 def linear_factor(

@@ -22,7 +22,7 @@ from gradstats._factors import Factor
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
-from gradstats.contractions import Fused, lean, sqnorm, sqnorm_and_sum
+from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
@@ -102,11 +102,11 @@ class Use:
         if not tracker.is_backward_of_losses():
             return
         if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
-            alone = tracker.settings.consumer is None
+            settings = tracker.settings
             for root, factor in zip(self.roots, factors, strict=True):
-                if alone and isinstance(factor, Fused) and root.has_one_use:
+                if factor is not None and settings.consumer is None and root.has_one_use:
                     root.expected -= 1
-                    root.finish(factor.norms)
+                    root.finish(_norms(factor, settings))
                     continue
                 if factor is not None:
                     root.deliver(_held(factor, root))
@@ -123,6 +123,13 @@ class Use:
                     assert not isinstance(factor, Fused)  # of sole uses, which are roots
                     root.deliver(pull_back(factor, node, root))
             root.settle()
+
+
+def _norms(factor: Factor | Fused, settings: Settings, *, guarded: bool = True) -> Contraction:
+    """Return the squared norms of a factor that no other meets."""
+    if isinstance(factor, Fused):
+        return factor.norms
+    return sqnorm([factor], settings.workspace, guarded=guarded)
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
@@ -169,12 +176,7 @@ def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
             "context is opened: then it runs eagerly inside it."
         )
     # In a compiled graph each root has one use.
-    results = [
-        factor.norms
-        if isinstance(factor, Fused)
-        else sqnorm([factor], settings.workspace, guarded=False)
-        for factor in factors
-    ]
+    results = [_norms(factor, settings, guarded=False) for factor in factors]
     return [torch.stack((r.value, r.bound, torch.ones_like(r.value))) for r in results]
 
 

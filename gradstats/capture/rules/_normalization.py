@@ -23,7 +23,7 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, carriers_for, derived, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
-from gradstats.contractions import Fused, _triton, _triton_layers, sqnorm
+from gradstats.contractions import Fused, _triton, _triton_layers
 from gradstats.contractions._triton_layers import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -101,15 +101,10 @@ class AffineFactors:
         ]
 
     def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Fused] | None:
-        """Return squared norms; the kernels take them without writing a gradient."""
+        """Return squared norms where the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
-            if torch.compiler.is_compiling():
-                return None
-            return [Fused(None, sqnorm([factor], 0), None) for factor in self(grad, x, *statistics)]
-        operands = self._operands(x, grad)
-        found = self.normalise.backward(
-            *operands[:2], None, operands[2], (False, False), *statistics
-        )
+            return None
+        found = self.backward(grad, x, None, (False, False), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [Fused(None, norms, None) for wanted, norms in both if wanted]
 
