@@ -7,6 +7,7 @@ are few positions, patches are written out for as many examples as a quarter of 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,12 @@ from gradstats.contractions._outer_pairs import Sizes
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
     if _triton.convolves(first, second):
-        return _pairs_on_chip(first, second, workspace, sizes)
+        return _on_chip(
+            first, second, (first.batch, second.batch), sizes,
+            _triton_layers.convolution_gram_pairs,
+            partial(_triton_layers.convolution_pairs, workspace=workspace),
+            _outer_pairs.recompute_pairs,
+        )  # fmt: skip
     if _form(first, second, first.batch, second.batch) == "direct":
         one = [first]
         return _tiles.dense_pairs(one, one if first is second else [second], workspace)
@@ -38,7 +44,12 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
 def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
     if _triton.convolves(first, second):
-        return _diagonal_on_chip(first, second, workspace, sizes)
+        return _on_chip(
+            first, second, (1, 1), sizes,
+            _triton_layers.convolution_gram_diagonal,
+            partial(_triton_layers.convolution_diagonal, workspace=workspace),
+            _outer_pairs.recompute_diagonal,
+        )  # fmt: skip
     if _form(first, second, 1, 1) == "direct":
         return _tiles.dense_diagonal([first], [second], workspace)
     result = _tiles.zeros([first], first.batch)
@@ -50,32 +61,25 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
     return result
 
 
-def _pairs_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
-    def direct(one: Patches, two: Patches) -> Tensor:
-        return _triton_layers.convolution_pairs(one, two, workspace)
+def _on_chip(
+    first: Patches, second: Patches, examples: tuple[int, int], sizes: Sizes, gram, direct, again
+) -> Tensor:
+    """Return products by the kernels, those that cancel computed again from gradients.
 
-    form = _form(first, second, first.batch, second.batch, on_chip=True)
+    Args:
+        first, second: the factors.
+        examples: how many of either side meet.
+        sizes: norms of both sides' gradients.
+        gram, direct: contract two factors through products of patches, and of gradients.
+        again: replaces doubtful results, as ``_outer_pairs.recompute_pairs``.
+    """
+    form = _form(first, second, *examples, on_chip=True)
     if form == "direct":
         return direct(first, second)
-    result = _triton_layers.convolution_gram_pairs(first, second)
+    result = gram(first, second)
     if form != "gram":
         return result
-    conditions = _conditions(first, second, sizes)
-    return _outer_pairs.recompute_pairs(result, first, second, conditions, direct)
-
-
-def _diagonal_on_chip(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
-    def direct(one: Patches, two: Patches) -> Tensor:
-        return _triton_layers.convolution_diagonal(one, two, workspace)
-
-    form = _form(first, second, 1, 1, on_chip=True)
-    if form == "direct":
-        return direct(first, second)
-    result = _triton_layers.convolution_gram_diagonal(first, second)
-    if form != "gram":
-        return result
-    conditions = _conditions(first, second, sizes)
-    return _outer_pairs.recompute_diagonal(result, first, second, conditions, direct)
+    return again(result, first, second, _conditions(first, second, sizes), direct)
 
 
 def _form(
