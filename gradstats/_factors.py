@@ -193,6 +193,11 @@ class Segments:
     def rows(self) -> int:
         return self.offsets[-1]
 
+    def offsets_of(self, rows: int) -> tuple[int, ...]:
+        """Return ``offsets`` where each row stands for several, and there are ``rows`` of them."""
+        each = rows // max(1, self.rows)
+        return tuple(each * bound for bound in self.offsets)
+
     def sorted(self, tensor: Tensor) -> Tensor:
         """Return (rows, *) in the order of the examples."""
         return tensor if self.order is None else tensor.index_select(0, self.order)

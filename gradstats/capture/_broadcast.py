@@ -16,7 +16,7 @@ from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Broadcast:
     """How the axes of data divide into positions and the channels of a parameter.
 
@@ -33,22 +33,20 @@ class Broadcast:
     order: tuple[int, ...]
     positions: int
 
-    @property
-    def offsets(self) -> tuple[int, ...] | None:
-        """Where each example's first rows begin and end; None where all have as many."""
-        segments = self.layout.examples.segments
-        return None if segments is None else segments.offsets
+    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list[Elementwise]:
+        """Return the factors, where PyTorch makes the gradients."""
+        return [self.factor(grad, x)]
 
     def _leading(self, tensor: Tensor) -> Tensor:
         """Return a view with axes (examples, positions, channels)."""
         examples = self.layout.examples
-        leading = examples.first(tensor) if self.offsets is None else examples.lead(tensor)
+        leading = examples.first(tensor) if examples.segments is None else examples.lead(tensor)
         return leading.permute(0, *self.order)
 
     def _sizes(self, leading: Tensor) -> tuple[int, ...]:
         first, *sizes = leading.shape
         positions, channels = sizes[: self.positions], sizes[self.positions :]
-        if self.offsets is None:
+        if self.layout.examples.segments is None:
             return first, product(positions), product(channels)
         return first * product(positions), product(channels)
 
@@ -71,16 +69,14 @@ class Broadcast:
         examples, leading = self.layout.examples, self._leading(like)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         tensor = rows.reshape(leading.shape).permute(0, *(axis + 1 for axis in inverse))
-        if self.offsets is None and examples.fold != 1:
+        if examples.segments is None and examples.fold != 1:
             tensor = tensor.flatten(0, 1)
         return tensor.movedim(0, examples.axis)
 
     def factor(self, grad: Tensor, x: Tensor | None) -> Elementwise:
         """Return the factor of what multiplies x, or without x is added."""
-        rows, offsets = self.rows(grad), self.offsets
-        if offsets is not None:
-            each = len(rows) // max(1, offsets[-1])
-            offsets = tuple(each * bound for bound in offsets)
+        rows, segments = self.rows(grad), self.layout.examples.segments
+        offsets = None if segments is None else segments.offsets_of(len(rows))
         return Elementwise(rows, None if x is None else self.rows(x), self.shape, offsets)
 
 
@@ -128,20 +124,6 @@ def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multip
     """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
     use, carriers = carriers_for([node])
     return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *carriers)
-
-
-@dataclass(frozen=True, eq=False)
-class BroadcastFactors:
-    """The factor of what multiplies data, or is added to them, whose gradients PyTorch makes.
-
-    Attributes:
-        plan: how the axes divide.
-    """
-
-    plan: Broadcast
-
-    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list[Elementwise]:
-        return [self.plan.factor(grad, x)]
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
     Factor,
@@ -150,10 +149,8 @@ def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vecto
     if segments is None:
         rows = examples.first(grad)
         return Elementwise(rows.flatten(1, -2), None, shape)
-    rows = examples.lead(grad)
-    each = product(rows.shape[1:-1])
-    offsets = tuple(each * bound for bound in segments.offsets)
-    return Elementwise(rows.flatten(0, -2), None, shape, offsets)
+    rows = examples.lead(grad).flatten(0, -2)
+    return Elementwise(rows, None, shape, segments.offsets_of(len(rows)))
 
 
 def bias_report(
@@ -183,11 +180,10 @@ def linear_factor(
     """Return the factor of a weight that multiplies x (…, d_in) to give grad (…, d_out)."""
     if examples.segments is None:
         return Outer(as_positions(examples.first(grad)), as_positions(examples.first(x)), shape)
-    left, right = examples.segments.sorted(examples.lead(grad)), examples.lead(x)
-    right = examples.segments.sorted(right)
-    positions = product(left.shape[1:-1])
-    offsets = tuple(bound * positions for bound in examples.segments.offsets)
-    return Ragged(left.flatten(0, -2), right.flatten(0, -2), offsets, shape)
+    left, right = (
+        examples.segments.sorted(examples.lead(side)).flatten(0, -2) for side in (grad, x)
+    )
+    return Ragged(left, right, examples.segments.offsets_of(len(left)), shape)
 
 
 def as_positions(tensor: Tensor) -> Tensor:

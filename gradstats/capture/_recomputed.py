@@ -133,7 +133,7 @@ def recomputed(
     """
     use = Use(nodes)
     settings: Settings = tracker.settings
-    if settings.weight_gradients and not settings.fused:
+    if settings.exact:
         results = tuple(map(free_of_views, operation.native(*tensors)))
         # The tap changes nothing: an operation that needs its own result in backward may find it.
         with torch.autograd._unsafe_preserve_version_counter(results):

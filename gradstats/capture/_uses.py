@@ -42,6 +42,11 @@ class Settings:
     workspace: int
     consumer: Consumer | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether the training gradients are to be PyTorch's own, to the bit."""
+        return self.weight_gradients and not self.fused
+
 
 class Use:
     """One operation's use of some tracked tensors, in eager mode."""
@@ -215,7 +220,7 @@ def unseen(again):
 
 def check_derivatives(ctx) -> None:
     """Raise where a context cannot serve a loss that contains derivatives of the network."""
-    if ctx.settings.weight_gradients and not ctx.settings.fused:
+    if ctx.settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through {ctx.use.nodes[0].describe()}), and with fused=False "

@@ -71,7 +71,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         refuse(func, nodes[0], "of several rows for each example, not all as many, has no rule")
     x = cast_for_autocast(input)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
-    if tracker.settings.weight_gradients and not tracker.settings.fused:
+    if tracker.settings.exact:
         result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)
         return tap(
             tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x

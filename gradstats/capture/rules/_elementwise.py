@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._broadcast import BroadcastFactors, broadcast_on_chip, on_chip
+from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._layout import ELEMENTWISE, Examples, function_variants, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
@@ -47,10 +47,10 @@ def broadcast(tracker, func, *args, **kwargs):
         value, x = args if node_of(args[0]) is not None else args[::-1]
         if len(nodes) == 1 and tracker.is_data(x):
             plan = on_chip(layout, x, value, multiply=multiply)
-            if plan is not None and _exact(tracker):
+            if plan is not None and tracker.settings.exact:
                 result = func(*map(plain, args))
                 saved = (x.detach(),) if multiply else ()
-                return tap(tracker, nodes, result, BroadcastFactors(plan), *saved)
+                return tap(tracker, nodes, result, plan, *saved)
             if plan is not None:
                 return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
     return _per_example(tracker, func, layout, args, kwargs)
@@ -111,10 +111,10 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     if examples.axis != 0 or query.dim() < 3:
         refuse(func, mask, "whose examples do not lie along the first axis has no rule")
     dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-    if dropout and _exact(tracker):
+    if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
     layout = ExampleLayout(query.dim(), examples)
-    if _exact(tracker) and not layout.serves(mask.shape):
+    if tracker.settings.exact and not layout.serves(mask.shape):
         # With one more axis PyTorch computes it by another kernel, to other bits.
         refuse(func, mask, "with a mask for each of an example's rows has no rule under "
                "fused=False", "Pass fused=True.")  # fmt: skip
@@ -130,11 +130,6 @@ def prelu(tracker, func, input, weight):
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 
-def _exact(tracker) -> bool:
-    """Whether PyTorch's own operation and gradient are wanted, to the bit."""
-    return tracker.settings.weight_gradients and not tracker.settings.fused
-
-
 def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it."""
     for item in flatten((args, kwargs)):
@@ -148,7 +143,7 @@ def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
                 "of data in which an example has several rows, each with its own part of the "
                 "parameter, has no rule",
             )
-    if _exact(tracker):
+    if tracker.settings.exact:
         return _tapped(tracker, func, layout, args, kwargs)
 
     def view(item):

@@ -116,7 +116,7 @@ class AffineFactors:
             apart = self.examples.plain
         return apart and _triton.runs(grad, x)
 
-    def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[int] | None]:
+    def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
         """Return both as (B, T, features), or packed (rows, features) with bounds of examples."""
         examples = self.examples
         if examples.segments is None:
@@ -124,8 +124,7 @@ class AffineFactors:
             return rows, g, None
         features = product(self.shape)
         rows, g = (examples.lead(side).reshape(-1, features) for side in (x, grad))
-        each = len(rows) // max(1, examples.rows)
-        return rows, g, [each * bound for bound in examples.segments.offsets]
+        return rows, g, examples.segments.offsets_of(len(rows))
 
     def _positions(self, *operands: Tensor) -> list[Tensor]:
         """Return the operands as (B, T, features), channels that come first as a view."""
@@ -136,9 +135,7 @@ class AffineFactors:
 
     def one_pass(self, settings: Settings, x: Tensor) -> bool:
         """Whether the kernels compute the layer's backward: gradients and norms in one pass."""
-        if torch.compiler.is_compiling() or settings.consumer is not None:
-            return False
-        if settings.weight_gradients and not settings.fused:
+        if torch.compiler.is_compiling() or settings.consumer is not None or settings.exact:
             return False
         return self._on_chip(x, x)
 

@@ -55,7 +55,7 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     if autocast:
         x = cast_for_autocast(x)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
-    if tracker.settings.weight_gradients and not tracker.settings.fused:
+    if tracker.settings.exact:
         factors = LinearFactors(*tracked, tuple(weight.shape))
         result = tap(tracker, nodes, free_of_views(native(x)), factors, x)
     else:
