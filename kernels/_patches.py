@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check
+from gradstats.kernels._tile import dot
 
 
 @triton.jit
@@ -83,6 +84,67 @@ def patch_tile(
     # are adjacent, and lets lanes run along the last axis.
     offsets = rows[None, :] + columns[:, None]
     return tl.load(base + offsets, mask=mask, other=0.0).T
+
+
+@triton.jit
+def patch_products(
+    x1_base,  # pointer to the first channel of one group of an example, or [1, ROWS] of them
+    position1,  # [ROWS] positions; at or past `positions1` they read as zero
+    positions1,
+    stride_x1c,
+    stride_x1d,
+    stride_x1h,
+    stride_x1w,
+    depth1,
+    height1,
+    width1,
+    out_height1,
+    out_width1,
+    x2_base,  # the same of the second factor, or [1, COLUMNS]
+    position2,
+    positions2,
+    stride_x2c,
+    stride_x2d,
+    stride_x2h,
+    stride_x2w,
+    depth2,
+    height2,
+    width2,
+    out_height2,
+    out_width2,
+    channels,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[ROWS, COLUMNS] inner products of patches of the first factor with patches of the second."""
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    inner = tl.arange(0, INNER)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if ONE_TAP:
+        steps_per_tap = tl.cdiv(channels, INNER)
+        steps = steps_per_tap * TAPS
+    else:
+        steps_per_tap = tl.cdiv(channels * TAPS, INNER)
+        steps = steps_per_tap
+    for step in range(0, steps):
+        tap = step // steps_per_tap
+        column = (step % steps_per_tap) * INNER + inner
+        left = patch_tile(
+            x1_base, position1, positions1, column, tap, channels, stride_x1c, stride_x1d,
+            stride_x1h, stride_x1w, depth1, height1, width1, out_height1, out_width1, WINDOW,
+            ONE_TAP,
+        )  # fmt: skip
+        right = patch_tile(
+            x2_base, position2, positions2, column, tap, channels, stride_x2c, stride_x2d,
+            stride_x2h, stride_x2w, depth2, height2, width2, out_height2, out_width2, WINDOW,
+            ONE_TAP,
+        )  # fmt: skip
+        products = dot(left, right.T, products, PRECISION)
+    return products
 
 
 @triton.jit

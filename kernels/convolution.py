@@ -206,9 +206,8 @@ def convolution_inner(
     Args, returns, raises: as `convolution_sqnorm`, for two factors of equal shapes.
     Cost: twice that of `convolution_sqnorm`.
     """
-    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
-    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
-    check_same_layer(first, second)
+    layer = kernel, stride, padding, dilation, groups
+    first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     if first.x.shape != second.x.shape:
         raise _check.KernelInputError(
             "diagonal pairs need equal batches of images of one size; got inputs "
@@ -251,14 +250,22 @@ def convolution_direction(
     return _reduce(_launch(layer, layer, direction, "direction", precision, config))
 
 
-def check_same_layer(first: Convolution, second: Convolution) -> None:
-    """Checks that two factors are of one weight."""
+def check_two_convolutions(
+    x1: torch.Tensor,
+    g1: torch.Tensor,
+    x2: torch.Tensor,
+    g2: torch.Tensor,
+    *layer: Sequence[int] | int,
+) -> tuple[Convolution, Convolution]:
+    """Checks two factors as `check_convolution` does each, and that they are of one weight."""
+    first, second = check_convolution(x1, g1, *layer), check_convolution(x2, g2, *layer)
     _check.check_tensors(first.x, second.x)
     if first.weight_shape != second.weight_shape:
         raise _check.KernelInputError(
             f"the two factors must be of one weight; got {first.weight_shape} and "
             f"{second.weight_shape}: both must come from the same layer"
         )
+    return first, second
 
 
 def stored(

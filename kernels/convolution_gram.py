@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._patches import check_convolution, patch_tile
-from gradstats.kernels._tile import dot, triangle
+from gradstats.kernels._patches import check_convolution, patch_products
+from gradstats.kernels._tile import triangle
 from gradstats.kernels.gram import gram_tile, row_sizes
 
 
@@ -47,7 +47,6 @@ def convolution_gram_kernel(
 
     The matrix of terms is symmetric, so a tile below the diagonal stands for its mirror image too.
     """
-    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
     index = tl.program_id(0)
     row_tile, column_tile = triangle(index % pairs)
     block = index // pairs
@@ -55,29 +54,16 @@ def convolution_gram_kernel(
     group = tl.cast(block % groups, tl.int64)
     rows = row_tile * BLOCK + tl.arange(0, BLOCK)
     columns = column_tile * BLOCK + tl.arange(0, BLOCK)
-    inner = tl.arange(0, INNER)
     x_base = x_ptr + example * stride_xb + group * channels * stride_xc
     g_base = g_ptr + example * stride_gb + group * outputs * stride_gc
 
-    products = tl.zeros((BLOCK, BLOCK), tl.float32)
-    if ONE_TAP:
-        steps_per_tap = tl.cdiv(channels, INNER)
-        steps = steps_per_tap * TAPS
-    else:
-        steps_per_tap = tl.cdiv(channels * TAPS, INNER)
-        steps = steps_per_tap
-    for step in range(0, steps):
-        tap = step // steps_per_tap
-        column = (step % steps_per_tap) * INNER + inner
-        left = patch_tile(
-            x_base, rows, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
-            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
-        )  # fmt: skip
-        right = patch_tile(
-            x_base, columns, positions, column, tap, channels, stride_xc, stride_xd, stride_xh,
-            stride_xw, depth, height, width, out_height, out_width, WINDOW, ONE_TAP,
-        )  # fmt: skip
-        products = dot(left, right.T, products, PRECISION)
+    products = patch_products(
+        x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+        depth, height, width, out_height, out_width,
+        x_base, columns, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+        depth, height, width, out_height, out_width,
+        channels, WINDOW, ONE_TAP, PRECISION, BLOCK, BLOCK, INNER,
+    )  # fmt: skip
     g_products = gram_tile(
         g_base,
         g_base,

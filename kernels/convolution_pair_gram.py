@@ -9,74 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._patches import Convolution, check_convolution, patch_tile
-from gradstats.kernels._tile import dot
-from gradstats.kernels.convolution import check_same_layer
+from gradstats.kernels._patches import Convolution, patch_products
+from gradstats.kernels.convolution import check_two_convolutions
 from gradstats.kernels.pairwise import cross_tile
 
 # what `Convolution.arguments` says of one side alone; the rest both sides share
 OWN_ARGUMENTS = 14
-
-
-@triton.jit
-def patch_products(
-    x1_base,  # [1, ROWS] pointers to the first channel of one group of each row's example
-    position1,  # [ROWS] positions; at or past `positions1` they read as zero
-    positions1,
-    stride_x1c,
-    stride_x1d,
-    stride_x1h,
-    stride_x1w,
-    depth1,
-    height1,
-    width1,
-    out_height1,
-    out_width1,
-    x2_base,  # [1, COLUMNS]
-    position2,
-    positions2,
-    stride_x2c,
-    stride_x2d,
-    stride_x2h,
-    stride_x2w,
-    depth2,
-    height2,
-    width2,
-    out_height2,
-    out_width2,
-    channels,
-    WINDOW: tl.constexpr,
-    ONE_TAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """[ROWS, COLUMNS] inner products of patches of the first factor with patches of the second."""
-    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
-    inner = tl.arange(0, INNER)
-    products = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if ONE_TAP:
-        steps_per_tap = tl.cdiv(channels, INNER)
-        steps = steps_per_tap * TAPS
-    else:
-        steps_per_tap = tl.cdiv(channels * TAPS, INNER)
-        steps = steps_per_tap
-    for step in range(0, steps):
-        tap = step // steps_per_tap
-        column = (step % steps_per_tap) * INNER + inner
-        left = patch_tile(
-            x1_base, position1, positions1, column, tap, channels, stride_x1c, stride_x1d,
-            stride_x1h, stride_x1w, depth1, height1, width1, out_height1, out_width1, WINDOW,
-            ONE_TAP,
-        )  # fmt: skip
-        right = patch_tile(
-            x2_base, position2, positions2, column, tap, channels, stride_x2c, stride_x2d,
-            stride_x2h, stride_x2w, depth2, height2, width2, out_height2, out_width2, WINDOW,
-            ONE_TAP,
-        )  # fmt: skip
-        products = dot(left, right.T, products, PRECISION)
-    return products
 
 
 @triton.jit
@@ -238,9 +176,8 @@ def convolution_inner_gram(
     Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 8 bytes
     for each example, group and pair of blocks of positions.
     """
-    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
-    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
-    check_same_layer(first, second)
+    layer = kernel, stride, padding, dilation, groups
+    first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     if first.batch != second.batch:
         raise _check.KernelInputError(
             f"diagonal pairs need equal batches; got {first.batch} and {second.batch}: pass as "
@@ -282,9 +219,8 @@ def pairwise_convolution_gram(
     Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per pair and group; workspace
     one fp32 copy of K for each group and each pair of blocks of positions.
     """
-    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
-    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
-    check_same_layer(first, second)
+    layer = kernel, stride, padding, dilation, groups
+    first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     rows, columns = first.batch * first.positions, second.batch * second.positions
     config = config or _choose_config(first, second, rows, columns, precision)
     partial = _launch(first, second, config, all_pairs=True)

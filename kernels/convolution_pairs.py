@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from gradstats.kernels import _config
-from gradstats.kernels._patches import check_convolution
-from gradstats.kernels.convolution import check_same_layer, stored
+from gradstats.kernels.convolution import check_two_convolutions, stored
 
 WORKSPACE = 256 * 2**20
 
@@ -40,9 +39,8 @@ def pairwise_convolution(
     Cost: that of both weight gradients, 2 B1 B2 flops per weight, and one write and read of every
     chunk.
     """
-    first = check_convolution(x1, g1, kernel, stride, padding, dilation, groups)
-    second = check_convolution(x2, g2, kernel, stride, padding, dilation, groups)
-    check_same_layer(first, second)
+    layer = kernel, stride, padding, dilation, groups
+    first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     total = torch.zeros((first.batch, second.batch), dtype=torch.float64, device=x1.device)
     if total.numel() == 0:
         return total.float()

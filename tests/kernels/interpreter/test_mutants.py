@@ -150,16 +150,17 @@ def test_the_checks_accept_what_is_shipped():
         check_scale(scale_backward, case)
 
 
+WRAPPED_LOAD = (
+    "    return tl.load(base + offsets, mask=mask, other=0.0)",
+    "    offsets = (tl.cast(rows, tl.int64) % row_limit)[:, None] * row_stride + (\n"
+    "        tl.cast(columns, tl.int64) % column_limit\n"
+    "    )[None, :] * column_stride\n"
+    "    return tl.load(base + offsets)",
+)
+
+
 def test_a_wrapped_load(tmp_path, monkeypatch):
-    broken = mutant(
-        _tile,
-        "    return tl.load(base + offsets, mask=mask, other=0.0)",
-        "    offsets = (tl.cast(rows, tl.int64) % row_limit)[:, None] * row_stride + (\n"
-        "        tl.cast(columns, tl.int64) % column_limit\n"
-        "    )[None, :] * column_stride\n"
-        "    return tl.load(base + offsets)",
-        tmp_path,
-    )
+    broken = mutant(_tile, *WRAPPED_LOAD, tmp_path)
     for module, check in ((direct, check_direct), (weight_gradient, check_fused_norm)):
         monkeypatch.setattr(module, "load_tile", broken.load_tile)
         rejects(check, module, "prime")
@@ -262,19 +263,30 @@ def test_a_convolution_without_example_boundaries(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "right, wrong",
+    "module, right, wrong",
     [
-        ("first2 = (tile % column_tiles) * EXAMPLES2", "first2 = first1"),
-        ("group * outputs * stride_g2c", "0 * group"),
-        ("block * POSITIONS + lane % POSITIONS", "block * POSITIONS + lane"),
-        ("width2, out_height2, out_width2, WINDOW", "width2, out_height1, out_width1, WINDOW"),
-        ("tl.sum(tl.abs(terms))", "tl.abs(tl.sum(terms))"),
+        (convolution_pair_gram, "first2 = (tile % column_tiles) * EXAMPLES2", "first2 = first1"),
+        (convolution_pair_gram, "group * outputs * stride_g2c", "0 * group"),
+        (
+            convolution_pair_gram,
+            "block * POSITIONS + lane % POSITIONS",
+            "block * POSITIONS + lane",
+        ),
+        (
+            _patches,
+            "width2, out_height2, out_width2, WINDOW",
+            "width2, out_height1, out_width1, WINDOW",
+        ),
+        (convolution_pair_gram, "tl.sum(tl.abs(terms))", "tl.abs(tl.sum(terms))"),
     ],
     ids=["pairs of equal tiles", "another group's", "another example's",
          "positions of the other side", "a magnitude that cancels"],
 )  # fmt: skip
-def test_broken_products_of_patches(tmp_path, right, wrong):
-    broken = mutant(convolution_pair_gram, right, wrong, tmp_path)
+def test_broken_products_of_patches(tmp_path, monkeypatch, module, right, wrong):
+    broken = mutant(module, right, wrong, tmp_path)
+    if module is _patches:
+        monkeypatch.setattr(convolution_pair_gram, "patch_products", broken.patch_products)
+        broken = convolution_pair_gram
     rejects(check_products_of_patches, broken, None)
 
 
@@ -322,15 +334,7 @@ def test_a_broken_scale(tmp_path, monkeypatch, right, wrong):
 
 
 def test_a_wrapped_load_of_scales(tmp_path, monkeypatch):
-    broken = mutant(
-        _tile,
-        "    return tl.load(base + offsets, mask=mask, other=0.0)",
-        "    offsets = (tl.cast(rows, tl.int64) % row_limit)[:, None] * row_stride + (\n"
-        "        tl.cast(columns, tl.int64) % column_limit\n"
-        "    )[None, :] * column_stride\n"
-        "    return tl.load(base + offsets)",
-        tmp_path,
-    )
+    broken = mutant(_tile, *WRAPPED_LOAD, tmp_path)
     monkeypatch.setattr(scale, "load_tile", broken.load_tile)
     rejects(check_scale, scale_backward, "prime")
 
