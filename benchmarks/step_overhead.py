@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -144,6 +144,32 @@ def show(rows: list[dict[str, object]]) -> None:
         )
 
 
+def report(name: str, options: argparse.Namespace) -> None:
+    """Measure one workload, print its rows and append them to the results."""
+    names = (
+        *options.providers,
+        *(PEERS if options.peers else ()),
+        *(COMPILED if options.compiled else ()),
+    )
+    limit = options.limit or (48 if options.device == "cuda" else 4)
+    torch.manual_seed(0)
+    try:
+        work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
+    except ImportError as error:
+        print(f"\n{name} left out: {error}")
+        return
+    bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
+    print(f"\n{work.name}{bars}", flush=True)
+    rows = measure(
+        work, names, options.rounds,
+        device=options.device, dtype=options.dtype, limit=limit * GIBIBYTE,
+    )  # fmt: skip
+    show(rows)
+    # Workload by workload: a run that is cut short keeps what it has.
+    if not options.no_csv:
+        write_csv("step_overhead", rows, options.device, options.out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -166,38 +192,15 @@ def main() -> None:
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
-    workloads = options.workloads or list(DEFAULT)
-    if len(workloads) > 1:
-        # Each in a process of its own: what others leave on the heap decides how much of what a
-        # step frees goes back to the system, which is a fifth of a step's time for some.
-        rest = [argument for argument in sys.argv[1:] if argument not in WORKLOADS]
-        for name in workloads:
-            command = [sys.executable, "-m", "benchmarks.step_overhead", name, *rest]
-            subprocess.run(command, check=True)
-        return
-    names = (
-        *options.providers,
-        *(PEERS if options.peers else ()),
-        *(COMPILED if options.compiled else ()),
-    )
-    limit = options.limit or (48 if options.device == "cuda" else 4)
-    print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}")
-    torch.manual_seed(0)
-    (name,) = workloads
-    try:
-        work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
-    except ImportError as error:
-        print(f"\n{name} left out: {error}")
-        return
-    bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
-    print(f"{work.name}{bars}", flush=True)
-    rows = measure(
-        work, names, options.rounds,
-        device=options.device, dtype=options.dtype, limit=limit * GIBIBYTE,
-    )  # fmt: skip
-    show(rows)
-    if not options.no_csv:
-        write_csv("step_overhead", rows, options.device, options.out)
+    print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}", flush=True)
+    for name in options.workloads or DEFAULT:
+        # In a process of its own: what others leave on the heap decides how much of what a step
+        # frees goes back to the system, which is a fifth of a step's time for some.
+        process = multiprocessing.get_context("spawn").Process(target=report, args=(name, options))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
 
 
 if __name__ == "__main__":
