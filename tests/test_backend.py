@@ -103,12 +103,10 @@ def test_inner_products(kernels, positions, groups, expected):
     assert kernels == ["direction_inner"] * 3 * groups
 
 
-def test_pairs_that_cancel_are_computed_again(kernels):
-    left = torch.randn(4, 1, 20, 64)
-    left -= left.mean(2, keepdim=True)
-    whole = Outer(left, 3 + 1e-3 * torch.randn(4, 1, 20, 64), (64, 64))
+def check_halves(whole, double):
+    """Check products of the first two of four examples with the last two, known in float64 too."""
     first, second = whole.select(slice(0, 2)), whole.select(slice(2, 4))
-    rows = Outer(left.double(), whole.right.double(), (64, 64)).dense().flatten(1)
+    rows = double.dense().flatten(1)
     sizes = rows[:2].norm(dim=1), rows[2:].norm(dim=1)
     scale = sizes[0][:, None] * sizes[1]
     pairs = inner_pairs([first], [second], WORKSPACE, sizes)
@@ -116,6 +114,13 @@ def test_pairs_that_cancel_are_computed_again(kernels):
     diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
     expected = (rows[:2] * rows[2:]).sum(1)
     assert bool(((diagonal - expected).abs() <= 1e-3 * scale.diagonal()).all())
+
+
+def test_pairs_that_cancel_are_computed_again(kernels):
+    left = torch.randn(4, 1, 20, 64)
+    left -= left.mean(2, keepdim=True)
+    whole = Outer(left, 3 + 1e-3 * torch.randn(4, 1, 20, 64), (64, 64))
+    check_halves(whole, Outer(left.double(), whole.right.double(), (64, 64)))
     assert kernels == ["pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner"]
 
 
@@ -455,16 +460,7 @@ def test_products_of_convolutions_that_cancel_are_computed_again(kernels, groups
     grad -= grad.mean((2, 3), keepdim=True)
     x = 3 + 1e-3 * torch.randn(4, 32, 4, 5)
     whole = Patches(x, grad, (32, 32 // groups, 2, 2), geometry)
-    first, second = whole.select(slice(0, 2)), whole.select(slice(2, 4))
-    double = Patches(x.double(), grad.double(), whole.shape, geometry)
-    rows = double.dense().flatten(1)
-    sizes = rows[:2].norm(dim=1), rows[2:].norm(dim=1)
-    scale = sizes[0][:, None] * sizes[1]
-    pairs = inner_pairs([first], [second], WORKSPACE, sizes)
-    assert bool(((pairs - rows[:2] @ rows[2:].T).abs() <= 1e-3 * scale).all())
-    diagonal = inner_diagonal([first], [second], WORKSPACE, sizes)
-    expected = (rows[:2] * rows[2:]).sum(1)
-    assert bool(((diagonal - expected).abs() <= 1e-3 * scale.diagonal()).all())
+    check_halves(whole, Patches(x.double(), grad.double(), whole.shape, geometry))
     again = ["pairwise_convolution", "convolution_inner"]
     assert kernels == ["pairwise_convolution_gram", again[0], "convolution_inner_gram", again[1]]
 
