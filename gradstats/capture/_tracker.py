@@ -37,6 +37,7 @@ from gradstats.contractions import (
     sqnorm,
     stack,
     tied_sqnorm,
+    total_bound,
 )
 from gradstats.errors import (
     CoverageError,
@@ -87,7 +88,8 @@ class Tracker(Data):
         self.listener: BackwardListener | None = None
         # Whether any tensor was derived from parameters.
         self.derived = False
-        self.reported_twice = torch.zeros((), dtype=torch.bool)
+        # Whether a compiled graph held several uses of a parameter; on the device once it reported.
+        self.reported_twice: Tensor | bool = False
         self._backward_ran = False
         self._eagerly = ExitStack()
         anatomy = anatomy_of(model)
@@ -334,33 +336,54 @@ class Tracker(Data):
     @property
     def sqnorm(self) -> Tensor:
         """The squared norms over all parameters that the backward reported, (B,) float64."""
-        return self.reports()[0].sum(0)
+        return self.sqnorm_by_parameter().sum(0)
 
-    def reports(self) -> tuple[Tensor, Tensor]:
-        """Return squared norms, (parameters, B) float64, and the sum of their error bounds, (B,).
+    def sqnorm_by_parameter(self) -> Tensor:
+        """Return the squared norms that the backward reported, (parameters, B) float64.
 
-        Both are zero for what was not used.
+        They are zero for what was not used.
         """
         if not self.reported:
             raise TrackingError(
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
                 "own loss.backward(), inside the context, on losses computed inside it."
             )
-        results = [root.result for root in self.roots]
-        values, bound = stack(results, self.batch_size, self.device)
-        if any(root.compiled_report is not None for root in self.roots):
-            values, bound = self._add_compiled(values, bound)
-        if self.loss_order is None:
-            return values, bound
-        return values[:, self.loss_order], bound[self.loss_order]
+        values = stack([root.result for root in self.roots], self.batch_size, self.device)
+        compiled = self._compiled_reports()
+        if compiled is not None:
+            self._check_compiled(compiled[:, COUNT])
+            values = values + compiled[:, VALUE]
+        return values if self.loss_order is None else values[:, self.loss_order]
 
-    def _add_compiled(self, values: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-        """Add what compiled graphs reported; raise where a parameter reported more than once."""
-        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=values.device)
+    def error_bound(self, sqnorm: Tensor) -> Tensor:
+        """Return what bounds the rounding errors of the sum over parameters, (B,) float64.
+
+        Args:
+            sqnorm: (parameters, B), as reported.
+        """
+        bound = total_bound([root.result for root in self.roots], sqnorm, self.loss_order)
+        compiled = self._compiled_reports()
+        if compiled is None:
+            return bound
+        more = compiled[:, BOUND].sum(0)
+        return bound + (more if self.loss_order is None else more[self.loss_order])
+
+    def _compiled_reports(self) -> Tensor | None:
+        """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""
         grads = [root.compiled_report for root in self.roots]
-        reports = torch.stack([unused if g is None else g.to(values.device) for g in grads])
+        if all(grad is None for grad in grads):
+            return None
+        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=self.device)
+        return torch.stack([unused if g is None else g.to(self.device) for g in grads])
+
+    def _check_compiled(self, count: Tensor) -> None:
+        """Raise where a parameter reported more than once.
+
+        Args:
+            count: (parameters, B) how often each did from compiled graphs.
+        """
         eagerly = [float(root.result is not None) for root in self.roots]
-        count = reports[:, COUNT].amax(1) + torch.tensor(eagerly).to(values)
+        count = count.amax(1) + torch.tensor(eagerly).to(count)
         self.reported_twice = (count > 1).any()
         # Looking waits for the device: who listens looks at a time of its own.
         now = self.listener is None or self._compiled
@@ -376,7 +399,6 @@ class Tracker(Data):
                 "without its compiled graphs: run the step again, or begin with "
                 "torch.compiler.set_stance('force_eager')."
             )
-        return values + reports[:, VALUE], bound + reports[:, BOUND].sum(0)
 
 
 def restore_attributes(module: nn.Module) -> None:

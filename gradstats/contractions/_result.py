@@ -39,8 +39,8 @@ class WellConditioned(Contraction):
     at once.
 
     Attributes:
-        norms: tensors (B,) in the accumulation dtype, the square of whose product is the value;
-            none where the value is known.
+        norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
+            the value; none where the value is known.
         relative: bound / value.
     """
 
@@ -67,66 +67,66 @@ class WellConditioned(Contraction):
         return self.relative * self.value
 
 
-def stack(
-    results: Sequence[Contraction | None], batch: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the values of several results, (len(results), B), and the sum of their bounds, (B,).
-
-    Both are float64.
+def stack(results: Sequence[Contraction | None], batch: int, device: torch.device) -> Tensor:
+    """Return the values of several results, (len(results), B) float64.
 
     Args:
         results: with None for zeros.
         batch: number of examples B.
         device: where the answer is wanted.
     """
-    factored: list[int] = []
-    conditioned: list[int] = []
-    bounded: list[int] = []
+    products: list[int] = []
+    single: list[int] = []
+    known: list[int] = []
+    for row, result in enumerate(results):
+        count = len(result.norms) if isinstance(result, WellConditioned) else 0
+        (known, single, products)[count].append(row)
+    values = []
+    if products or single:
+        found: list = [results[row] for row in (*products, *single)]
+        norms = torch.stack([result.norms[0].to(device) for result in found]).double()
+        if products:
+            others = [result.norms[1].to(device) for result in found[: len(products)]]
+            norms[: len(products)].mul_(torch.stack(others))
+        values.append(norms.square_())
+    if known:
+        nothing = torch.zeros(batch, dtype=torch.float64, device=device)
+        found = [results[row] for row in known]
+        values.append(torch.stack([nothing if r is None else r.value.to(device) for r in found]))
+    order = [*products, *single, *known]
+    value = values[0] if len(values) == 1 else torch.cat(values)
+    if order == sorted(order):
+        return value
+    return value[sorted(range(len(order)), key=order.__getitem__)]
+
+
+def total_bound(
+    results: Sequence[Contraction | None], values: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """Return the sum of several results' bounds, (B,) float64.
+
+    Args:
+        results: with None for zeros.
+        values: what ``stack`` returned of them, with the examples in ``order``.
+        order: (B,) the example whose column of ``values`` it is; None where none was moved.
+    """
+    rows: list[int] = []
+    relative: list[float] = []
+    absolute: list[Tensor] = []
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned):
-            (factored if result.norms else conditioned).append(row)
-        else:
-            bounded.append(row)
-    values, bounds = [], []
-    for rows, form in ((factored, _squares), (conditioned, _values)):
-        if rows:
-            found: list = [results[row] for row in rows]
-            values.append(form(found, device))
-            bounds.append(_relative_bound(found, values[-1]))
-    if bounded:
-        nothing = torch.zeros(batch, dtype=torch.float64, device=device)
-        found = [results[row] or Contraction(nothing, nothing) for row in bounded]
-        values.append(_values(found, device))
-        bounds.append(torch.stack([result.bound.to(device) for result in found]).sum(0))
-    bound = sum(bounds[1:], bounds[0])
-    if len(values) == 1:
-        return values[0], bound
-    order = [*factored, *conditioned, *bounded]
-    place = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(values)[place], bound
-
-
-def _values(results: Sequence[Contraction], device: torch.device) -> Tensor:
-    """Return the values of results that know them, (len(results), B)."""
-    return torch.stack([result.value.to(device) for result in results])
-
-
-def _squares(results: Sequence[WellConditioned], device: torch.device) -> Tensor:
-    """Return the values of results of which only norms are known, (len(results), B)."""
-    value = torch.stack([result.norms[0].to(device) for result in results]).double()
-    if any(len(result.norms) > 1 for result in results):
-        one = value.new_ones((), dtype=results[0].norms[0].dtype).expand_as(value[0])
-        others = [result.norms[1] if len(result.norms) > 1 else one for result in results]
-        value.mul_(torch.stack([norms.to(device) for norms in others]))
-    return value.square_()
-
-
-def _relative_bound(results: Sequence[WellConditioned], values: Tensor) -> Tensor:
-    """Return Σ relative · value over results, (B,)."""
-    relative = {result.relative for result in results}
-    if len(relative) == 1:
-        return relative.pop() * values.sum(0)
-    return values.new_tensor([result.relative for result in results]) @ values
+            rows.append(row)
+            relative.append(result.relative)
+        elif result is not None:
+            absolute.append(result.bound.to(values.device))
+    bound = torch.zeros_like(values[0])
+    if rows:
+        chosen = values if len(rows) == len(values) else values[rows]
+        bound = values.new_tensor(relative) @ chosen
+    if absolute:
+        total = torch.stack(absolute).sum(0)
+        bound = bound + (total if order is None else total[order])
+    return bound
 
 
 @dataclass(eq=False)

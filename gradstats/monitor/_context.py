@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradstats.capture._tracker import Tracker
 from gradstats.errors import TrackingError
 from gradstats.statistics._loss import check_batch_size, loss_weights
-from gradstats.statistics._norms import track
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
@@ -36,7 +36,7 @@ class MonitorStep:
         self._monitor = monitor
         self._batch_size, self._ids, self._weights = batch_size, ids, weights
         self._first, self._last, self._divisor, self._single = first, last, divisor, single
-        self._context: track | None = None
+        self._context: Tracker | None = None
         self.measured = False
 
     def __enter__(self) -> MonitorStep:
@@ -65,7 +65,7 @@ class MonitorStep:
                     f"weights are {self._weights.tolist()}, expected positive numbers: statistics "
                     "of a batch have no meaning where examples count negatively."
                 )
-        self._context = collector.open(self._batch_size, self._weights, self._last is not False)
+        self._context = collector.open(self._batch_size, self._last is not False)
         self.measured = True
 
     def close(self, last: bool | None) -> None:
@@ -78,7 +78,7 @@ class MonitorStep:
         if context is not None:
             self._context = None
             try:
-                context.__exit__(None, None, None)
+                context.close()
                 monitor._collector.add(  # type: ignore[union-attr]
                     context, self._batch_size, self._ids, self._weights, self._divisor
                 )
@@ -94,4 +94,4 @@ class MonitorStep:
         context, self._context = self._context, None
         self._monitor._collector, self._monitor._next = None, 0
         if context is not None:
-            context.__exit__(TrackingError, TrackingError("abandoned"), None)
+            context.close()

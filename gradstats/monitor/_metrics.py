@@ -9,12 +9,10 @@ import numpy as np
 from gradstats.monitor._step import Measured
 from gradstats.statistics._training import (
     cosines_to_mean,
-    effective_batch,
     fraction_against,
     gradient_diversity,
     inner_product_test,
     m_coherence,
-    noise_scale,
     norm_test,
     orthogonality_test,
 )
@@ -37,12 +35,12 @@ def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -
         "grad_norm": measured.total_weight * _sqrt(step.mean_sqnorm),
         **_norms("example_grad_norm", finite),
         "gradient_diversity": diversity,
-        "gradient_diversity/batch_bound": diversity * effective_batch(step),
+        "gradient_diversity/batch_bound": diversity * step.effective_batch,
         "m_coherence": m_coherence(step),
         "norm_test/theta": norm_test(step),
         "nonfinite/examples": float(len(norm) - len(finite)),
         "batch_loss": measured.loss,
-        "cabs": learning_rate * noise_scale(step)[0] / measured.loss
+        "cabs": learning_rate * step.noise_scale[0] / measured.loss
         if measured.loss > 0
         else math.nan,
     }
@@ -76,13 +74,20 @@ def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -
 def _norms(name: str, norm: np.ndarray) -> dict[str, float]:
     if not len(norm):
         return {f"{name}/{what}": math.nan for what in ("mean", "p05", "p50", "p95", "max")}
-    low, middle, high = np.percentile(norm, [5, 50, 95])
+    ordered = np.sort(norm)
+
+    def quantile(share: float) -> float:
+        # Between neighbours by a straight line, as np.percentile does in ten times the time.
+        place, beyond = divmod(share * (len(ordered) - 1), 1)
+        low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+        return float(low + beyond * (high - low))
+
     return {
         f"{name}/mean": float(norm.mean()),
-        f"{name}/p05": float(low),
-        f"{name}/p50": float(middle),
-        f"{name}/p95": float(high),
-        f"{name}/max": float(norm.max()),
+        f"{name}/p05": quantile(0.05),
+        f"{name}/p50": quantile(0.5),
+        f"{name}/p95": quantile(0.95),
+        f"{name}/max": float(ordered[-1]),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
 from gradstats.monitor._step import REDUCTIONS, Collector, Measured, Options, Pending
-from gradstats.statistics._training import RunningRatio, cosines_to_mean, noise_scale
+from gradstats.statistics._training import RunningRatio, cosines_to_mean
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
 WATCHED = ("grad_norm", "example_grad_norm/max")
@@ -333,7 +334,7 @@ class Monitor:
         metrics = step_metrics(measured, self._clip, rate)
         for prefix, gradients in {"": step, **measured.layers}.items():
             path = f"gns/{prefix}/" if prefix else "gns/"
-            spread, gradient = noise_scale(gradients)
+            spread, gradient = gradients.noise_scale
             ratio = self._ratio(f"{path}b_simple")
             ratio.add(spread, gradient)
             metrics[f"{path}tr_sigma"], metrics[f"{path}g2"] = spread, gradient
@@ -355,7 +356,7 @@ class Monitor:
         found = False
         for name in WATCHED:
             recent, value = self._recent[name], metrics[name]
-            typical = float(np.median(recent)) if len(recent) >= FEWEST else math.nan
+            typical = median(recent) if len(recent) >= FEWEST else math.nan
             if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
                 examples = self.examples(self._top)
@@ -378,13 +379,14 @@ class Monitor:
             square = np.average(step.alignment[along], weights=step.weight[along])
             if square > 0:
                 alignment = float(step.alignment[position] / math.sqrt(square))
+        layer, share = measured.largest_part(position)
         return ExampleRecord(
             id=None if measured.ids is None else int(measured.ids[position]),
             position=int(position),
             norm=float(np.sqrt(step.sqnorm[position])),
             alignment=alignment,
-            layer=measured.layer[position],
-            share=float(measured.share[position]),
+            layer=layer,
+            share=share,
         )
 
     def _learning_rate(self) -> float:

@@ -47,46 +47,44 @@ def gather(vector: Tensor, group) -> list[Tensor]:
     return [received[:length] for received, length in zip(vectors, lengths, strict=True)]
 
 
-def gradient_sqnorms(
-    parameters: Sequence[nn.Parameter], layer_of: Sequence[int | None], layers: int, ranks: int
-) -> Tensor:
-    """Return this process's share of ‖G‖² over all parameters and over each layer.
+def gradient_sqnorms(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the squared norms of the gradients that this process holds, (P,) float64.
 
-    Summed over the processes the shares give the squared norms: a process holds its shard of a
-    sharded gradient, and a copy of any other.
+    Of a sharded gradient that is its shard, of any other the whole. None where there are none.
 
     Args:
         parameters: whose ``grad`` is read.
-        layer_of: the layer of each, or None.
-        layers: number of layers.
-        ranks: number of processes.
-
-    Returns:
-        (1 + layers,) float64.
     """
-    device = next(iter(parameters)).device
-    if all(parameter.grad is None for parameter in parameters):
-        return torch.zeros(1 + layers, dtype=torch.float64, device=device)
-    norms: list[Tensor] = []
-    shares = torch.zeros(1 + layers, len(parameters), dtype=torch.float64)
-    for column, (parameter, layer) in enumerate(zip(parameters, layer_of, strict=True)):
-        gradient: Any = parameter.grad
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    if all(gradient is None for gradient in gradients):
+        return None
+    device = parameters[0].device
+    rows = []
+    for gradient in gradients:
         if gradient is None:
-            norms.append(torch.zeros((), dtype=torch.float64, device=device))
+            rows.append(torch.zeros(1, device=device))
             continue
-        copies = ranks
         if hasattr(gradient, "to_local"):
-            for dimension, placement in enumerate(gradient.placements):
-                if placement.is_shard():
-                    copies //= gradient.device_mesh.size(dimension)
             gradient = gradient.to_local()
         gradient = gradient.detach()
         if gradient.dim() > 1:
             # Row by row: one float32 sum over all elements would lose digits.
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             gradient = torch.linalg.vector_norm(gradient.flatten(0, -2), dim=1, dtype=dtype)
-        norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device))
-        shares[0, column] = 1 / copies
-        if layer is not None:
-            shares[1 + layer, column] = 1 / copies
-    return shares.to(device) @ torch.stack(norms).square_()
+        rows.append(gradient)
+    norms = torch._foreach_norm(rows, 2, dtype=torch.float64)
+    return torch.stack([norm.to(device) for norm in norms]).square_()
+
+
+def processes_with(parameter: nn.Parameter, ranks: int) -> float:
+    """Return how many of the processes hold each element of a parameter's gradient.
+
+    Args:
+        parameter: sharded or not.
+        ranks: number of processes.
+    """
+    placements = getattr(parameter, "placements", ())
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            ranks //= parameter.device_mesh.size(dimension)  # type: ignore[attr-defined]
+    return float(ranks)

@@ -1,14 +1,19 @@
 """One optimizer step being measured: its micro-batches, until they go to the host in one copy.
 
-Everything stays on the model's device in one float64 vector:
+Everything stays on the model's device until the copy, in one float64 vector:
 
-    header      format of the rest, the loss scale, flags, ‖G‖² and one entry for each layer
-    batches     a row for each micro-batch
-    examples    a row for each example
+    header          how many micro-batches, the loss scale, flags
+    parameters      ‖G_p‖² of the gradient, and with an optimizer the learning rate η_p
+    micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
+                    where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
+
+What is made of it is computed on the host: between the large products of a training step each small
+operation of PyTorch costs tens of microseconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,19 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._consumers import Together
+from gradstats.capture._tracker import Tracker
+from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._ranks import gather, gradient_sqnorms
-from gradstats.statistics._norms import track
+from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
+from gradstats.statistics._norms import check_workspace
 from gradstats.statistics._training import StepGradients
 
-# Columns of a micro-batch's row.
-B_SIZE, B_DIVISOR, B_LOSS, B_GRAM = 0, 1, 2, 3
-GRAM_COLUMNS, LEAST = 4, 2
-# Columns of an example's row; the layers' norms and alignments follow.
-E_SQNORM, E_ALIGNMENT, E_WEIGHT, E_ID, E_LAYER, E_SHARE, E_INFLUENCE, E_LAYERS = range(8)
-# Entries of the header.
-H_BATCHES, H_SCALE, H_STALE, H_TWICE, H_MEASURED, H_SQNORM = range(6)
+# Entries of the header, and of what stands before the examples of a micro-batch.
+H_BATCHES, H_MEASURED, H_SCALE, H_STALE, H_TWICE = range(5)
+B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
+GRAM_STATISTICS, LEAST = 4, 2
 
 # What the micro-batches' scalars add up to, with N examples in the whole step:
 REDUCTIONS = ("mean", "sum", "step_mean")
@@ -59,7 +64,8 @@ class Measured:
         total_weight: W in G = W ḡ, where G is the gradient that the optimizer is given.
         loss: Σ w_i ℓ_i.
         ids: (N,) int64, or None.
-        layer, share: (N,) the layer of largest share of n_i, and its share.
+        parts, names: (K, N) the squared norms n_i of each layer, of each parameter where no layers
+            were asked for; and what these are called.
         influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
         gram: stiffness and confusion, averaged over micro-batches, or None.
     """
@@ -69,10 +75,17 @@ class Measured:
     total_weight: float
     loss: float
     ids: np.ndarray | None
-    layer: list[str]
-    share: np.ndarray
+    parts: np.ndarray
+    names: Sequence[str]
     influence: np.ndarray | None
     gram: np.ndarray | None
+
+    def largest_part(self, position: int) -> tuple[str, float]:
+        """Return the part with the largest share of an example's squared norm, and that share."""
+        index = int(self.parts[:, position].argmax())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = self.parts[index, position] / self.step.sqnorm[position]
+        return self.names[index], float(share)
 
 
 class Collector:
@@ -90,138 +103,123 @@ class Collector:
     def __init__(self, model: nn.Module, options: Options, optimizer, scaler, group, single: bool):
         self.model, self.options, self.scaler, self.group = model, options, scaler, group
         self.optimizer = optimizer
-        self.ranks = 1 if group is None else torch.distributed.get_world_size(group)
         # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
         self.reads_gradients = not (single and group is None and options.alignment)
         self.names: list[str] = []
         self.layers: Layers | None = None
         self._parameters: list[nn.Parameter] = []
-        self._batches: list[Tensor] = []
-        self._examples: list[Tensor] = []
+        self._batches: list[list[Tensor]] = []
         self._gradient: Tensor | None = None
+        self._rates: Tensor | None = None
         self._stale: Tensor | float = 0.0
         self._twice: Tensor | float = 0.0
         self._scalar: Tensor | None = None
         self._started = False
         self._last = True
 
-    def open(self, batch_size: int, weights, last: bool) -> track:
+    def open(self, batch_size: int, last: bool) -> Tracker:
         """Return the tracking context for one micro-batch, opened.
 
         Args:
             batch_size: its examples.
-            weights: (B,) or None.
             last: whether the step may end with this micro-batch.
         """
         self._last = last
         options = self.options
-        reduction = "sum" if options.loss_reduction == "sum" else "mean"
-        context = track(
+        consumer = None
+        if options.alignment or options.gram:
+            consumer = Together(alignment=options.alignment, gram=options.gram)
+        tracker = Tracker(
             self.model,
             batch_size=batch_size,
-            loss_reduction=reduction,
-            weights=weights,
-            fused=options.fused,
+            batch_dim=0,
+            settings=Settings(
+                weight_gradients=True,
+                fused=options.fused,
+                workspace=check_workspace(options.workspace),
+                consumer=consumer,
+            ),
             parameters=options.parameters,
             exclude=options.exclude,
-            workspace=options.workspace,
-            alignment=options.alignment,
-            gram=options.gram,
         )
-        tracker = context._tracker
         tracker.listener = self
-        context.__enter__()
+        tracker.open()
         if self.layers is None:
             self.names = [root.name for root in tracker.roots]
             self._parameters = [root.parameter for root in tracker.roots]
             self.layers = Layers(self.names, options.layers)
-        return context
+        return tracker
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:
         """Note the scalar, and whether an earlier gradient would mix with this step's."""
-        self._scalar = losses[0].detach().double().sum()
+        self._scalar = losses[0].detach().sum(dtype=torch.float64)
         if self.reads_gradients and not self._started:
-            self._stale = self._sqnorms()[0]
+            earlier = gradient_sqnorms(self._parameters)
+            self._stale = 0.0 if earlier is None else earlier.sum()
         self._started = True
 
     def after_backward(self) -> None:
         """Read the gradients before anything clips them."""
         if self.reads_gradients and self._last:
-            self._gradient = self._sqnorms()
+            self._gradient = gradient_sqnorms(self._parameters)
 
-    def _sqnorms(self) -> Tensor:
-        assert self.layers is not None
-        count = len(self.layers.names)
-        return gradient_sqnorms(self._parameters, self.layers.index, count, self.ranks)
-
-    def add(self, context: track, batch_size: int, ids, weights, divisor: float) -> None:
+    def add(self, tracker: Tracker, batch_size: int, ids, weights, divisor: float) -> None:
         """Take the statistics of a micro-batch whose context has closed."""
-        assert self.layers is not None
-        stats, device = context.stats, context.stats.sqnorm.device
-        by_parameter = stats.rows.double()
-        share, layer = self._largest(by_parameter)
-        unit = {"mean": 1 / batch_size, "sum": 1.0, "step_mean": 1 / batch_size}
-        weight = torch.full((batch_size,), unit[self.options.loss_reduction], dtype=torch.float64)
-        if weights is not None:
-            weight = torch.as_tensor(weights, dtype=torch.float64).detach()
-        unknown = torch.full((batch_size,), torch.nan, dtype=torch.float64, device=device)
-        columns: list[Tensor | None] = [
-            stats.sqnorm.double(),
-            None if stats.alignment is None else stats.alignment.double(),
-            weight.to(device),
-            self._ids(ids, batch_size, device),
-            layer.double(),
-            share,
-            self._influence(by_parameter),
-            *self._by_layer(by_parameter),
-        ]
-        if stats.alignment_by_parameter is not None:
-            rows = [stats.alignment_by_parameter[name] for name in self.names]
-            columns += self._by_layer(torch.stack(rows).double())
-        known = [unknown if column is None else column for column in columns]
-        self._examples.append(torch.stack(known, 1))
-        size = torch.tensor([batch_size, divisor], dtype=torch.float64).to(device)
+        sqnorm = tracker.sqnorm_by_parameter()
+        device = sqnorm.device
+        weight: Tensor | float = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
+        known = [batch_size, divisor, weight if weights is None else np.nan, ids is not None]
         assert self._scalar is not None
-        gram = size.new_empty(0) if stats.gram is None else _gram_statistics(stats.gram)
-        self._batches.append(torch.cat([size, self._scalar.to(device)[None], gram]))
-        self._twice = self._twice + context._tracker.reported_twice
+        parts = [torch.tensor(known, dtype=torch.float64), self._scalar]
+        if weights is not None:
+            weight = given = torch.as_tensor(weights).detach()
+            parts.append(given)
+        if ids is not None:
+            parts.append(_checked_ids(ids, batch_size))
+        together = tracker.settings.consumer
+        if isinstance(together, Together):
+            if together.pairs is not None:
+                parts.append(_gram_statistics(together.pairs, weight))
+            if together.with_sum:
+                unused = sqnorm.new_zeros(batch_size)
+                along = [together.with_sum.get(name, unused).to(device) for name in self.names]
+                parts.append(torch.stack(along))
+        parts.append(sqnorm)
+        self._batches.append([_column(part, device) for part in parts])
+        self._rates = self._learning_rates()
+        self._twice = self._twice + tracker.reported_twice
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
         assert self.layers is not None
-        device = self._examples[0].device
-        scale = torch.ones((), dtype=torch.float64, device=device)
+        device = self._batches[0][0].device
+        scale: Tensor | float = 1.0
         if self.scaler is not None and self.scaler.is_enabled():
             # Not get_scale(), which waits for the device.
-            scale = self.scaler.scale(torch.ones((), device=device)).double()
-        measured, gradient = self._gradient is not None, self._gradient
+            scale = self.scaler.scale(torch.ones((), device=device))
+        gradient = self._gradient
+        measured = float(gradient is not None)
+        flags = [len(self._batches), measured, scale, self._stale, self._twice]
+        if any(isinstance(flag, Tensor) for flag in flags):
+            header = torch.cat([_column(torch.as_tensor(flag), device) for flag in flags])
+        else:
+            header = torch.tensor(flags, dtype=torch.float64).to(device)
         if gradient is None:
-            gradient = scale.new_zeros(1 + len(self.layers.names))
-        flags = [float(len(self._batches)), scale, self._stale, self._twice, float(measured)]
-        header = torch.stack([torch.as_tensor(f, device=device).double() for f in flags])
-        batches = torch.stack(self._batches)
-        vector = torch.cat(
-            [header, gradient.to(device), batches.flatten(), torch.cat(self._examples).flatten()]
-        )
+            gradient = header.new_zeros(len(self.names))
+        pieces = [header, gradient.to(device)]
+        if self._rates is not None:
+            pieces.append(_column(self._rates, device))
+        vector = torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
         vectors = [vector] if self.group is None else gather(vector, self.group)
-        return Pending(vectors, self.options, self.layers, self.names, self.optimizer is not None)
+        shared = None
+        if self.group is not None:
+            ranks = torch.distributed.get_world_size(self.group)
+            shared = [processes_with(parameter, ranks) for parameter in self._parameters]
+        has_rates = self._rates is not None
+        return Pending(vectors, self.options, self.layers, self.names, shared, has_rates)
 
-    def _largest(self, by_parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest share of each example's squared norm and whose it is, (B,) each."""
-        assert self.layers is not None
-        rows = torch.stack(self._by_layer(by_parameter)) if self.layers.names else by_parameter
-        largest, index = rows.max(0)
-        return largest / by_parameter.sum(0), index
-
-    def _by_layer(self, by_parameter: Tensor) -> list[Tensor]:
-        assert self.layers is not None
-        totals: list[Tensor] = []
-        for number in range(len(self.layers.names)):
-            rows = [place for place, layer in enumerate(self.layers.index) if layer == number]
-            totals.append(by_parameter[rows].sum(0))
-        return totals
-
-    def _influence(self, by_parameter: Tensor) -> Tensor | None:
+    def _learning_rates(self) -> Tensor | None:
+        """Return (P,) the learning rate of every parameter; zero where no optimizer moves it."""
         if self.optimizer is None:
             return None
         rates = {
@@ -229,30 +227,57 @@ class Collector:
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
-        # A parameter that no optimizer moves has learning rate zero.
-        weights = [rates.get(id(parameter), 0.0) for parameter in self._parameters]
-        if any(isinstance(weight, Tensor) for weight in weights):
-            column = torch.stack([torch.as_tensor(weight).to(by_parameter) for weight in weights])
-        else:
-            column = torch.tensor(weights, dtype=by_parameter.dtype).to(by_parameter.device)
-        return column @ by_parameter
+        found = [rates.get(id(parameter), 0.0) for parameter in self._parameters]
+        if not any(isinstance(rate, Tensor) for rate in found):
+            return torch.tensor(found, dtype=torch.float64)
+        device = next(rate.device for rate in found if isinstance(rate, Tensor))
+        return torch.cat([_column(torch.as_tensor(rate), device) for rate in found])
 
-    def _ids(self, ids, batch_size: int, device) -> Tensor | None:
-        if ids is None:
-            return None
-        ids = torch.as_tensor(ids)
-        if tuple(ids.shape) != (batch_size,) or ids.is_floating_point() or ids.is_complex():
-            raise TrackingError(
-                f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected "
-                f"({batch_size},) integers: one for each example."
-            )
-        if ids.device.type == "cpu" and np.abs(ids.numpy()).max() >= MAX_ID:
-            raise TrackingError(f"ids must lie between -2⁵³ and 2⁵³, got {ids.tolist()}.")
-        return ids.to(device).double()
+
+def _column(part: Tensor, device: torch.device) -> Tensor:
+    return part.to(device, torch.float64).reshape(-1)
+
+
+def _checked_ids(ids, batch_size: int) -> Tensor:
+    ids = torch.as_tensor(ids)
+    if tuple(ids.shape) != (batch_size,) or ids.is_floating_point() or ids.is_complex():
+        raise TrackingError(
+            f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected "
+            f"({batch_size},) integers: one for each example."
+        )
+    return ids
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the host: what the collector wrote of it.
+
+    Attributes:
+        sizes: B, the divisor, and what else stands before the examples.
+        weight: (B,), None where all examples have the same.
+        ids: (B,) or None.
+        gram: the statistics of inner products, empty unless asked for.
+        along: (P, B) products with the gradient of this micro-batch, (0, B) unless asked for.
+        sqnorm: (P, B).
+    """
+
+    sizes: np.ndarray
+    weight: np.ndarray | None
+    ids: np.ndarray | None
+    gram: np.ndarray
+    along: np.ndarray
+    sqnorm: np.ndarray
 
 
 class Pending:
-    """A measured step whose numbers may still be on the device."""
+    """A measured step whose numbers may still be on the device.
+
+    Args:
+        vectors: what every process collected.
+        options, layers, names: of the monitor, and of the parameters.
+        shared: how many processes hold each element of a parameter's gradient; None if alone.
+        has_rates: the vectors hold learning rates.
+    """
 
     def __init__(
         self,
@@ -260,116 +285,187 @@ class Pending:
         options: Options,
         layers: Layers,
         names: list[str],
-        has_influence: bool,
+        shared: list[float] | None,
+        has_rates: bool,
     ):
-        self._vectors = vectors
-        self._options, self._layers, self._names = options, layers, names
-        self._has_influence = has_influence
+        self._vectors, self._options = vectors, options
+        self._layers, self._names, self._shared = layers, names, shared
+        self._has_rates = has_rates
 
     def read(self) -> Measured:
         """Copy everything to the host at once, and give it its units."""
         lengths = [len(vector) for vector in self._vectors]
         whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
         flat = whole.cpu().numpy()
-        layers, options = self._layers.names, self._options
-        headers, batch_rows, example_rows, numbers = [], [], [], []
-        width = E_LAYERS + len(layers) * (2 if options.alignment else 1)
-        batch_width = B_GRAM + (GRAM_COLUMNS if options.gram else 0)
-        count = 0
-        for vector in np.split(flat, np.cumsum(lengths)[:-1]):
-            header, rest = np.split(vector, [H_SQNORM + 1 + len(layers)])
-            batches = int(header[H_BATCHES])
-            rows, rest = np.split(rest, [batches * batch_width])
-            rows = rows.reshape(batches, batch_width)
+        headers, gradients, batches = [], [], []
+        rates = None
+        end = 0
+        for length in lengths:
+            reader = _Reader(flat[end : end + length])
+            end += length
+            header = reader.take(H_TWICE + 1)
             headers.append(header)
-            batch_rows.append(rows)
-            example_rows.append(rest.reshape(-1, width))
-            numbers.append(count + np.repeat(np.arange(batches), rows[:, B_SIZE].astype(int)))
-            count += batches
-        headers_table, batches_table = np.stack(headers), np.concatenate(batch_rows)
-        self._check(headers_table)
-        return self._measured(
-            headers_table, batches_table, np.concatenate(example_rows), np.concatenate(numbers)
+            gradients.append(reader.take(len(self._names)))
+            if self._has_rates:
+                rates = reader.take(len(self._names))
+            batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
+        self._check(headers, batches)
+        gradient: np.ndarray | None = None
+        if headers[0][H_MEASURED]:
+            gradient = sum(gradients[1:], gradients[0])
+            if self._shared is not None:
+                gradient = gradient / self._shared
+        return self._measured(headers[0][H_SCALE], len(lengths), gradient, rates, batches)
+
+    def _batch(self, reader: _Reader) -> Batch:
+        sizes = reader.take(B_LOSS + 1)
+        size, parameters = int(sizes[B_SIZE]), len(self._names)
+        return Batch(
+            sizes=sizes,
+            weight=reader.take(size) if math.isnan(sizes[B_WEIGHT]) else None,
+            ids=reader.take(size) if sizes[B_HAS_IDS] else None,
+            gram=reader.take(GRAM_STATISTICS if self._options.gram else 0),
+            along=reader.take(parameters if self._options.alignment else 0, size),
+            sqnorm=reader.take(parameters, size),
         )
 
-    def _check(self, headers: np.ndarray) -> None:
-        if (headers[:, H_TWICE] > 0).any():
+    def _check(self, headers: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
+        if any(header[H_TWICE] > 0 for header in headers):
             raise TrackingError(
                 "a parameter contributed more than once to a compiled graph, so its per-example "
                 "norms are not known. Run measured steps without torch.compile."
             )
-        if (headers[:, H_STALE] > 0).any():
+        if any(header[H_STALE] > 0 for header in headers):
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started, so "
                 "that the gradient of this step is not known. Call optimizer.zero_grad() before "
                 "it; to accumulate gradients, say so with accumulation=(k, K)."
             )
+        for batch in batches:
+            if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:
+                raise TrackingError(
+                    f"ids must lie between -2⁵³ and 2⁵³, got {batch.ids.astype(int).tolist()}."
+                )
 
     def _measured(
-        self, headers: np.ndarray, batches: np.ndarray, rows: np.ndarray, number: np.ndarray
+        self,
+        scale: float,
+        ranks: int,
+        gradient: np.ndarray | None,
+        rates: np.ndarray | None,
+        batches: Sequence[Batch],
     ) -> Measured:
-        options, layers = self._options, self._layers.names
-        ranks, total = len(headers), len(rows)
-        scale = headers[0, H_SCALE]
-        # The scalars differentiated were Σ_i unit_i ℓ'_i; in truth each is Σ_i weight_i ℓ_i.
-        unit = rows[:, E_WEIGHT]
-        if options.loss_reduction == "step_mean":
-            weight = np.full(total, ranks / total)
-        else:
-            weight = unit / batches[number, B_DIVISOR]
-        factor = (unit / weight) ** 2 / scale**2
-        whole = weight.sum() / ranks
-        in_batch = np.zeros(len(batches))
-        np.add.at(in_batch, number, weight)
-        along = unit / weight / in_batch[number] / scale**2
+        """Return the step in units of the losses.
 
-        def gradients(sqnorm: np.ndarray, alignment: np.ndarray | None, entry: int):
-            if headers[0, H_MEASURED]:
-                raw = headers[:, H_SQNORM + entry].sum() / scale**2
-            else:
-                assert alignment is not None
-                raw = float(unit @ alignment) / scale**2
-            known = None if alignment is None else alignment * along
-            return StepGradients(
-                sqnorm * factor, weight / weight.sum(), float(raw / whole**2), number, known
-            )
+        Args:
+            scale: of the loss.
+            ranks: number of processes.
+            gradient: (P,) squared norms of the gradient, None where they follow from ``along``.
+            rates: (P,) learning rates, or None.
+            batches: of all processes, in order.
+        """
+        sizes = np.stack([batch.sizes for batch in batches])
+        number = np.repeat(np.arange(len(batches)), sizes[:, B_SIZE].astype(int))
+        # The scalars differentiated were Σ_i unit_i ℓ_i; in truth each is Σ_i weight_i ℓ_i.
+        unit = sizes[number, B_WEIGHT]
+        for index, batch in enumerate(batches):
+            if batch.weight is not None:
+                unit[number == index] = batch.weight
+        if self._options.loss_reduction == "step_mean":
+            weight = np.full(len(unit), ranks / len(unit))
+        else:
+            weight = unit / sizes[number, B_DIVISOR]
+        total = weight.sum()
+        whole = total / ranks
+        in_batch = np.bincount(number, weight)
+        names, numbers = self._layers.names, self._layers.index
+
+        def of_layer(layer: int, by_parameter: np.ndarray) -> np.ndarray:
+            return by_parameter[[place for place, its in enumerate(numbers) if its == layer]].sum(0)
 
         with np.errstate(invalid="ignore", over="ignore"):
-            alignment = rows[:, E_ALIGNMENT] if options.alignment else None
-            step = gradients(rows[:, E_SQNORM], alignment, 0)
-            by_layer = {}
-            for index, name in enumerate(layers):
-                column = E_LAYERS + index
-                along_layer = rows[:, column + len(layers)] if options.alignment else None
-                by_layer[name] = gradients(rows[:, column], along_layer, 1 + index)
-            influence = rows[:, E_INFLUENCE] * factor if self._has_influence else None
-            loss = batches[:, B_LOSS].sum() / scale / ranks / whole
+            sqnorm = np.concatenate([batch.sqnorm for batch in batches], 1) / (weight * scale) ** 2
+            along = None
+            if self._options.alignment:
+                along = np.concatenate([batch.along for batch in batches], 1) / scale**2
+            if gradient is None:
+                assert along is not None
+                gradient = along.sum(1)
+            else:
+                gradient = gradient / scale**2
+            gradient = gradient / whole**2
+            if along is not None:
+                along /= weight * in_batch[number]
+            parts = sqnorm
+            if names:
+                parts = np.stack([of_layer(layer, sqnorm) for layer in range(len(names))])
+            share = weight / total
+            step = StepGradients(
+                sqnorm.sum(0),
+                share,
+                float(gradient.sum()),
+                number,
+                None if along is None else along.sum(0),
+            )
+            layers = {
+                name: StepGradients(
+                    parts[layer],
+                    share,
+                    float(of_layer(layer, gradient)),
+                    number,
+                    None if along is None else of_layer(layer, along),
+                )
+                for layer, name in enumerate(names)
+            }
+            influence = None if rates is None else rates @ sqnorm
+            loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
         gram = None
-        if options.gram:
-            gram = batches[:, B_GRAM:].mean(0)
+        if self._options.gram:
+            statistics = np.stack([batch.gram for batch in batches])
+            gram = statistics.mean(0)
             first = np.searchsorted(number, np.arange(len(batches)))
-            gram[LEAST] = (batches[:, B_GRAM + LEAST] * factor[first]).min()
-        ids = rows[:, E_ID]
-        names = layers or self._names
+            factor = (unit[first] / weight[first] / scale) ** 2
+            gram[LEAST] = (statistics[:, LEAST] * factor).min()
+        ids = [batch.ids for batch in batches if batch.ids is not None]
         return Measured(
             step=step,
-            layers=by_layer,
+            layers=layers,
             total_weight=float(whole),
             loss=float(loss),
-            ids=ids.astype(np.int64) if np.isfinite(ids).all() else None,
-            layer=[names[int(index)] for index in rows[:, E_LAYER]],
-            share=rows[:, E_SHARE],
+            ids=np.concatenate(ids).astype(np.int64) if len(ids) == len(batches) else None,
+            parts=parts,
+            names=names or self._names,
             influence=influence,
             gram=gram,
         )
 
 
-def _gram_statistics(gram: Tensor) -> Tensor:
-    """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero."""
-    gram = gram.double()
+class _Reader:
+    """Takes a vector apart from its beginning."""
+
+    def __init__(self, vector: np.ndarray):
+        self._vector, self._place = vector, 0
+
+    def take(self, rows: int, columns: int | None = None) -> np.ndarray:
+        """Return the next (rows,) or (rows, columns) numbers."""
+        begin = self._place
+        self._place = begin + rows * (1 if columns is None else columns)
+        taken = self._vector[begin : self._place]
+        return taken if columns is None else taken.reshape(rows, columns)
+
+
+def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
+    """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero.
+
+    Args:
+        gram: (B, B) products of weighted gradients.
+        weight: (B,), or one number for all.
+    """
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=gram.device).expand(len(gram))
+    gram = gram.double() / (weight[:, None] * weight)
     size = len(gram)
     if size < 2:
-        return gram.new_full((GRAM_COLUMNS,), torch.nan)
+        return gram.new_full((GRAM_STATISTICS,), torch.nan)
     apart = ~torch.eye(size, dtype=torch.bool, device=gram.device)
     norm = gram.diagonal().sqrt()
     pairs = gram.masked_fill(~apart, 0)

@@ -250,7 +250,7 @@ class track:
     def stats(self) -> GradientNorms:
         """The statistics of the step that ran inside the context."""
         if self._stats is None:
-            self._tracker.reports()
+            self._tracker.sqnorm_by_parameter()
             raise TrackingError(
                 "the statistics are complete once the context has closed without an exception: "
                 "read tracker.stats after the with block."

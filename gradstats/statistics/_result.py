@@ -80,7 +80,8 @@ def gather(
         scale: what multiplied the training loss before it was differentiated; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
-    values, bound = tracker.reports()
+    values = tracker.sqnorm_by_parameter()
+    bound = tracker.error_bound(values)
     device = values.device
     weight: Tensor | float = weights
     if isinstance(weights, Tensor):
@@ -148,7 +149,7 @@ def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
 
     Raise if one is not finite and may not be.
     """
-    values, _ = tracker.reports()
+    values = tracker.sqnorm_by_parameter()
     sum_finite([root.name for root in tracker.roots], values, nonfinite)
     return values
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,27 +37,32 @@ class StepGradients:
     batch: np.ndarray
     alignment: np.ndarray | None = None
 
-    @property
+    @cached_property
     def mean_of_sqnorms(self) -> float:
         """N̄ = Σ w_i n_i."""
         return float(self.weight @ self.sqnorm)
 
+    @cached_property
+    def effective_batch(self) -> float:
+        """1 / Σ w_i²: the number of examples, where all weigh the same."""
+        return 1 / float(self.weight @ self.weight)
 
-def noise_scale(step: StepGradients) -> tuple[float, float]:
-    """Return unbiased estimates (Ŝ, Ĝ²) of tr Σ and of the squared norm of the true gradient.
+    @cached_property
+    def noise_scale(self) -> tuple[float, float]:
+        """Unbiased estimates (Ŝ, Ĝ²) of tr Σ and of the squared norm of the true gradient.
 
-    Ĝ² = (Ḡ² − Σ w_i² n_i) / (1 − Σ w_i²), the mean of ⟨g_i, g_j⟩ over i ≠ j; for a plain mean
-    (N Ḡ² − N̄) / (N − 1). Ŝ = N̄ − Ĝ²; for a plain mean N / (N − 1) · (N̄ − Ḡ²). Ĝ² may be negative.
+        Ĝ² = (Ḡ² − Σ w_i² n_i) / (1 − Σ w_i²), the mean of ⟨g_i, g_j⟩ over i ≠ j; for a plain mean
+        (N Ḡ² − N̄) / (N − 1). Ŝ = N̄ − Ĝ²; for a plain mean N / (N − 1) · (N̄ − Ḡ²). Ĝ² may be
+        negative.
 
-    Source:
-        McCandlish et al., arXiv 1812.06162, appendix A.1, with batches of one and of N.
-    """
-    repeated = float(step.weight @ step.weight)
-    if len(step.sqnorm) < 2:
-        return NAN, NAN
-    diagonal = float(step.weight**2 @ step.sqnorm)
-    gradient = (step.mean_sqnorm - diagonal) / (1 - repeated)
-    return step.mean_of_sqnorms - gradient, gradient
+        Source:
+            McCandlish et al., arXiv 1812.06162, appendix A.1, with batches of one and of N.
+        """
+        if len(self.sqnorm) < 2:
+            return NAN, NAN
+        diagonal = float(self.weight**2 @ self.sqnorm)
+        gradient = (self.mean_sqnorm - diagonal) / (1 - 1 / self.effective_batch)
+        return self.mean_of_sqnorms - gradient, gradient
 
 
 def gradient_diversity(step: StepGradients) -> float:
@@ -65,7 +71,7 @@ def gradient_diversity(step: StepGradients) -> float:
     Source:
         Yin et al., arXiv 1706.05699; N Δ bounds the batch size that still speeds training up.
     """
-    return _ratio(step.mean_of_sqnorms, effective_batch(step) * step.mean_sqnorm)
+    return _ratio(step.mean_of_sqnorms, step.effective_batch * step.mean_sqnorm)
 
 
 def m_coherence(step: StepGradients) -> float:
@@ -74,7 +80,7 @@ def m_coherence(step: StepGradients) -> float:
     Source:
         Chatterjee and Zielinski, arXiv 2008.01217.
     """
-    return _ratio(effective_batch(step) * step.mean_sqnorm, step.mean_of_sqnorms)
+    return _ratio(step.effective_batch * step.mean_sqnorm, step.mean_of_sqnorms)
 
 
 def norm_test(step: StepGradients) -> float:
@@ -83,7 +89,7 @@ def norm_test(step: StepGradients) -> float:
     Source:
         Byrd et al., Sample size selection in optimization methods for machine learning, 2012.
     """
-    return _root(_ratio(noise_scale(step)[0], effective_batch(step) * step.mean_sqnorm))
+    return _root(_ratio(step.noise_scale[0], step.effective_batch * step.mean_sqnorm))
 
 
 def inner_product_test(step: StepGradients) -> float:
@@ -141,11 +147,6 @@ def fraction_against(step: StepGradients) -> float:
     return float(np.concatenate(kept).mean()) if kept else NAN
 
 
-def effective_batch(step: StepGradients) -> float:
-    """Return 1 / Σ w_i²: the number of examples, where all weigh the same."""
-    return 1 / float(step.weight @ step.weight)
-
-
 class RunningRatio:
     """The ratio of two exponential averages over steps, with its standard error.
 
@@ -167,7 +168,7 @@ class RunningRatio:
         self.count = 0
         self.left_out = 0
         # Σω, Σω², Σωy, Σωx, Σωy², Σωxy, Σωx²
-        self._sums = np.zeros(7)
+        self._sums = [0.0] * 7
 
     def add(self, numerator: float, denominator: float) -> None:
         """Let one step enter."""
@@ -175,36 +176,37 @@ class RunningRatio:
             self.left_out += 1
             return
         y, x = numerator, denominator
-        decay = np.full(7, self.decay)
-        decay[1] = self.decay**2
-        self._sums = decay * self._sums + np.array([1, 1, y, x, y * y, x * y, x * x])
+        terms = (1.0, 1.0, y, x, y * y, x * y, x * x)
+        kept = [self.decay] * 7
+        kept[1] = self.decay**2
+        self._sums = [k * s + term for k, s, term in zip(kept, self._sums, terms, strict=True)]
         self.count += 1
 
     @property
     def value(self) -> float:
         """The ratio; NaN before the first step and while the average denominator is ≤ 0."""
         _, _, y, x, *_ = self._sums
-        return float(y / x) if x > 0 else NAN
+        return y / x if x > 0 else NAN
 
     @property
     def standard_error(self) -> float:
-        """The standard error of ``value``; NaN before the second step."""
+        """The standard error of ``value``; NaN before the second step that counts."""
         total, squares, _, x, yy, xy, xx = self._sums
         ratio = self.value
-        if self.count < 2 or math.isnan(ratio):
+        share = squares / (total * total) if total else 1.0
+        if math.isnan(ratio) or self.count < 2 or share == 1:
             return NAN
-        share = squares / total**2
-        spread = max((yy - 2 * ratio * xy + ratio**2 * xx) / total, 0.0) / (1 - share)
-        return float(math.sqrt(spread * share) / (x / total))
+        spread = max((yy - 2 * ratio * xy + ratio * ratio * xx) / total, 0.0) / (1 - share)
+        return math.sqrt(spread * share) / (x / total)
 
     def state_dict(self) -> dict:
         """Return what ``load_state_dict`` takes: plain numbers."""
-        return {"count": self.count, "left_out": self.left_out, "sums": self._sums.tolist()}
+        return {"count": self.count, "left_out": self.left_out, "sums": list(self._sums)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved state."""
         self.count, self.left_out = state["count"], state["left_out"]
-        self._sums = np.array(state["sums"], dtype=np.float64)
+        self._sums = [float(entry) for entry in state["sums"]]
 
 
 def _batches(step: StepGradients) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

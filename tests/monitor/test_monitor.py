@@ -472,8 +472,10 @@ def test_bad_arguments(model, call, message):
 def test_bad_ids(model, ids):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
-    with pytest.raises(gs.TrackingError, match="ids"), monitor.step(batch_size=B, ids=ids):
-        losses_of(model, batch_of()).mean().backward()
+    with pytest.raises(gs.TrackingError, match="ids"):
+        with monitor.step(batch_size=B, ids=ids):
+            losses_of(model, batch_of()).mean().backward()
+        monitor.metrics()
     model.zero_grad()
     assert_unchanged(model, state)
 

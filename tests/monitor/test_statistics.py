@@ -15,7 +15,6 @@ from gradstats.statistics._training import (
     gradient_diversity,
     inner_product_test,
     m_coherence,
-    noise_scale,
     norm_test,
     orthogonality_test,
 )
@@ -35,7 +34,7 @@ def of(rows: np.ndarray, weight: np.ndarray | None = None) -> StepGradients:
 def test_every_formula_against_its_definition():
     rows = np.random.default_rng(0).normal(0.3, 1, (7, 20))
     step, expected = of(rows), metrics_of(rows)
-    spread, gradient = noise_scale(step)
+    spread, gradient = step.noise_scale
     got = {
         "gns/tr_sigma": spread,
         "gns/g2": gradient,
@@ -54,14 +53,14 @@ def test_every_formula_against_its_definition():
 def test_equal_and_orthogonal_gradients():
     equal, orthogonal = of(np.tile([1.0, 2.0], (5, 1))), of(2 * np.eye(5))
     assert m_coherence(equal) == pytest.approx(5) and m_coherence(orthogonal) == pytest.approx(1)
-    assert noise_scale(equal) == pytest.approx((0, 5))
-    assert noise_scale(orthogonal) == pytest.approx((4, 0))
+    assert equal.noise_scale == pytest.approx((0, 5))
+    assert orthogonal.noise_scale == pytest.approx((4, 0))
     assert inner_product_test(equal) == 0 and orthogonality_test(equal) == 0
     assert fraction_against(equal) == 0
 
 
 def test_one_example_has_no_noise_scale():
-    assert all(map(math.isnan, noise_scale(of(np.ones((1, 3))))))
+    assert all(map(math.isnan, of(np.ones((1, 3))).noise_scale))
     assert math.isnan(norm_test(of(np.ones((1, 3)))))
 
 
@@ -73,7 +72,7 @@ def test_the_noise_scale_is_unbiased(weighted):
     mean, deviation = np.full(width, 0.2), np.linspace(0.5, 1.5, width)
     weight = np.linspace(1, 3, size) if weighted else np.ones(size)
     draws = generator.normal(mean, deviation, (trials, size, width))
-    estimates = np.array([noise_scale(of(rows, weight)) for rows in draws])
+    estimates = np.array([of(rows, weight).noise_scale for rows in draws])
     error = estimates.std(0, ddof=1) / math.sqrt(trials)
     truth = np.array([(deviation**2).sum(), mean @ mean])
     assert (np.abs(estimates.mean(0) - truth) < 4 * error).all()
@@ -92,7 +91,7 @@ def test_the_ratio_of_averages_finds_the_noise_scale_and_knows_its_error():
         ratio = RunningRatio(decay=0.98)
         single = []
         for rows in generator.normal(mean, 1, (steps, size, width)):
-            estimate = noise_scale(of(rows))
+            estimate = of(rows).noise_scale
             ratio.add(*estimate)
             single.append(estimate[0] / estimate[1])
         values.append(ratio.value)
@@ -121,3 +120,10 @@ def test_a_ratio_without_meaning_is_nan_and_counted():
     for each in (ratio, again):
         each.add(3.0, 4.0)
     assert (again.value, again.standard_error) == (ratio.value, ratio.standard_error)
+
+
+def test_a_ratio_that_forgets_at_once_has_a_value_and_no_error():
+    ratio = RunningRatio(decay=0.0)
+    for numerator in (3.0, 4.0):
+        ratio.add(numerator, 2.0)
+    assert ratio.value == 2.0 and math.isnan(ratio.standard_error)

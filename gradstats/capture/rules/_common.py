@@ -84,6 +84,8 @@ def locate(
 
 def autocast_dtype(data: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes on the data's device; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = data.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
