@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import CHANGES
+from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, stays
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
@@ -159,11 +159,17 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if args and not kwargs and not tracker.follows_layouts and func not in WATCHED:
+        if args and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                return
+                if not kwargs and func not in WATCHED:
+                    return
+                if func in PLAIN_VIEWS:
+                    found = (result,) if isinstance(result, Tensor) else result
+                    layout = tracker.by_contract(first)
+                    if layout is None or all(stays(func, first, layout, view) for view in found):
+                        return
         operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
         if func in FACTORIES:

@@ -117,6 +117,21 @@ def follow(
     return layout if result.shape[:lead] == source.shape[:lead] else None
 
 
+def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
+    """Whether it shows at once that the result of a view of data lies as its operand does.
+
+    Where it does not, ``follow`` has the answer, for ten times the time.
+    """
+    lead = layout.axis + 1
+    if func not in PLAIN_VIEWS or result.shape[:lead] != source.shape[:lead]:
+        return False
+    if func not in MOVES:
+        return True
+    # As in ``_moved``: the same axis, and no other like it.
+    stride, strides = source.stride(layout.axis), result.stride()
+    return strides[layout.axis] == stride and strides.count(stride) == 1
+
+
 def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
     # stride is another axis. Where two axes share a stride, one of them has size 1 or is expanded.
@@ -472,3 +487,6 @@ JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
 
 # Operations that may give data another layout than the contract's.
 CHANGES = MOVES | RESHAPES | JOINS | frozenset(REINDEXES)
+
+# Views of one operand in which rows keep their order, if any are left on the example axis.
+PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(_variants("chunk"))

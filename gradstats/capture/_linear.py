@@ -65,13 +65,15 @@ class LinearUse(torch.autograd.Function):
         want_weight = want_weight and settings.weight_gradients
         want_bias = want_bias and settings.weight_gradients
         factors: list[Factor | Fused] = []
+        norms: WellConditioned | None = None
         if weight_tracked:
             # A consumer that wants no sum has its own way to norms and products.
             pays = (want_weight and settings.fused) or settings.consumer is None
             if not (pays and use is not None and use.is_sole(0)):
                 factors.append(linear_factor(examples, grad, x, shape))
             elif settings.consumer is None and is_one_position(examples, grad, x):
-                factors.append(Fused(None, one_position(grad, x), None))
+                norms = one_position(grad, x)
+                factors.append(Fused(None, norms, None))
             else:
                 fused = fuse(linear_factor(examples, grad, x, shape), settings, want_weight)
                 if fused.total is not None:
@@ -81,12 +83,12 @@ class LinearUse(torch.autograd.Function):
             own = torch.mm(rows_of(grad).t(), cast(rows_of(x), grad.dtype))
             grad_weight = cast(own, weight_dtype)
         if bias_tracked:
-            bias = bias_factor(examples, grad)
-            shared = isinstance(bias, Vector) and bias.values is grad
-            if shared and use is not None and use.is_sole(len(factors)):
-                reported: Factor | Fused = of_left(bias, factors)  # type: ignore[arg-type]
+            if norms is not None and use.is_sole(len(factors)):
+                # The gradient of an example's bias is the row whose norm the weight's needed too.
+                reported: Factor | Fused = Fused(None, norms.first(), None)
                 total = grad.sum(0) if want_bias else None
             else:
+                bias = bias_factor(examples, grad)
                 reported, total = bias_report(use, settings, bias, len(factors), want_bias)
             factors.append(reported)
             if total is not None:
@@ -109,14 +111,6 @@ def is_one_position(examples: Examples, grad: Tensor, x: Tensor) -> bool:
 def rows_of(tensor: Tensor) -> Tensor:
     """Return (…, width) as (rows, width)."""
     return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
-
-
-def of_left(vector: Vector, factors: list) -> Vector | Fused:
-    """Return a vector with the norms of the rows that a weight's factor has in common with it."""
-    norms = factors[0].norms if factors and isinstance(factors[0], Fused) else None
-    if isinstance(norms, WellConditioned) and len(norms.norms) == 2:
-        return Fused(vector, norms.first(), None)
-    return vector
 
 
 def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:

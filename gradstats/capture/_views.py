@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,10 @@ class ExampleView(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         layout = ctx.layout
-        factor = layout.factor(grad.detach(), ctx.shape)
-        reports = report(ctx.use, ctx.settings, [factor])
+        # In a graph no function mode is on.
+        with nullcontext() if ctx.use is None else torch._C.DisableTorchFunction():
+            factor = layout.factor(grad.detach(), ctx.shape)
+            reports = report(ctx.use, ctx.settings, [factor])
         grad_value = None
         if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
             grad_value = layout.total(grad, ctx.shape)
