@@ -194,9 +194,11 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     rows = _cost.rows_per_tile(p, row_bytes, workspace)
     chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
     norms = left.new_empty(batch, groups, p, dtype=dtype)
-    total = left.new_zeros(groups, p, q, dtype=dtype) if with_sum else None
+    # Without examples nothing is written into it.
+    fresh = left.new_empty if batch else left.new_zeros
+    total = fresh(groups, p, q, dtype=dtype) if with_sum else None
     if chunk == groups == 1 and rows >= p and not torch.compiler.is_compiling():
-        _form_each(left[:, 0], right[:, 0], norms[:, 0], total)
+        _form_each(left[:, 0], right[:, 0], norms[:, 0], None if total is None else total[0])
     else:
         _form_chunks(left, right, norms, total, chunk, rows)
     # What is summed over rows of the gradient is summed in float64, once for all examples.
@@ -207,16 +209,19 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
 
 
 def _form_each(left: Tensor, right: Tensor, norms: Tensor, total: Tensor | None) -> None:
-    """Write the norms of the rows of each gradient, (B, p), and add the gradients to the total.
+    """Write the norms of the rows of each gradient, (B, p), and the sum of the gradients, (p, q).
 
-    Every gradient is formed in the same piece of memory, by one product of matrices.
+    Every gradient is formed in the same piece of memory, by one product of matrices; the first of
+    those that are summed where the sum will be.
     """
     tile = norms.new_empty(left.shape[2], right.shape[2])
+    place = tile if total is None else total
     for a, b, norm in zip(left.mT.unbind(), right.unbind(), norms.unbind(), strict=True):
-        torch.mm(cast(a, norms.dtype), cast(b, norms.dtype), out=tile)
-        torch.linalg.vector_norm(tile, dim=-1, out=norm)
-        if total is not None:
+        torch.mm(cast(a, norms.dtype), cast(b, norms.dtype), out=place)
+        torch.linalg.vector_norm(place, dim=-1, out=norm)
+        if total is not None and place is tile:
             total += tile
+        place = tile
 
 
 def _form_chunks(
@@ -237,7 +242,9 @@ def _form_chunks(
             tile = torch.bmm(a[:, :, there].flatten(0, 1), b.flatten(0, 1), out=out)
             tile = tile.view(len(a), groups, -1, q)
             norms[here, :, there] = torch.linalg.vector_norm(tile, dim=-1)
-            if total is not None:
+            if total is not None and start == 0:
+                total[:, there] = tile.sum(0)
+            elif total is not None:
                 total[:, there] += tile.sum(0)
 
 
