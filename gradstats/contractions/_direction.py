@@ -80,7 +80,7 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
     result = _tiles.zeros([factor], factor.batch)
     size = _cost.product(one.shape[1:]) + _cost.product(two.shape[1:])
-    chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
+    chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
     for here in _tiles.chunks(factor.batch, chunk):
         # One product for all examples: a batched one would read V once for each.
         rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
@@ -99,7 +99,7 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
     weight = weight.to(dtype)
     result = _tiles.zeros([factor], factor.batch)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
-    chunk = max(1, workspace // max(1, size * torch.finfo(dtype).bits // 8))
+    chunk = max(1, workspace // max(1, size * dtype.itemsize))
     for here in _tiles.chunks(factor.batch, chunk):
         output = torch.ops.aten.convolution(
             factor.input[here].to(dtype), weight, None, geometry.stride, geometry.padding,
@@ -119,7 +119,7 @@ def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tens
     matrix = direction.reshape(factor.shape).to(dtype)
     rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
     size = factor.left.shape[1] + factor.right.shape[1]
-    chunk = max(1, workspace // max(1, 2 * size * torch.finfo(dtype).bits // 8))
+    chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
     for here in _tiles.chunks(len(rows), chunk):
         products = (factor.right[here].to(dtype) @ matrix.mT).mul_(factor.left[here].to(dtype))
         rows[here] = products.sum(1, dtype=torch.float64)
@@ -133,7 +133,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     if _triton.runs(factor.grad, factor.grad):
         return _triton_layers.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
-    chunk = max(1, workspace // max(1, 3 * width * torch.finfo(dtype).bits // 8))
+    chunk = max(1, workspace // max(1, 3 * width * dtype.itemsize))
     for here in _tiles.chunks(count, chunk):
         products = table[factor.ids[here]].to(dtype) * factor.grad[here].to(dtype)
         result.index_add_(0, factor.example[here], products.sum(1, dtype=torch.float64))
@@ -144,7 +144,7 @@ def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tens
     dtype = compute_dtype(factor.values, direction)
     values = factor.values.reshape(factor.batch, -1)
     result = _tiles.zeros([factor], factor.batch)
-    size = 2 * values.shape[1] * torch.finfo(dtype).bits // 8
+    size = 2 * values.shape[1] * dtype.itemsize
     for here in _tiles.chunks(
         factor.batch, _cost.examples_per_chunk(size, factor.batch, workspace)
     ):

@@ -92,7 +92,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     dtype = compute_dtype(factor.left, factor.right)
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]
-    itemsize = torch.finfo(dtype).bits // 8
+    itemsize = dtype.itemsize
     # Operands may be copied: to cast them, or where the rows of examples lie apart.
     alike = all(
         side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
@@ -190,7 +190,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     if turned:
         left, right = right, left
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    row_bytes = groups * q * torch.finfo(dtype).bits // 8
+    row_bytes = groups * q * dtype.itemsize
     rows = _cost.rows_per_tile(p, row_bytes, workspace)
     chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
     norms = left.new_empty(batch, groups, p, dtype=dtype)

@@ -113,11 +113,11 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     groups, positions = first.left.shape[1:3]
     longest = second.left.shape[2]
     result = _tiles.zeros([first], first.batch, second.batch)
-    budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
+    budget = min(workspace, GRAM_TILE_BYTES) // (2 * dtype.itemsize)
     step = max(1, min(positions, budget // (groups * longest)))  # positions at once
     tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
     # Operands may have to be copied: to cast them, or to line up their positions.
-    width = groups * (first.left.shape[3] + first.right.shape[3]) * torch.finfo(dtype).bits // 8
+    width = groups * (first.left.shape[3] + first.right.shape[3]) * dtype.itemsize
     columns = min(second.batch, int(tile**0.5), workspace // (4 * longest * width))
     rows = min(first.batch, tile // max(1, columns), workspace // (4 * positions * width))
     columns, rows = max(1, columns), max(1, rows)
@@ -150,7 +150,7 @@ def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) of each example with its partner."""
     dtype = compute_dtype(first.left, first.right, second.left, second.right)
     groups, positions, longest = *first.left.shape[1:3], second.left.shape[2]
-    itemsize = torch.finfo(dtype).bits // 8
+    itemsize = dtype.itemsize
     step = max(1, min(positions, workspace // (2 * groups * longest * itemsize)))
     size = 2 * groups * step * longest * itemsize
     result = _tiles.zeros([first], first.batch)
@@ -179,7 +179,7 @@ def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> T
     left, right = outer.left.squeeze(1), outer.right.squeeze(1)
     positions = left.shape[1]
     result = _tiles.zeros([outer], outer.batch, rows.batch)
-    budget = min(workspace, GRAM_TILE_BYTES) // (2 * torch.finfo(dtype).bits // 8)
+    budget = min(workspace, GRAM_TILE_BYTES) // (2 * dtype.itemsize)
     step = max(1, budget // max(1, positions))  # rows at once, for one example
     for piece in _tiles.chunks(rows.ids.numel(), step):
         grad, ids = rows.grad[piece].to(dtype).mT, rows.ids[piece]

@@ -117,5 +117,5 @@ def magnitude(factor: Patches) -> Tensor:
 def _unfolded_chunks(factor: Patches, workspace: int):
     dtype = compute_dtype(factor.input, factor.grad)
     q = factor.geometry.groups * _cost.product(factor.shape[1:])
-    size = factor.positions * q * torch.finfo(dtype).bits // 8
+    size = factor.positions * q * dtype.itemsize
     return _tiles.chunks(factor.batch, max(1, workspace // (4 * max(1, size))))

@@ -72,7 +72,7 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     """
     dtype = compute_dtype(factor.input, factor.grad)
     row = factor.geometry.groups * _cost.product(factor.shape[1:])
-    size = factor.positions * row * torch.finfo(dtype).bits // 8
+    size = factor.positions * row * dtype.itemsize
     chunk = max(1, factor.batch)
     if not factor.pointwise:
         chunk = _cost.examples_per_chunk(size, factor.batch, workspace)
@@ -128,7 +128,7 @@ def _total(factor: Patches) -> Tensor:
 def _direct(factor: Patches, workspace: int, *, with_sum: bool):
     dtype = compute_dtype(factor.input, factor.grad)
     elements = _cost.product(factor.shape)
-    itemsize = torch.finfo(dtype).bits // 8
+    itemsize = dtype.itemsize
     # The operands are regrouped, the gradient written: all of it counts against the workspace.
     operands = factor.input[0].numel() + factor.grad[0].numel()
     chunk = _cost.convolution_chunk((operands + elements) * itemsize, factor.batch, workspace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,29 +76,33 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         batch: number of examples B.
         device: where the answer is wanted.
     """
-    products: list[int] = []
-    single: list[int] = []
+    factored: list[int] = []
     known: list[int] = []
     for row, result in enumerate(results):
-        count = len(result.norms) if isinstance(result, WellConditioned) else 0
-        (known, single, products)[count].append(row)
+        unfinished = isinstance(result, WellConditioned) and result.norms
+        (factored if unfinished else known).append(row)
     values = []
-    if products or single:
-        found: list = [results[row] for row in (*products, *single)]
-        norms = torch.stack([result.norms[0].to(device) for result in found]).double()
-        if products:
-            others = [result.norms[1].to(device) for result in found[: len(products)]]
-            norms[: len(products)].mul_(torch.stack(others))
-        values.append(norms.square_())
+    if factored:
+        norms = [results[row].norms for row in factored]  # type: ignore[union-attr]
+        value = torch.stack([first.to(device) for first, *_ in norms]).double()
+        if any(len(each) > 1 for each in norms):
+            one = ones(batch, norms[0][0].dtype, device)
+            value.mul_(torch.stack([each[1].to(device) if each[1:] else one for each in norms]))
+        values.append(value.square_())
     if known:
         nothing = torch.zeros(batch, dtype=torch.float64, device=device)
         found = [results[row] for row in known]
         values.append(torch.stack([nothing if r is None else r.value.to(device) for r in found]))
-    order = [*products, *single, *known]
-    value = values[0] if len(values) == 1 else torch.cat(values)
-    if order == sorted(order):
-        return value
-    return value[sorted(range(len(order)), key=order.__getitem__)]
+    if len(values) == 1:
+        return values[0]
+    order = [*factored, *known]
+    return torch.cat(values)[sorted(range(len(order)), key=order.__getitem__)]
+
+
+@lru_cache(maxsize=8)
+def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones that nobody may write to; after large products each small operation counts."""
+    return torch.ones(size, dtype=dtype, device=device)
 
 
 def total_bound(

@@ -56,7 +56,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     common = dense.nonzero().squeeze(1)
     sparse = (~dense)[one.ids] & (counts2[one.ids] > 0)
     chosen = sparse.nonzero().squeeze(1)
-    itemsize = torch.finfo(dtype).bits // 8
+    itemsize = dtype.itemsize
     width = first.grad.shape[1]
     rows = first.grad.shape[0] + second.grad.shape[0] + one.ids.numel() + two.ids.numel()
     # The width is cut first, so that runs are summed within the workspace too.
@@ -93,7 +93,7 @@ def diagonal(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     there = place[here]
     width = first.grad.shape[1]
     rows = first.grad.shape[0] + second.grad.shape[0] + 5 * one.ids.numel()
-    step = workspace // (torch.finfo(dtype).bits // 8 * max(1, rows))
+    step = workspace // (dtype.itemsize * max(1, rows))
     for columns in _tiles.chunks(width, max(1, min(width, step))):
         products = one.sums(columns, dtype)[here] * two.sums(columns, dtype)[there]
         result.index_add_(0, one.example[here], products.sum(1, dtype=torch.float64))

@@ -25,14 +25,19 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     value = factor.grad.new_zeros(factor.examples, dtype=torch.float64)
     if count == 0:
         return Contraction(value, value.clone())
-    order = torch.argsort(factor.example * factor.shape[0] + factor.ids, stable=True)
+    keys = factor.example * factor.shape[0] + factor.ids
+    if not torch.compiler.is_compiling() and bool((keys[1:] > keys[:-1]).all()):
+        # Each row is a run of its own, as where positions are looked up.
+        value.index_add_(0, factor.example, squared_norms(factor.grad, dtype))
+        return well_conditioned(value, dtype)
+    order = torch.argsort(keys, stable=True)
     ids, example = factor.ids[order], factor.example[order]
     starts = torch.ones_like(ids)
     starts[1:] = (ids[1:] != ids[:-1]) | (example[1:] != example[:-1])
     run = starts.cumsum(0) - 1  # (N,) index of each row's run
     run_example = torch.zeros_like(run).scatter(0, run, example)
     # The width is cut, not the rows, so that no run is split between two chunks.
-    columns = max(1, min(width, workspace // (2 * count * torch.finfo(dtype).bits // 8)))
+    columns = max(1, min(width, workspace // (2 * count * dtype.itemsize)))
     for start in range(0, width, columns):
         part = factor.grad[:, start : start + columns].to(dtype)[order]
         sums = torch.zeros_like(part).index_add_(0, run, part)

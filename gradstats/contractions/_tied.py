@@ -80,7 +80,7 @@ def _gathered(factor, ids: Tensor, example: Tensor, workspace: int) -> Iterator:
     start = 0
     for number, count in enumerate(counts):
         left, right = _of_example(factor, number)
-        scratch = 2 * (left.shape[0] + right.shape[1]) * torch.finfo(dtype).bits // 8
+        scratch = 2 * (left.shape[0] + right.shape[1]) * dtype.itemsize
         chunk = max(1, workspace // max(1, scratch))
         for first in range(start, start + count, chunk):
             here = slice(first, min(first + chunk, start + count))
@@ -94,7 +94,7 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     left, right = factor.left[:, 0], factor.right[:, 0]  # (B, T, vocabulary), (B, T, width)
     positions, count = left.shape[1], ids.shape[1]
     width = 2 * count * (positions + right.shape[2]) + positions * right.shape[2]
-    chunk = _cost.examples_per_chunk(width * torch.finfo(dtype).bits // 8, factor.batch, workspace)
+    chunk = _cost.examples_per_chunk(width * dtype.itemsize, factor.batch, workspace)
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))
         index = ids[own, None].expand(-1, positions, -1)

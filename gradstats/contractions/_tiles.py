@@ -100,7 +100,7 @@ def _tiles(
     """Yield both sides restricted to some rows of the parameter, with bytes for each example."""
     shape = first[0].shape
     factors = [*first, *second]
-    itemsize = torch.finfo(_dtype(factors)).bits // 8
+    itemsize = _dtype(factors).itemsize
     convolved = all(isinstance(factor, Patches) for factor in factors)
     if len(first) + len(second) > 2:
         held = 2 * examples  # a sum and what is added to it

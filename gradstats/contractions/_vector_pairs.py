@@ -31,7 +31,7 @@ def diagonal(first: Vector, second: Vector, workspace: int, sizes: Sizes) -> Ten
     dtype = compute_dtype(first.values, second.values)
     left, right = _flat(first), _flat(second)
     result = _tiles.zeros([first], first.batch)
-    size = 3 * left.shape[1] * torch.finfo(dtype).bits // 8
+    size = 3 * left.shape[1] * dtype.itemsize
     for here in _tiles.chunks(first.batch, _cost.examples_per_chunk(size, first.batch, workspace)):
         products = left[here].to(dtype) * right[here].to(dtype)
         result[here] = products.sum(1, dtype=torch.float64)

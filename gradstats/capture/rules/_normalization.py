@@ -83,7 +83,7 @@ class AffineFactors:
         grad, x = self.examples.lead(grad), self.examples.lead(x)
         offsets = self._offsets()
         # x̂ and its product with the gradient are used at once and dropped.
-        example = 2 * grad.numel() // max(1, len(offsets) - 1) * torch.finfo(dtype).bits // 8
+        example = 2 * grad.numel() // max(1, len(offsets) - 1) * dtype.itemsize
         chunk = max(1, SCRATCH // max(1, example))
         scales, shifts = [], []
         for start in range(0, len(offsets) - 1, chunk):
@@ -171,7 +171,8 @@ class AffineFactors:
     def _rows(self, tensor: Tensor, bounds: Sequence[int]) -> Tensor:
         segments = self.examples.segments
         if segments is None or segments.order is None:
-            return tensor[bounds[0] : bounds[-1]]
+            whole = bounds[-1] - bounds[0] == len(tensor)
+            return tensor if whole else tensor[bounds[0] : bounds[-1]]
         return tensor[segments.order[bounds[0] : bounds[-1]]]
 
     def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
