@@ -2,17 +2,24 @@
 
 A machine's speed drifts by more than the differences of interest. Ratios are therefore taken within
 a round, between neighbours in time, and their median is given with a bootstrap interval.
+
+What one variant leaves in the allocator decides what the next one pays: ``take_turns`` gives each a
+process of its own, in which a step follows another like it, as in training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
+import multiprocessing
+import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy
@@ -21,6 +28,10 @@ import torch
 import gradstats
 
 RESULTS = Path(__file__).parent / "results"
+
+# By default glibc gives the top of its heap back to the system and gets it again page by page, or
+# not, as chance has laid the heap out: a step of the same work then takes up to a fifth longer.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,73 @@ def duration(
     return first.elapsed_time(last) / 1e3
 
 
+def take_turns(
+    variants: Mapping[str, Callable[[], Callable[[], object]]],
+    rounds: int = 31,
+    *,
+    keep_memory: bool = True,
+) -> dict[str, numpy.ndarray]:
+    """Run every variant once in each round, in rotating order, each in a process of its own.
+
+    Before each call that is timed stands one that is not: while others had their turn, the caches
+    forgot this one.
+
+    Args:
+        variants: name → what makes the call, in the new process: a function that can be pickled.
+        rounds: how many times each variant is timed.
+        keep_memory: let the allocator keep what is freed, rather than do what it does by default.
+
+    Returns:
+        name → (rounds,) seconds.
+    """
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    context = multiprocessing.get_context("spawn")
+    ends: dict[str, Connection] = {}
+    with environment(KEEP_MEMORY if keep_memory else {}), contextlib.ExitStack() as stack:
+        for name, make in variants.items():
+            ends[name], theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(ends[name].close)
+            ends[name].recv()
+        for number in range(rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                ends[name].send("go")
+                seconds[name].append(ends[name].recv())
+    return {name: numpy.array(each) for name, each in seconds.items()}
+
+
+def _serve(make: Callable[[], Callable[[], object]], end: Connection) -> None:
+    """Time a call whenever asked, until nobody will ask again."""
+    call = make()
+    for _ in range(2):
+        call()
+    end.send("ready")
+    with contextlib.suppress(EOFError):
+        while end.recv():
+            call()
+            end.send(duration(call))
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let processes that are started inside see these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def median_interval(values: numpy.ndarray) -> tuple[float, float, float]:
     """Return the median of one value for each round, and its 95 % bootstrap interval."""
     picks = numpy.random.default_rng(0).integers(0, len(values), size=(2000, len(values)))
@@ -113,7 +191,11 @@ def interleave(
     Returns:
         name → Timing.
     """
-    seconds = rounds_of(variants, rounds, warmup, device)
+    return against(reference, rounds_of(variants, rounds, warmup, device))
+
+
+def against(reference: str, seconds: Mapping[str, numpy.ndarray]) -> dict[str, Timing]:
+    """Return name → Timing of seconds in each round, with one variant as 1.00."""
     return {
         name: Timing(float(numpy.median(each) * 1e3), *median_interval(each / seconds[reference]))
         for name, each in seconds.items()

@@ -447,6 +447,11 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def ready(build: Callable[[], Workload], name: str) -> Call:
+    """Return the call of one of ``PROVIDERS`` on a workload that is built for it."""
+    return quietly(PROVIDERS[name].make(build()))
+
+
 def quietly(call: Call) -> Call:
     """Return a call whose warnings are not shown."""
 

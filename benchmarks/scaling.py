@@ -10,6 +10,7 @@ gradients than ``--limit`` are not run at that size.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,8 +34,9 @@ AXES = {"B": "B", "T": "T", "d": "width"}
 LAYERS, CLASSES = 4, 16
 
 
-def stack(sizes: dict[str, int]) -> Workload:
+def stack(sizes: dict[str, int], device: str = "cpu") -> Workload:
     """Return linear layers of one width on sequences, a loss at each position."""
+    torch.manual_seed(0)
     width = sizes["width"]
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -43,7 +45,7 @@ def stack(sizes: dict[str, int]) -> Workload:
     shape = (sizes["B"], sizes["T"])
     batch = (torch.randn(*shape, width), torch.randint(CLASSES, shape))
     name = ", ".join(f"{key}={value}" for key, value in sizes.items())
-    return Workload(name, model, batch, next_token)
+    return Workload(name, model, batch, next_token).on(device)
 
 
 def main() -> None:
@@ -62,13 +64,13 @@ def main() -> None:
     print(f"{machine(options.device)}, torch {torch.__version__}, float32")
     for axis in options.axes or AXES:
         for value in VALUES[AXES[axis]][: options.points]:
-            torch.manual_seed(0)
             sizes = {**MIDDLE, AXES[axis]: value}
-            work = stack(sizes).on(options.device)
+            make = partial(stack, sizes, options.device)
+            work = make()
             size = {"axis": axis, **sizes, "d": elements(work)}
             print(f"\n{axis}: {work.name}, d={size['d']:,}", flush=True)
             rows = measure(
-                work, tuple(options.providers), options.rounds,
+                make, tuple(options.providers), options.rounds,
                 device=options.device, limit=options.limit * GIBIBYTE,
             )  # fmt: skip
             show(rows)

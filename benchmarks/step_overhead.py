@@ -1,11 +1,12 @@
 """What do per-example norms cost beside a plain training step, in time and in memory?
 
     python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
-        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--no-csv]
+        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--trim] [--no-csv]
 
 The reference is a plain forward and backward of the same model in the same precision. What is wrong
-or cannot run a model has that in its row, and no time. Memory is the peak of what a step allocates:
-live tensors on a CPU, the allocator's on a GPU.
+or cannot run a model has that in its row, and no time. On a CPU each library takes its turns in a
+process of its own. Memory is the peak of what a step allocates: live tensors on a CPU, the
+allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ import argparse
 import gc
 import multiprocessing
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks.harness import Timing, duration, interleave, machine, write_csv
+from benchmarks.harness import (
+    Timing,
+    against,
+    duration,
+    interleave,
+    machine,
+    take_turns,
+    write_csv,
+)
 from benchmarks.ledger import peak_memory
 from benchmarks.providers import (
     COMPILED,
@@ -30,8 +41,9 @@ from benchmarks.providers import (
     Call,
     oracle,
     prepare,
+    ready,
 )
-from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload
+from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload, build
 
 # What takes longer than this many plain steps is timed in fewer rounds.
 SLOW = 4.0
@@ -39,30 +51,41 @@ SLOW_SECONDS = 20.0
 
 
 def measure(
-    work: Workload,
+    make: Callable[[], Workload],
     names: tuple[str, ...],
     rounds: int,
     *,
     device: str = "cpu",
     dtype: str = "float32",
     limit: float = 4 * GIBIBYTE,
+    keep_memory: bool = True,
 ) -> list[dict[str, object]]:
     """Check and time providers on one workload.
 
     Args:
-        work: on its device, in its precision.
+        make: makes the workload, on its device and in its precision, always the same; it can be
+            pickled.
         names: keys of ``PROVIDERS``; "plain" is added.
         rounds: of those that are not slow.
         device, dtype, limit: see ``prepare``.
+        keep_memory: see ``take_turns``.
 
     Returns:
         One row for each provider: time, ratio to the plain step, peak memory, error, or a note.
     """
     names = tuple(dict.fromkeys(("plain", *names)))
+    work = make()
     expected = oracle(work)
     prepared = {name: prepare(PROVIDERS[name], work, expected, limit=limit) for name in names}
     calls = {name: each.call for name, each in prepared.items() if each.call is not None}
-    timings = timed(calls, rounds, device)
+
+    def run(names: list[str], rounds: int) -> dict[str, Timing]:
+        if device == "cuda":
+            return interleave({name: calls[name] for name in names}, "plain", rounds, 1, device)
+        makers = {name: partial(ready, make, name) for name in names}
+        return against("plain", take_turns(makers, rounds, keep_memory=keep_memory))
+
+    timings = timed(calls, rounds, device, run)
     rows: list[dict[str, object]] = []
     for name in names:
         provider, timing = PROVIDERS[name], timings.get(name)
@@ -94,22 +117,30 @@ def measure(
     return rows
 
 
-def timed(calls: dict[str, Call], rounds: int, device: str) -> dict[str, tuple[Timing, int]]:
-    """Return each call's timing and its number of rounds; slow ones have a run of their own."""
+def timed(
+    calls: dict[str, Call],
+    rounds: int,
+    device: str,
+    run: Callable[[list[str], int], dict[str, Timing]],
+) -> dict[str, tuple[Timing, int]]:
+    """Return each call's timing and its number of rounds; slow ones have a run of their own.
+
+    Args:
+        calls: name → call.
+        rounds: of those that are not slow.
+        device: that they run on.
+        run: times the calls of these names in so many rounds.
+    """
     once = {name: duration(call, device) for name, call in calls.items()}
-    slow = {name: calls[name] for name in calls if once[name] > SLOW * once["plain"]}
-    fast = {name: call for name, call in calls.items() if name not in slow}
-    found = {name: (each, rounds) for name, each in run(fast, rounds, device).items()}
+    slow = [name for name in calls if once[name] > SLOW * once["plain"]]
+    fast = [name for name in calls if name not in slow]
+    found = {name: (each, rounds) for name, each in run(fast, rounds).items()}
     if slow:
         fewer = int(SLOW_SECONDS / sum(once[name] for name in slow))
         fewer = max(min(rounds, 3), min(rounds, fewer))
-        again = run({"plain": calls["plain"], **slow}, fewer, device, warmup=1)
+        again = run(["plain", *slow], fewer)
         found.update({name: (again[name], fewer) for name in slow})
     return found
-
-
-def run(calls: dict[str, Call], rounds: int, device: str, warmup: int = 3) -> dict[str, Timing]:
-    return interleave(calls, "plain", rounds, min(warmup, rounds), device)
 
 
 def peak_bytes(call: Call, device: str) -> int:
@@ -152,21 +183,21 @@ def report(name: str, options: argparse.Namespace) -> None:
         *(COMPILED if options.compiled else ()),
     )
     limit = options.limit or (48 if options.device == "cuda" else 4)
-    torch.manual_seed(0)
+    make = partial(build, name, options.device, options.dtype)
     try:
-        work = WORKLOADS[name](large=options.device == "cuda").on(options.device, options.dtype)
+        work = make()
     except ImportError as error:
         print(f"\n{name} left out: {error}")
         return
     bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
     print(f"\n{work.name}{bars}", flush=True)
     rows = measure(
-        work, names, options.rounds,
-        device=options.device, dtype=options.dtype, limit=limit * GIBIBYTE,
+        make, names, options.rounds, device=options.device, dtype=options.dtype,
+        limit=limit * GIBIBYTE, keep_memory=not options.trim,
     )  # fmt: skip
     show(rows)
     # Workload by workload: a run that is cut short keeps what it has.
-    if not options.no_csv:
+    if not (options.no_csv or options.trim):
         write_csv("step_overhead", rows, options.device, options.out)
 
 
@@ -186,6 +217,10 @@ def main() -> None:
         "--limit", type=float, default=None, metavar="GIB",
         help="per-example gradients that a library may hold; 4 on a CPU, 48 on a GPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--trim", action="store_true",
+        help="let the C library give memory back as it does by default; not for the results",
+    )  # fmt: skip
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
@@ -194,8 +229,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
     print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}", flush=True)
     for name in options.workloads or DEFAULT:
-        # In a process of its own: what others leave on the heap decides how much of what a step
-        # frees goes back to the system, which is a fifth of a step's time for some.
+        # In a process of its own: graphs, modules and memory go with it.
         process = multiprocessing.get_context("spawn").Process(target=report, args=(name, options))
         process.start()
         process.join()

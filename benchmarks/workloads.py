@@ -307,3 +307,9 @@ WORKLOADS = {
 }  # fmt: skip
 DEFAULT = ("mlp", "cnn", "gpt")
 DTYPES = ("float32", "autocast", "bfloat16")
+
+
+def build(name: str, device: str = "cpu", dtype: str = "float32") -> Workload:
+    """Return one of ``WORKLOADS``, the same each time: sizes for the device, in a precision."""
+    torch.manual_seed(0)
+    return WORKLOADS[name](large=device == "cuda").on(device, dtype)

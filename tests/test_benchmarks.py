@@ -129,7 +129,7 @@ def failing(kind: str) -> Provider:
 def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
     monkeypatch.setattr(providers, "PATIENCE", 1.0)
     monkeypatch.setitem(PROVIDERS, "failing", failing(kind))
-    (_, row) = step_overhead.measure(layers(), ("failing",), rounds=1)
+    (_, row) = step_overhead.measure(layers, ("failing",), rounds=1)
     assert row["note"] == note
     assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
 
