@@ -12,58 +12,51 @@ from __future__ import annotations
 
 import argparse
 import copy
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 import gradstats as gs
-from benchmarks.harness import Timing, interleave, machine, write_csv
-from benchmarks.workloads import DEFAULT, WORKLOADS, Workload
+from benchmarks.harness import Timing, against, machine, take_turns, write_csv
+from benchmarks.workloads import DEFAULT, Workload, build
 
 EVERY = 50
 MEASURED = ("monitor, norms", "monitor, alignments")
+IDLE = "monitor, step not measured"
+OURS = ("plain", *MEASURED, IDLE)
 
 
-def variants(work: Workload) -> dict[str, Callable[[], object]]:
-    """Return the calls to compare, each one training step."""
+def plain(work: Workload) -> Callable[[], object]:
+    """Return a training step without a monitor."""
+
+    def step():
+        work.model.zero_grad()
+        work.loss_fn(work.model, work.batch).mean().backward()
+
+    return step
+
+
+def monitored(work: Workload, alignment: bool, every: int = 1) -> Callable[[], object]:
+    """Return a training step under a monitor: measured, or with ``every`` > 1 never."""
     model, batch = work.model, work.batch
     size = len(batch[0])
     ids = torch.arange(size)
+    monitor = gs.Monitor(model, every, alignment=alignment)
+    idle = int(every > 1)
+    monitor.steps = idle
 
-    def plain():
+    def step():
         model.zero_grad()
-        work.loss_fn(model, batch).mean().backward()
+        with monitor.step(size, ids):
+            work.loss_fn(model, batch).mean().backward()
+        if idle:
+            monitor.steps = idle
+        return monitor.metrics()
 
-    def monitored(alignment: bool, every: int = 1) -> Callable[[], object]:
-        monitor = gs.Monitor(model, every, alignment=alignment)
-        monitor.steps = 1 if every > 1 else 0
-
-        def step():
-            model.zero_grad()
-            with monitor.step(size, ids):
-                work.loss_fn(model, batch).mean().backward()
-            if every > 1:
-                monitor.steps = 1
-            return monitor.metrics()
-
-        return step
-
-    calls = {
-        "plain": plain,
-        MEASURED[0]: monitored(alignment=False),
-        MEASURED[1]: monitored(alignment=True),
-        "monitor, step not measured": monitored(alignment=True, every=EVERY),
-    }
-    for name, make in (("Lightning grad_norm", lightning), ("BackPACK norms", backpack)):
-        try:
-            call = make(work)
-            call()
-        except (ImportError, NotImplementedError, AttributeError, RuntimeError) as error:
-            print(f"  {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
-        else:
-            calls[name] = call
-    return calls
+    return step
 
 
 def lightning(work: Workload) -> Callable[[], object]:
@@ -100,6 +93,38 @@ def backpack(work: Workload) -> Callable[[], object]:
     return step
 
 
+VARIANTS: dict[str, Callable[[Workload], Callable[[], object]]] = {
+    "plain": plain,
+    MEASURED[0]: partial(monitored, alignment=False),
+    MEASURED[1]: partial(monitored, alignment=True),
+    IDLE: partial(monitored, alignment=True, every=EVERY),
+    "Lightning grad_norm": lightning,
+    "BackPACK norms": backpack,
+}
+
+
+def ready(workload: str, name: str) -> Callable[[], object]:
+    """Return the call of one of ``VARIANTS`` on a workload of its own."""
+    warnings.simplefilter("ignore")
+    return VARIANTS[name](build(workload))
+
+
+def runnable(work: Workload) -> dict[str, Callable[[], object]]:
+    """Return the calls that are installed and serve a workload."""
+    calls = {}
+    for name, make in VARIANTS.items():
+        try:
+            call = make(work)
+            call()
+        except (ImportError, NotImplementedError, AttributeError, RuntimeError) as error:
+            if name in OURS:
+                raise
+            print(f"  {name} left out: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+        else:
+            calls[name] = call
+    return calls
+
+
 def check(work: Workload, calls: dict[str, Callable[[], object]]) -> None:
     """Raise unless the numbers to be timed are right, against plain autograd and each other."""
     found = {name: call() for name, call in calls.items() if call() is not None}
@@ -117,7 +142,7 @@ def check(work: Workload, calls: dict[str, Callable[[], object]]) -> None:
     gradients = torch.autograd.grad(losses[record.position], parameters)
     expected = sum(gradient.double().square().sum() for gradient in gradients).sqrt().item()
     torch.testing.assert_close(record.norm, expected, rtol=1e-4, atol=0)
-    assert found["monitor, step not measured"] == {}
+    assert found[IDLE] == {}
     if "BackPACK norms" in found:
         name = "example_grad_norm/mean"
         theirs, ours = found["BackPACK norms"][name], found[MEASURED[0]][name]
@@ -142,13 +167,13 @@ def main() -> None:
     print(f"{machine()}, torch {torch.__version__}")
     rows = []
     for name in options.workloads or DEFAULT:
-        torch.manual_seed(0)
-        work = WORKLOADS[name]()
+        work = build(name)
         print(f"\n{work.name} (bar {work.bar_training or float('nan'):.2f} on each step)")
-        calls = variants(work)
+        calls = runnable(work)
         check(work, calls)
-        timings = interleave(calls, "plain", options.rounds)
-        idle = timings["monitor, step not measured"]
+        makers = {each: partial(ready, name, each) for each in calls}
+        timings = against("plain", take_turns(makers, options.rounds))
+        idle = timings[IDLE]
         for variant in MEASURED:
             timings[f"{variant}, every = {EVERY}"] = every_fifty(timings[variant], idle)
         for variant, timing in timings.items():
