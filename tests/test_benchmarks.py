@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import importlib.util
 import math
+import os
 import time
+from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
@@ -129,8 +132,15 @@ def failing(kind: str) -> Provider:
 def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
     monkeypatch.setattr(providers, "PATIENCE", 1.0)
     monkeypatch.setitem(PROVIDERS, "failing", failing(kind))
+    timed: list[str] = []
+
+    def take_turns(makers, rounds, keep_memory):
+        timed.extend(makers)
+        return {name: numpy.ones(rounds) for name in makers}
+
+    monkeypatch.setattr(step_overhead, "take_turns", take_turns)
     (_, row) = step_overhead.measure(layers, ("failing",), rounds=1)
-    assert row["note"] == note
+    assert row["note"] == note and timed == ["plain"]
     assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
 
 
@@ -162,6 +172,31 @@ def test_rounds_rotate_and_count():
     assert harness.median_interval(numpy.full(5, 3.0)) == (3.0, 3.0, 3.0)
     median, low, high = harness.median_interval(numpy.arange(101.0))
     assert median == 50 and 30 < low < 50 < high < 70
+
+
+def noting(path: Path, name: str):
+    """Return a call that notes in a file who made it, where, and in which environment."""
+
+    def call() -> None:
+        setting = os.environ.get("MALLOC_TRIM_THRESHOLD_")
+        with path.open("a") as file:
+            file.write(f"{name} {os.getpid()} {setting}\n")
+
+    return call
+
+
+def test_turns_are_taken_by_processes(tmp_path):
+    path, before = tmp_path / "calls", dict(os.environ)
+    makers = {name: partial(noting, path, name) for name in "ab"}
+    seconds = harness.take_turns(makers, rounds=2)
+    lines = [line.split() for line in path.read_text().splitlines()]
+    # Two calls to get ready; then in each round one that is not timed and one that is.
+    assert "".join(name for name, _, _ in lines) == "aabb" + "aabb" + "bbaa"
+    assert len({(name, process) for name, process, _ in lines}) == 2
+    assert str(os.getpid()) not in {process for _, process, _ in lines}
+    assert {setting for _, _, setting in lines} == {harness.KEEP_MEMORY["MALLOC_TRIM_THRESHOLD_"]}
+    assert dict(os.environ) == before
+    assert all(len(each) == 2 and (each > 0).all() for each in seconds.values())
 
 
 def test_results_of_other_columns_keep(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,23 +168,22 @@ class Collector:
         """Take the statistics of a micro-batch whose context has closed."""
         sqnorm = tracker.sqnorm_by_parameter()
         device = sqnorm.device
-        weight: Tensor | float = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
-        known = [batch_size, divisor, weight if weights is None else np.nan, ids is not None]
+        weight: Any = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
+        sizes = [batch_size, divisor, weight if weights is None else math.nan, ids is not None]
         assert self._scalar is not None
-        parts = [torch.tensor(known, dtype=torch.float64), self._scalar]
+        parts = [torch.tensor(sizes, dtype=torch.float64), self._scalar]
         if weights is not None:
-            weight = given = torch.as_tensor(weights).detach()
-            parts.append(given)
+            weight = torch.as_tensor(weights).detach()
+            parts.append(weight)
         if ids is not None:
             parts.append(_checked_ids(ids, batch_size))
-        together = tracker.settings.consumer
-        if isinstance(together, Together):
-            if together.pairs is not None:
-                parts.append(_gram_statistics(together.pairs, weight))
-            if together.with_sum:
-                unused = sqnorm.new_zeros(batch_size)
-                along = [together.with_sum.get(name, unused).to(device) for name in self.names]
-                parts.append(torch.stack(along))
+        together: Any = tracker.settings.consumer
+        if self.options.gram:
+            parts.append(_gram_statistics(together.pairs, weight))
+        if self.options.alignment:
+            unused = sqnorm.new_zeros(batch_size)
+            along = [together.with_sum.get(name, unused).to(device) for name in self.names]
+            parts.append(torch.stack(along))
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])
         self._rates = self._learning_rates()
@@ -201,7 +201,9 @@ class Collector:
         measured = float(gradient is not None)
         flags = [len(self._batches), measured, scale, self._stale, self._twice]
         if any(isinstance(flag, Tensor) for flag in flags):
-            header = torch.cat([_column(torch.as_tensor(flag), device) for flag in flags])
+            header = torch.cat(
+                [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
+            )
         else:
             header = torch.tensor(flags, dtype=torch.float64).to(device)
         if gradient is None:
@@ -231,7 +233,9 @@ class Collector:
         if not any(isinstance(rate, Tensor) for rate in found):
             return torch.tensor(found, dtype=torch.float64)
         device = next(rate.device for rate in found if isinstance(rate, Tensor))
-        return torch.cat([_column(torch.as_tensor(rate), device) for rate in found])
+        return torch.cat(
+            [_column(torch.as_tensor(rate, dtype=torch.float64), device) for rate in found]
+        )
 
 
 def _column(part: Tensor, device: torch.device) -> Tensor:
@@ -335,7 +339,7 @@ class Pending:
                 "a parameter contributed more than once to a compiled graph, so its per-example "
                 "norms are not known. Run measured steps without torch.compile."
             )
-        if any(header[H_STALE] > 0 for header in headers):
+        if any(header[H_STALE] != 0 for header in headers):
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started, so "
                 "that the gradient of this step is not known. Call optimizer.zero_grad() before "

@@ -480,9 +480,10 @@ def test_bad_ids(model, ids):
     assert_unchanged(model, state)
 
 
-def test_a_gradient_from_before_is_refused(model):
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+def test_a_gradient_from_before_is_refused(model, factor):
     monitor = gs.Monitor(model, every=1, alignment=False)
-    losses_of(model, batch_of()).mean().backward()
+    (factor * losses_of(model, batch_of()).mean()).backward()
     with monitor.step(batch_size=B):
         losses_of(model, batch_of()).mean().backward()
     with pytest.raises(gs.TrackingError, match="zero_grad"):
