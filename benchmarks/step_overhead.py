@@ -81,7 +81,8 @@ def measure(
 
     def run(names: list[str], rounds: int) -> dict[str, Timing]:
         if device == "cuda":
-            return interleave({name: calls[name] for name in names}, "plain", rounds, 1, device)
+            chosen = {name: calls[name] for name in names}
+            return interleave(chosen, "plain", rounds, min(3, rounds), device)
         makers = {name: partial(ready, make, name) for name in names}
         return against("plain", take_turns(makers, rounds, keep_memory=keep_memory))
 
