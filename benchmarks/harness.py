@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
@@ -49,6 +50,15 @@ class Timing:
     high: float
 
 
+def turns(variants: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield (round, name): every name once in each round, another one first each time."""
+    names = list(variants)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            yield number, name
+
+
 def rounds_of(
     variants: dict[str, Callable[[], object]],
     rounds: int = 31,
@@ -68,14 +78,11 @@ def rounds_of(
     Returns:
         name → (rounds,) seconds.
     """
-    names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(warmup + rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            elapsed = duration(variants[name], device, clock)
-            if number >= warmup:
-                seconds[name].append(elapsed)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for number, name in turns(variants, warmup + rounds):
+        elapsed = duration(variants[name], device, clock)
+        if number >= warmup:
+            seconds[name].append(elapsed)
     return {name: numpy.array(each) for name, each in seconds.items()}
 
 
@@ -117,11 +124,11 @@ def take_turns(
     Returns:
         name → (rounds,) seconds.
     """
-    names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
-    with environment(KEEP_MEMORY if keep_memory else {}), contextlib.ExitStack() as stack:
+    variables = KEEP_MEMORY if keep_memory else {}
+    with mock.patch.dict(os.environ, variables), contextlib.ExitStack() as stack:
         for name, make in variants.items():
             ends[name], theirs = context.Pipe()
             process = context.Process(target=_serve, args=(make, theirs), daemon=True)
@@ -130,11 +137,9 @@ def take_turns(
             stack.callback(process.join)
             stack.callback(ends[name].close)
             ends[name].recv()
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                ends[name].send("go")
-                seconds[name].append(ends[name].recv())
+        for _, name in turns(variants, rounds):
+            ends[name].send("go")
+            seconds[name].append(ends[name].recv())
     return {name: numpy.array(each) for name, each in seconds.items()}
 
 
@@ -148,21 +153,6 @@ def _serve(make: Callable[[], Callable[[], object]], end: Connection) -> None:
         while end.recv():
             call()
             end.send(duration(call))
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let processes that are started inside see these variables."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def median_interval(values: numpy.ndarray) -> tuple[float, float, float]:

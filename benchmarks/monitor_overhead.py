@@ -21,22 +21,13 @@ from torch import nn
 
 import gradstats as gs
 from benchmarks.harness import Timing, against, machine, take_turns, write_csv
+from benchmarks.providers import plain
 from benchmarks.workloads import DEFAULT, Workload, build
 
 EVERY = 50
 MEASURED = ("monitor, norms", "monitor, alignments")
 IDLE = "monitor, step not measured"
 OURS = ("plain", *MEASURED, IDLE)
-
-
-def plain(work: Workload) -> Callable[[], object]:
-    """Return a training step without a monitor."""
-
-    def step():
-        work.model.zero_grad()
-        work.loss_fn(work.model, work.batch).mean().backward()
-
-    return step
 
 
 def monitored(work: Workload, alignment: bool, every: int = 1) -> Callable[[], object]:
