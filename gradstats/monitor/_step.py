@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
-from gradstats.statistics._norms import check_workspace
+from gradstats.statistics._norms import check_workspace, together_for
 from gradstats.statistics._training import StepGradients
 
 # Entries of the header, and of what stands before the examples of a micro-batch.
@@ -127,9 +126,6 @@ class Collector:
         """
         self._last = last
         options = self.options
-        consumer = None
-        if options.alignment or options.gram:
-            consumer = Together(alignment=options.alignment, gram=options.gram)
         tracker = Tracker(
             self.model,
             batch_size=batch_size,
@@ -138,7 +134,7 @@ class Collector:
                 weight_gradients=True,
                 fused=options.fused,
                 workspace=check_workspace(options.workspace),
-                consumer=consumer,
+                consumer=together_for(options.alignment, options.gram),
             ),
             parameters=options.parameters,
             exclude=options.exclude,

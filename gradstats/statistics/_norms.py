@@ -97,7 +97,7 @@ def per_example_norms(
             weight_gradients=False,
             fused=True,
             workspace=workspace,
-            consumer=_together(alignment, gram),
+            consumer=together_for(alignment, gram),
         )
         tracker = Tracker(model, settings=settings, **options)
         losses = differentiate_losses(tracker, model, batch, loss_fn)
@@ -202,7 +202,7 @@ class track:
                 weight_gradients=True,
                 fused=fused,
                 workspace=check_workspace(workspace),
-                consumer=_together(alignment, gram),
+                consumer=together_for(alignment, gram),
             ),
             parameters=parameters,
             exclude=exclude,
@@ -258,7 +258,8 @@ class track:
         return self._stats
 
 
-def _together(alignment: bool, gram: bool) -> Together | None:
+def together_for(alignment: bool, gram: bool) -> Together | None:
+    """Return what takes the inner products that are wanted; None for norms alone."""
     return Together(alignment=alignment, gram=gram) if alignment or gram else None
 
 
