@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._nodes import Root
+from gradstats.capture._one_row import one_row_of
 from gradstats.capture._uses import Use
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
@@ -22,30 +24,46 @@ ACCUMULATE_GRAD = type(
 REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
 
-def check_coverage(tracker: Tracker, start: list) -> bool:
+@dataclass
+class Coverage:
+    """What the walk over the graph found.
+
+    Attributes:
+        reentrant: there is a reentrant checkpoint, whose own graph appears in its backward only.
+        hooked: the nodes of PyTorch's own that report uses, which no carrier leads to.
+    """
+
+    reentrant: bool
+    hooked: list[torch.autograd.graph.Node]
+
+
+def check_coverage(tracker: Tracker, start: list) -> Coverage:
     """Count the uses in the graph from ``start``; raise for a use that was not seen.
 
     Also where losses depend on operations in which examples met.
 
     Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
     show in the autograd graph as an edge to the parameter that does not come from its alias.
-
-    Returns:
-        Whether there is a reentrant checkpoint, whose own graph appears in its backward only.
     """
     roots = {id(root.parameter): root for root in tracker.roots}
     stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
     seen = set(start) | {root.alias_node for root in tracker.roots}
-    uses, hidden, reentrant = [], False, False
+    uses, hidden, found = [], False, Coverage(False, [])
     while stack:
         node = stack.pop()
-        reentrant |= type(node) is REENTRANT_CHECKPOINT
+        found.reentrant |= type(node) is REENTRANT_CHECKPOINT
+        edges = node.next_functions
         use = getattr(node, "use", None)
         if type(use) is Use:
             uses.append(use)
         else:
             use = None
+            row = one_row_of(node)
+            if row is not None:
+                uses.append(row.use)
+                found.hooked.append(node)
+                edges = (edges[row.place.edge],)  # the others lead to its parameters
         if node in tracker.coupled:
             raise CoupledExamplesError(
                 f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
@@ -54,7 +72,7 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
                 "told apart. Expected losses that depend on one example each: detach one "
                 "side, or multiply each example with its own partner by (x * y).sum(-1)."
             )
-        for child, _ in node.next_functions:
+        for child, _ in edges:
             if child is None or child in seen:
                 continue
             if type(child) is not ACCUMULATE_GRAD:
@@ -85,7 +103,7 @@ def check_coverage(tracker: Tracker, start: list) -> bool:
         # An operation that changed a part of its operand stands inside another node.
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
-    return reentrant
+    return found
 
 
 def _reports_inside(node, root: Root) -> bool:

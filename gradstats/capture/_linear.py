@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._layout import Examples
+from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, WellConditioned, _triton, one_position, summed
 
@@ -25,16 +28,17 @@ def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
         return ()
     if not weight_tracked:
         return ((3, grad.matmul(weight.to(grad.dtype))),)
-    (node, *_) = ctx.use.nodes
+    return ((3, data_gradient(ctx.use.nodes[0], ctx.settings, examples, grad)),)
+
+
+def data_gradient(node: Node, settings: Settings, examples: Examples, grad: Tensor) -> Tensor:
+    """Return g W for a tracked weight, as an operation that uses the weight once more."""
     transposed = derived(node, Tensor.t)
     if node.value.dtype != grad.dtype:
         transposed = derived(transposed, Tensor.to, grad.dtype)
     use = Use([transposed])
     tracked = (True, False, examples)
-    gradient = LinearUse.apply(
-        use, ctx.settings, tracked, grad, transposed.value, None, *use.carriers
-    )
-    return ((3, gradient),)
+    return LinearUse.apply(use, settings, tracked, grad, transposed.value, None, *use.carriers)
 
 
 class LinearUse(torch.autograd.Function):
@@ -101,6 +105,24 @@ class LinearUse(torch.autograd.Function):
             multiply = torch.mm if grad.dim() == 2 else torch.matmul
             grad_x = multiply(grad, cast(weight, grad.dtype))
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearFactors:
+    """The factors of a linear layer whose gradients PyTorch computes."""
+
+    weight: bool
+    bias: bool
+    examples: Examples
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        factors: list = []
+        if self.weight:
+            factors.append(linear_factor(self.examples, grad, x, self.shape))
+        if self.bias:
+            factors.append(bias_factor(self.examples, grad))
+        return factors
 
 
 def is_one_position(examples: Examples, grad: Tensor, x: Tensor) -> bool:

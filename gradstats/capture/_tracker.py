@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
@@ -202,8 +203,16 @@ class Tracker(Data):
 
     @property
     def carriers(self) -> tuple[Tensor, ...]:
-        """The leaves that a backward must be told to reach where it is told what to reach."""
+        """The leaves that nobody reads, through which a backward reaches the other operations."""
         return (self.carrier, *(root.probe for root in self.roots if root.probe is not None))
+
+    def targets(self, hooked: Sequence[torch.autograd.graph.Node]) -> tuple:
+        """Return what a backward must be told to reach where it is told what to reach.
+
+        Args:
+            hooked: the operations that report without a carrier.
+        """
+        return (*self.carriers, *(GradientEdge(node, 0) for node in hooked))
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -212,10 +221,10 @@ class Tracker(Data):
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         with torch._C.DisableTorchFunction():
-            self.before_backward([total], create_graph=False)
+            hooked = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
         if not self._reentrant:
-            run_backward((total,), (one,), inputs=self.carriers)
+            run_backward((total,), (one,), inputs=self.targets(hooked))
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
@@ -282,8 +291,12 @@ class Tracker(Data):
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(factors, workspace)
 
-    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> None:
-        """Check, before a backward changes anything, that it can be accounted for."""
+    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[torch.autograd.graph.Node]:
+        """Check, before a backward changes anything, that it can be accounted for.
+
+        Returns:
+            The operations that report without a carrier.
+        """
         if create_graph:
             raise UnsupportedOperationError(
                 "the backward of a tracking context was asked to create a graph, so that the "
@@ -299,7 +312,8 @@ class Tracker(Data):
                 "micro-batch."
             )
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        self._reentrant |= check_coverage(self, nodes)
+        coverage = check_coverage(self, nodes)
+        self._reentrant |= coverage.reentrant
         self._backward_ran = True
         tasks = self._tasks
 
@@ -311,6 +325,7 @@ class Tracker(Data):
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
                 self.listener.before_backward(losses)
+        return coverage.hooked
 
     def after_backward(self) -> None:
         """Contract what waited; let the listener see the gradients before others change them."""

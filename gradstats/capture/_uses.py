@@ -206,7 +206,7 @@ def unseen(again):
                 return backward(ctx, grad, *saved)
             if torch.is_grad_enabled():
                 gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-                check_derivatives(ctx)
+                check_derivatives(ctx.use, ctx.settings)
                 for position, gradient in again(ctx, grad, *saved):
                     gradients[position] = gradient
                 return tuple(gradients)
@@ -218,12 +218,12 @@ def unseen(again):
     return decorate
 
 
-def check_derivatives(ctx) -> None:
+def check_derivatives(use: Use, settings: Settings) -> None:
     """Raise where a context cannot serve a loss that contains derivatives of the network."""
-    if ctx.settings.exact:
+    if settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
-            f"create_graph=True ran through {ctx.use.nodes[0].describe()}), and with fused=False "
+            f"create_graph=True ran through {use.nodes[0].describe()}), and with fused=False "
             "gradients are PyTorch's own to the bit, in which these derivatives cannot be told "
             "apart by example. Use fused=True."
         )

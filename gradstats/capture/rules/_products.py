@@ -14,7 +14,8 @@ from gradstats._cost import product
 from gradstats._factors import Outer
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._linear import LinearUse, bias_factor, linear_factor
+from gradstats.capture import _one_row
+from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
@@ -52,6 +53,11 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     autocast = autocast_dtype(x) is not None
+    if _one_row.serves(tracker.settings, nodes, examples, x, bias):
+        parameters = bare(weight, False), bare(bias, False)
+        result = _one_row.linear(tracker.settings, nodes, examples, x, *parameters)
+        if result is not None:
+            return result
     if autocast:
         x = cast_for_autocast(x)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
@@ -63,24 +69,6 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
         weight, bias = bare(weight, autocast), bare(bias, autocast)
         result = LinearUse.apply(use, tracker.settings, tracked, x, weight, bias, *carriers)
     return result
-
-
-@dataclass(frozen=True, eq=False)
-class LinearFactors:
-    """The factors of a linear layer whose gradients PyTorch computes."""
-
-    weight: bool
-    bias: bool
-    examples: Examples
-    shape: tuple[int, ...]
-
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
-        factors: list = []
-        if self.weight:
-            factors.append(linear_factor(self.examples, grad, x, self.shape))
-        if self.bias:
-            factors.append(bias_factor(self.examples, grad))
-        return factors
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
