@@ -93,19 +93,12 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
-        if func is torch.nn.functional.batch_norm:
-            if self._is_data(args[0] if args else kwargs["input"]):
-                check_batch_norm(*args, **kwargs)
-        elif func is torch.batch_norm:
-            input, weight, bias, mean, variance, training = args[:6]
-            if self._is_data(input):
-                check_batch_norm(input, mean, variance, weight, bias, training)
-        elif func is Tensor.backward:
-            return self._backward_of_one(*args, **kwargs)
-        elif func is torch.autograd.backward:
-            return self._backward(*args, **kwargs)
-        elif func is torch.autograd.grad:
-            self._check_inner(*args, **kwargs)
+        instead = INSTEAD.get(func)
+        if instead is not None:
+            return instead(self, *args, **kwargs)
+        check = CHECKS.get(func)
+        if check is not None:
+            check(self, *args, **kwargs)
         if types and TRACKED_TYPES.issuperset(types):
             # What the call would come to, without having its arguments parsed again.
             result = run(func, args, kwargs)
@@ -117,6 +110,16 @@ class ConstantTracking(TorchFunctionMode):
 
     def _is_data(self, tensor: Tensor) -> bool:
         return node_of(tensor) is None and self.tracker.is_data(tensor)
+
+    def _check_statistics(self, input, *args, **kwargs) -> None:
+        if self._is_data(input):
+            check_batch_norm(input, *args, **kwargs)
+
+    def _check_native_statistics(
+        self, input, weight, bias, running_mean, running_var, training, *_, **__
+    ) -> None:
+        if self._is_data(input):
+            check_batch_norm(input, running_mean, running_var, weight, bias, training)
 
     def _backward_of_one(
         self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
@@ -163,9 +166,9 @@ class ConstantTracking(TorchFunctionMode):
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                if not kwargs and func not in WATCHED:
+                if func not in WATCHED and "out" not in kwargs:
                     return
-                if func in PLAIN_VIEWS:
+                if func in PLAIN_VIEWS and not kwargs:
                     found = (result,) if isinstance(result, Tensor) else result
                     layout = tracker.by_contract(first)
                     if layout is None or all(stays(func, first, layout, view) for view in found):
@@ -193,6 +196,18 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+
+# What the mode does in place of a call, and what it looks at beforehand.
+INSTEAD = {
+    Tensor.backward: ConstantTracking._backward_of_one,
+    torch.autograd.backward: ConstantTracking._backward,
+}
+CHECKS = {
+    torch.nn.functional.batch_norm: ConstantTracking._check_statistics,
+    torch.batch_norm: ConstantTracking._check_native_statistics,
+    torch.autograd.grad: ConstantTracking._check_inner,
+}
 
 
 @cache

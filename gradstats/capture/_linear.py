@@ -19,7 +19,7 @@ from gradstats._factors import (
 from gradstats.capture._layout import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, WellConditioned, _triton, one_position, summed
+from gradstats.contractions import Fused, _triton, summed
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -69,15 +69,11 @@ class LinearUse(torch.autograd.Function):
         want_weight = want_weight and settings.weight_gradients
         want_bias = want_bias and settings.weight_gradients
         factors: list[Factor | Fused] = []
-        norms: WellConditioned | None = None
         if weight_tracked:
             # A consumer that wants no sum has its own way to norms and products.
             pays = (want_weight and settings.fused) or settings.consumer is None
             if not (pays and use is not None and use.is_sole(0)):
                 factors.append(linear_factor(examples, grad, x, shape))
-            elif settings.consumer is None and is_one_position(examples, grad, x):
-                norms = one_position(grad, x)
-                factors.append(Fused(None, norms, None))
             else:
                 fused = fuse(linear_factor(examples, grad, x, shape), settings, want_weight)
                 if fused.total is not None:
@@ -87,13 +83,8 @@ class LinearUse(torch.autograd.Function):
             own = torch.mm(rows_of(grad).t(), cast(rows_of(x), grad.dtype))
             grad_weight = cast(own, weight_dtype)
         if bias_tracked:
-            if norms is not None and use.is_sole(len(factors)):
-                # The gradient of an example's bias is the row whose norm the weight's needed too.
-                reported: Factor | Fused = Fused(None, norms.first(), None)
-                total = grad.sum(0) if want_bias else None
-            else:
-                bias = bias_factor(examples, grad)
-                reported, total = bias_report(use, settings, bias, len(factors), want_bias)
+            bias = bias_factor(examples, grad)
+            reported, total = bias_report(use, settings, bias, len(factors), want_bias)
             factors.append(reported)
             if total is not None:
                 grad_bias = cast(total, bias_dtype)
@@ -123,11 +114,6 @@ class LinearFactors:
         if self.bias:
             factors.append(bias_factor(self.examples, grad))
         return factors
-
-
-def is_one_position(examples: Examples, grad: Tensor, x: Tensor) -> bool:
-    """Whether each example has one row, of which PyTorch takes the norms."""
-    return grad.dim() == 2 and examples.plain and not _triton.runs(grad, x)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

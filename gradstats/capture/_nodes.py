@@ -81,19 +81,20 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
+    probe: Tensor | None = None
+    registered = 0
+    counted = 0
+    expected = 0
+    postponed = False
+    result: Contraction | None = None
+    _alias: Tensor | None = None
+
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.roots = (self,)
         self.name = name
         self.parameter = parameter
-        self.probe: Tensor | None = None
-        self.registered = 0
-        self.counted = 0
-        self.expected = 0
-        self.postponed = False
         self.lookups: list[Lookup] = []
-        self.result: Contraction | None = None
-        self._alias: Tensor | None = None
         self._delivered: list[Factor | Fused | Projected] = []
 
     @property
@@ -140,6 +141,11 @@ class Root(Node):
         self.expected -= 1
         if self.expected <= 0 and not self.postponed:
             self.contract()
+
+    def settle_alone(self, result: Contraction) -> None:
+        """Note that the only use has delivered, and what came of it."""
+        self.expected -= 1
+        self.finish(result)
 
     def contract(self) -> None:
         """Contract what has been delivered."""

@@ -2,14 +2,13 @@
 
 The gradient of such an example is one outer product, and nothing on the way to the training
 gradient helps to find its norm. So the operation and its backward stay PyTorch's, and a hook that
-runs before the backward reports: an autograd Function around them takes longer than a small layer.
+runs after the backward reports: an autograd Function around them takes longer than a small layer.
 
 No carrier leads to these operations. A backward that is told what to reach is told of their nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,11 @@ from torch.nn import functional
 
 from gradstats.capture._layout import Examples
 from gradstats.capture._linear import LinearFactors, data_gradient
-from gradstats.capture._nodes import Node, Root
+from gradstats.capture._nodes import Root
 from gradstats.capture._uses import Settings, Use, check_derivatives
-from gradstats.contractions import Fused, one_position
+from gradstats.contractions import one_position
+
+Gradients = tuple[Tensor | None, ...]
 
 # Where an operation's node keeps its hook's ``OneRow``.
 KEY = "gradstats"
@@ -59,71 +60,70 @@ class OneRow:
         use, place: of the operation.
     """
 
-    __slots__ = ("factors", "place", "settings", "use")
+    __slots__ = ("examples", "place", "settings", "use")
 
-    def __init__(self, use: Use, place: Place, settings: Settings, factors: LinearFactors):
+    def __init__(self, use: Use, place: Place, settings: Settings, examples: Examples):
         self.use = use
         self.place = place
         self.settings = settings
-        self.factors = factors
+        self.examples = examples
 
-    def before_backward(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Report what the gradient of the result says."""
-        (grad,) = grads
+    def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
+        """Report what the gradient of the result says; replace that of x where it is in the loss.
+
+        Args:
+            grads: of the operation's operands.
+            given: the result's, after hooks of the user's, in a tuple.
+        """
+        (grad,) = given
         use = self.use
-        node = torch._C._current_autograd_node()
         if torch.is_grad_enabled():
             check_derivatives(use, self.settings)
-            self._derive(node)
-            return
-        if grad is None:
-            use.deliver([None for _ in use.nodes])
-            return
-        x = getattr(node, self.place.saved)
-        with torch._C.DisableTorchFunction():
-            if not use.all_sole:
-                use.deliver(self.factors(grad, x))
-                return
-            norms = one_position(grad, x)
-            reports = [Fused(None, norms, None)]
-            if self.factors.bias:
-                # The gradient of an example's bias is the row whose norm the weight's needed too.
-                reports.append(Fused(None, norms.first(), None))
-            use.deliver(reports)
+            return self._with_tracked(grads, grad)
+        if use.is_due():
+            if grad is None:
+                use.deliver([None for _ in use.nodes])
+            else:
+                x = getattr(torch._C._current_autograd_node(), self.place.saved)
+                with torch._C.DisableTorchFunction():
+                    self._report(grad, x)
+        return None
 
-    def _derive(self, node: torch.autograd.graph.Node) -> None:
-        """Have a use of its own compute the gradient of x: it becomes part of the loss."""
+    def _report(self, grad: Tensor, x: Tensor) -> None:
+        weight, *bias = self.use.roots
+        if not (weight.has_one_use and (not bias or bias[0].has_one_use)):
+            shape = tuple(weight.parameter.shape)
+            factors = LinearFactors(True, bool(bias), self.examples, shape)
+            self.use.deliver(factors(grad, x))
+            return
+        norms = one_position(grad, x)
+        weight.settle_alone(norms)
+        if bias:
+            # The gradient of an example's bias is the row whose norm the weight's needed too.
+            bias[0].settle_alone(norms.first())
+
+    def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
+        """Return the gradients with that of x from an operation that uses the weight once more."""
         edge = self.place.edge
-
-        def replace(grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]):
-            handle.remove()
-            if grads[edge] is None or given[0] is None:
-                return None
-            weight, examples = self.use.nodes[0], self.factors.examples
-            gradient = data_gradient(weight, self.settings, examples, given[0])
-            return (*grads[:edge], gradient, *grads[edge + 1 :])
-
-        handle = node.register_hook(replace)
+        if grads[edge] is None or grad is None:
+            return None
+        again = data_gradient(self.use.nodes[0], self.settings, self.examples, grad)
+        return (*grads[:edge], again, *grads[edge + 1 :])
 
 
-def serves(
-    settings: Settings, nodes: Sequence[Node], examples: Examples, x: Tensor, bias: Tensor | None
-) -> bool:
-    """Whether a linear layer is one that PyTorch may run while a hook reports.
+def serves(settings: Settings, examples: Examples, x: Tensor) -> bool:
+    """Whether data are such that PyTorch may run a linear layer on them while a hook reports.
 
     Args:
         settings: of the context. Who takes inner products takes factors and the training gradient.
-        nodes: the tracked operands.
         examples: where the examples lie in x.
-        x, bias: the data, and the bias if there is one.
+        x: the data.
     """
     return (
         x.dim() == 2
         and examples.plain
         and x.is_cpu
         and settings.consumer is None
-        and len(nodes) == (1 if bias is None else 2)
-        and all(isinstance(node, Root) for node in nodes)
         and not torch.compiler.is_compiling()
         # Who packs saved tensors may unpack each but once, as checkpoints do.
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -131,23 +131,17 @@ def serves(
 
 
 def linear(
-    settings: Settings,
-    nodes: Sequence[Node],
-    examples: Examples,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    settings: Settings, examples: Examples, x: Tensor, weight: Root, bias: Root | None
 ) -> Tensor | None:
     """Return x Wᵀ + b as PyTorch computes it; None where it does so in an unknown way."""
-    result = functional.linear(x, weight, bias)
+    result = functional.linear(x, weight.parameter, None if bias is None else bias.parameter)
     node = result.grad_fn
     place = PLACES.get(type(node))
     if place is None:
         return None
-    factors = LinearFactors(True, bias is not None, examples, tuple(weight.shape))
-    row = OneRow(Use(nodes), place, settings, factors)
+    row = OneRow(Use((weight,) if bias is None else (weight, bias)), place, settings, examples)
     node.metadata[KEY] = row
-    node.register_prehook(row.before_backward)
+    node.register_hook(row.after_backward)
     return result
 
 

@@ -117,9 +117,8 @@ def select_parameters(
 
 def clean_name(name: str) -> str:
     """Return a parameter's name as the unwrapped model knows it."""
-    for prefix in WRAPPER_PREFIXES:
-        if name.startswith(prefix):
-            return clean_name(name[len(prefix) :])
+    while name.startswith(WRAPPER_PREFIXES):
+        name = name.partition(".")[2]
     return name.replace("._orig_mod.", ".")
 
 

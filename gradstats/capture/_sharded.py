@@ -35,7 +35,7 @@ class ShardedParameters:
 
     def __init__(self, anatomy: Anatomy, roots: Iterable[Root], track, ignore):
         self._track, self._ignore = track, ignore
-        self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
+        self._roots: dict[int, Root] = {}
         # For each managed module, the places that hold its parameters: (owner, name, shard's root).
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
         self._whole: dict[int, nn.Parameter] = {}
@@ -49,6 +49,7 @@ class ShardedParameters:
                 )
         if not any(is_sharded(parameter) for parameter in anatomy.parameters.values()):
             return
+        self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
         from torch.distributed.fsdp import FSDPModule
 
         placed = set()
@@ -64,6 +65,10 @@ class ShardedParameters:
         for root in self._roots.values():
             if id(root.parameter) not in placed:
                 raise _tensor_parallel(root.describe())
+
+    def holds(self, root: Root) -> bool:
+        """Whether a parameter is one that appears whole only while a managed module runs."""
+        return id(root.parameter) in self._roots
 
     def open(self) -> None:
         """Wait for the whole parameters."""

@@ -24,7 +24,7 @@ from gradstats.capture._selection import (
     check_trackable,
     compiler_is_used,
 )
-from gradstats.capture._sharded import ShardedParameters, is_sharded
+from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._tensors import DerivedTensor, TrackedParameter, unwrap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
@@ -111,7 +111,6 @@ class Tracker(Data):
         # Nobody reads it: it makes the backward reach every use.
         self.carrier = torch.zeros((), requires_grad=True)
         self._tasks: set[int] = set()
-        self.nothing = torch.zeros((), dtype=torch.float64, device=device).expand(batch_size)
         tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
@@ -127,7 +126,7 @@ class Tracker(Data):
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
-        whole = [root for root in self.roots if not is_sharded(root.parameter)]
+        whole = [root for root in self.roots if not self.sharded.holds(root)]
         for root in whole:
             check_trackable(root)
         for root in whole:
@@ -271,7 +270,8 @@ class Tracker(Data):
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
-            norms = Contraction(self.nothing, self.nothing)
+            nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+            norms = Contraction(*2 * [nothing.expand(self.batch_size)])
         if consumer is not None:
             consumer.take(Arrival(root.name, factors, norms.value, total, self.settings.workspace))
         return norms

@@ -88,6 +88,15 @@ class Use:
         for root in self.roots:
             root.expect_use()
 
+    def is_due(self) -> bool:
+        """Whether the running backward is that of the losses, not of an inner autograd.grad."""
+        if self.tracker.closed:
+            raise TrackingError(
+                f"a backward reached {self.nodes[0].describe()} after its tracking context was "
+                "closed; run the backward inside the context."
+            )
+        return self.tracker.is_backward_of_losses()
+
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.
 
@@ -98,20 +107,14 @@ class Use:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.deliver(factors)
-        tracker = self.tracker
-        if tracker.closed:
-            raise TrackingError(
-                f"a backward reached {self.nodes[0].describe()} after its tracking context was "
-                "closed; run the backward inside the context."
-            )
-        if not tracker.is_backward_of_losses():
+        if not self.is_due():
             return
+        tracker = self.tracker
         if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
             settings = tracker.settings
             for root, factor in zip(self.roots, factors, strict=True):
                 if factor is not None and settings.consumer is None and root.has_one_use:
-                    root.expected -= 1
-                    root.finish(_norms(factor, settings))
+                    root.settle_alone(_norms(factor, settings))
                     continue
                 if factor is not None:
                     root.deliver(_held(factor, root))

@@ -115,19 +115,18 @@ def total_bound(
         values: what ``stack`` returned of them, with the examples in ``order``.
         order: (B,) the example whose column of ``values`` it is; None where none was moved.
     """
-    rows: list[int] = []
-    relative: list[float] = []
+    relative: dict[float, list[int]] = {}
     absolute: list[Tensor] = []
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned):
-            rows.append(row)
-            relative.append(result.relative)
+            relative.setdefault(result.relative, []).append(row)
         elif result is not None:
             absolute.append(result.bound.to(values.device))
-    bound = torch.zeros_like(values[0])
-    if rows:
-        chosen = values if len(rows) == len(values) else values[rows]
-        bound = values.new_tensor(relative) @ chosen
+    bounds = [
+        (values if len(rows) == len(values) else values[rows]).sum(0) * share
+        for share, rows in relative.items()
+    ]
+    bound = sum(bounds[1:], bounds[0]) if bounds else torch.zeros_like(values[0])
     if absolute:
         total = torch.stack(absolute).sum(0)
         bound = bound + (total if order is None else total[order])

@@ -352,7 +352,7 @@ def alignment(
         model, batch, loss_fn, consumer, batch_dim, cu_seqlens, parameters, exclude, workspace
     )
     values = consumer.with_sum if isinstance(consumer, Together) else consumer.values
-    device = tracker.nothing.device
+    device = tracker.device
     scale = 1 / len(losses) if isinstance(consumer, Together) else 1.0
     unused = torch.zeros(len(losses), dtype=torch.float64, device=device)
     by_parameter = {name: scale * values.get(name, unused).to(device) for name in shapes}

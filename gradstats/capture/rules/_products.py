@@ -16,7 +16,7 @@ from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture import _one_row
 from gradstats.capture._linear import LinearFactors, LinearUse
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
@@ -50,25 +50,24 @@ def linear(tracker, func, input, weight, bias=None):
 
 def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
-    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
+    nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
+    if isinstance(weight_node, Root) and (bias is None or isinstance(bias_node, Root)):
+        if _one_row.serves(settings, examples, x):
+            result = _one_row.linear(settings, examples, x, weight_node, bias_node)
+            if result is not None:
+                return result
     autocast = autocast_dtype(x) is not None
-    if _one_row.serves(tracker.settings, nodes, examples, x, bias):
-        parameters = bare(weight, False), bare(bias, False)
-        result = _one_row.linear(tracker.settings, nodes, examples, x, *parameters)
-        if result is not None:
-            return result
     if autocast:
         x = cast_for_autocast(x)
-    tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
-    if tracker.settings.exact:
+    tracked = (weight_node is not None, bias_node is not None, examples)
+    if settings.exact:
         factors = LinearFactors(*tracked, tuple(weight.shape))
-        result = tap(tracker, nodes, free_of_views(native(x)), factors, x)
-    else:
-        use, carriers = carriers_for(nodes)
-        weight, bias = bare(weight, autocast), bare(bias, autocast)
-        result = LinearUse.apply(use, tracker.settings, tracked, x, weight, bias, *carriers)
-    return result
+        return tap(tracker, nodes, free_of_views(native(x)), factors, x)
+    use, carriers = carriers_for(nodes)
+    weight, bias = bare(weight, autocast), bare(bias, autocast)
+    return LinearUse.apply(use, settings, tracked, x, weight, bias, *carriers)
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
