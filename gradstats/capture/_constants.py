@@ -12,8 +12,9 @@ has the batch's size: noise and time steps drawn inside a context are drawn for 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -199,11 +200,11 @@ class ConstantTracking(TorchFunctionMode):
 
 
 # What the mode does in place of a call, and what it looks at beforehand.
-INSTEAD = {
+INSTEAD: dict[Any, Callable[..., None]] = {
     Tensor.backward: ConstantTracking._backward_of_one,
     torch.autograd.backward: ConstantTracking._backward,
 }
-CHECKS = {
+CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: ConstantTracking._check_statistics,
     torch.batch_norm: ConstantTracking._check_native_statistics,
     torch.autograd.grad: ConstantTracking._check_inner,

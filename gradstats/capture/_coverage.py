@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._nodes import Root
@@ -34,7 +35,7 @@ class Coverage:
     """
 
     reentrant: bool
-    hooked: list[torch.autograd.graph.Node]
+    hooked: list[GraphNode]
 
 
 def check_coverage(tracker: Tracker, start: list) -> Coverage:

@@ -9,7 +9,7 @@ No carrier leads to these operations. A backward that is told what to reach is t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ def linear(
 ) -> Tensor | None:
     """Return x Wᵀ + b as PyTorch computes it; None where it does so in an unknown way."""
     result = functional.linear(x, weight.parameter, None if bias is None else bias.parameter)
-    node = result.grad_fn
+    node: Any = result.grad_fn  # whose metadata PyTorch's annotations take for a method
     place = PLACES.get(type(node))
     if place is None:
         return None
@@ -145,6 +145,6 @@ def linear(
     return result
 
 
-def one_row_of(node: torch.autograd.graph.Node) -> OneRow | None:
+def one_row_of(node: Any) -> OneRow | None:
     """Return the use that the hook of an operation's node reports; None for all other nodes."""
     return node.metadata.get(KEY) if type(node) in PLACES else None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node as GraphNode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
@@ -205,7 +206,7 @@ class Tracker(Data):
         """The leaves that nobody reads, through which a backward reaches the other operations."""
         return (self.carrier, *(root.probe for root in self.roots if root.probe is not None))
 
-    def targets(self, hooked: Sequence[torch.autograd.graph.Node]) -> tuple:
+    def targets(self, hooked: Sequence[GraphNode]) -> tuple:
         """Return what a backward must be told to reach where it is told what to reach.
 
         Args:
@@ -291,7 +292,7 @@ class Tracker(Data):
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(factors, workspace)
 
-    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[torch.autograd.graph.Node]:
+    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
 
         Returns:

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from gradstats._cost import product
 from gradstats._factors import Outer
+from gradstats.capture import _one_row
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture import _one_row
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import first_node, node_of, wrap
@@ -53,9 +53,10 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
-    if isinstance(weight_node, Root) and (bias is None or isinstance(bias_node, Root)):
-        if _one_row.serves(settings, examples, x):
-            result = _one_row.linear(settings, examples, x, weight_node, bias_node)
+    if _one_row.serves(settings, examples, x) and isinstance(weight_node, Root):
+        own_bias = bias_node if isinstance(bias_node, Root) else None
+        if (own_bias is None) == (bias is None):
+            result = _one_row.linear(settings, examples, x, weight_node, own_bias)
             if result is not None:
                 return result
     autocast = autocast_dtype(x) is not None

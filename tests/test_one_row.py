@@ -1,0 +1,216 @@
+"""Linear layers with one row for each example: PyTorch's own nodes, and what hooks on them do."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradstats as gs
+from gradstats.capture import _one_row
+
+from .oracle import assert_sqnorms, check_model, oracle_sqnorms
+
+BATCH = 6
+
+
+def network(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4, bias=bias), nn.Tanh(), nn.Linear(4, 3, bias=bias)).double()
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(BATCH, 5, dtype=torch.float64), torch.randint(3, (BATCH,))
+
+
+def losses_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def tracked(model, batch, losses=losses_of, **options):
+    with gs.track(model, batch_size=BATCH, **options) as tracker:
+        tracker.backward(losses(model, batch))
+    return tracker.stats
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_operations_stay_pytorchs(bias):
+    """The training gradients are PyTorch's to the bit, whatever ``fused`` says."""
+    model, batch = network(bias), data()
+    plain = [p.grad.clone() for p in trained(model, batch)]
+    model.zero_grad()
+    with gs.track(model, batch_size=BATCH) as tracker:
+        logits = model(batch[0])
+        assert type(logits.grad_fn) in _one_row.PLACES
+        tracker.backward(functional.cross_entropy(logits, batch[1], reduction="none"))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses_of), 1e-12)
+    for parameter, grad in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
+def trained(model, batch):
+    losses_of(model, batch).mean().backward()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nodes_that_nobody_knows(bias, monkeypatch):
+    """A PyTorch that computed linear layers otherwise would be served by an autograd Function."""
+    monkeypatch.setattr(_one_row, "PLACES", {})
+    check_model(network(bias), data(), losses_of)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_alone_form_no_weight_gradient():
+    model, batch = network(), data()
+    with Products() as products:
+        gs.per_example_norms(model, batch, losses_of)
+    assert products.count == 3  # two layers forward, and the gradient of what lies between them
+
+
+def test_saved_tensors_are_taken_out_once():
+    """As checkpoints demand, and whoever keeps saved tensors elsewhere may."""
+    taken = []
+
+    def pack(tensor):
+        return [tensor]
+
+    def unpack(box):
+        taken.append(1)
+        return box.pop()
+
+    def losses(model, batch):
+        with saved_tensors_hooks(pack, unpack):
+            return losses_of(model, batch)
+
+    model, batch = network(), data()
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(tracked(model, batch, losses), expected, 1e-12)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-12)
+    assert taken
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity whose gradient is ``factor`` times what arrives; None for no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if ctx.factor is None else grad * ctx.factor, None
+
+
+@pytest.mark.parametrize("kind", ["node", "tensor"])
+def test_a_users_hook_changes_the_gradient_first(kind):
+    def double(grad):
+        return 2 * grad
+
+    def losses(model, batch):
+        hidden = model[0](batch[0])
+        if kind == "node":
+            hidden.grad_fn.register_prehook(lambda grads: (double(grads[0]),))
+        else:
+            hidden.register_hook(double)
+        return functional.cross_entropy(model[2](hidden.tanh()), batch[1], reduction="none")
+
+    def doubled(model, batch):
+        hidden = ScaleGradient.apply(model[0](batch[0]), 2)
+        return functional.cross_entropy(model[2](hidden.tanh()), batch[1], reduction="none")
+
+    model, batch = network(), data()
+    expected = oracle_sqnorms(model, batch, doubled)
+    assert_sqnorms(tracked(model, batch, losses), expected, 1e-12)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-12)
+
+
+def test_a_result_that_gets_no_gradient():
+    def losses(model, batch):
+        through = losses_of(model, batch)
+        stopped = ScaleGradient.apply(model[0](batch[0] + 1), None)
+        return through + stopped.sum(1)
+
+    check_model(network(), data(), losses)
+
+
+def test_a_layer_of_which_only_a_part_is_trained():
+    for name in ("weight", "bias"):
+        model = network()
+        getattr(model[0], name).requires_grad_(False)
+        getattr(model[2], name).requires_grad_(False)
+        check_model(model, data(), losses_of)
+
+
+def test_data_that_change_after_they_were_used():
+    """PyTorch's own error, as without tracking."""
+
+    def losses(model, batch):
+        x = batch[0] * 1
+        result = model(x)
+        x += 1
+        return functional.cross_entropy(result, batch[1], reduction="none")
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gs.per_example_norms(network(), data(), losses)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        tracked(network(), data(), losses)
+
+
+def test_inner_gradients_report_nothing():
+    def losses(model, batch):
+        x = batch[0].clone().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        return functional.cross_entropy(out, batch[1], reduction="none") * slope.square().sum(1)
+
+    check_model(network(), data(), losses)
+
+
+class Mark:
+    """What can be seen to have been freed."""
+
+
+def test_activations_are_freed_while_the_losses_live():
+    model, batch = network(), data()
+    gc.collect()
+    gc.disable()
+    try:
+        with gs.track(model, batch_size=BATCH) as tracker:
+            first = model[0](batch[0])
+            mark = Mark()
+            first.grad_fn.metadata["test"] = mark
+            graph = weakref.ref(mark)
+            hidden = model[1](first)
+            seen = weakref.ref(hidden.untyped_storage())
+            losses = functional.cross_entropy(model[2](hidden), batch[1], reduction="none")
+            del first, hidden, mark
+            assert seen() is not None
+            tracker.backward(losses)
+            assert seen() is None
+        assert graph() is not None
+        del losses
+        assert graph() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_under_anomaly_detection():
+    with torch.autograd.detect_anomaly(check_nan=False):
+        check_model(network(), data(), losses_of)
