@@ -51,8 +51,10 @@ from gradstats.errors import (
 # Parameters of which a compiled graph was seen to hold several uses.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# Attributes that a module has from the start, none of which is a tensor.
-EVERY_MODULE = frozenset(vars(nn.Module()))
+# What most attributes of modules are: looking at each by name takes longer than at the types.
+PLAIN_TYPES = frozenset(
+    {bool, int, float, str, tuple, list, dict, set, type(None), *map(type, vars(nn.Module()).values())}
+)
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
@@ -117,8 +119,9 @@ class Tracker(Data):
         # tensors in plain attributes.
         kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            own = vars(module)
-            kept += [own[key] for key in own.keys() - EVERY_MODULE if isinstance(own[key], Tensor)]
+            own = vars(module).values()
+            if not PLAIN_TYPES.issuperset(map(type, own)):
+                kept += [item for item in own if isinstance(item, Tensor)]
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant(kept)

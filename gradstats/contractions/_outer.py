@@ -69,9 +69,8 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     """Return ‖left_i‖²‖right_i‖² of rows (B, p) and (B, q), by PyTorch."""
     dtype = compute_dtype(left, right)
     norm = torch.linalg.vector_norm
-    return WellConditioned(
-        norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype), dtype=dtype
-    )
+    norms = norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype)
+    return WellConditioned(norms, dtype)
 
 
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:

@@ -42,17 +42,17 @@ class WellConditioned(Contraction):
     Attributes:
         norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
             the value; none where the value is known.
-        relative: bound / value.
+        dtype: the accumulation dtype.
     """
 
-    def __init__(self, *norms: Tensor, dtype: torch.dtype, value: Tensor | None = None):
+    def __init__(self, norms: tuple[Tensor, ...], dtype: torch.dtype, value: Tensor | None = None):
         self.norms = norms
-        self.relative = 4 * unit_roundoff(dtype)
+        self.dtype = dtype
         self._value = value
 
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
-        return WellConditioned(self.norms[0], dtype=self.norms[0].dtype)
+        return WellConditioned(self.norms[:1], self.dtype)
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
@@ -65,7 +65,7 @@ class WellConditioned(Contraction):
 
     @property
     def bound(self) -> Tensor:  # type: ignore[override]
-        return self.relative * self.value
+        return relative_bound(self.dtype) * self.value
 
 
 def stack(results: Sequence[Contraction | None], batch: int, device: torch.device) -> Tensor:
@@ -78,16 +78,20 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
     """
     factored: list[int] = []
     known: list[int] = []
+    norms: list[tuple[Tensor, ...]] = []
     for row, result in enumerate(results):
-        unfinished = isinstance(result, WellConditioned) and result.norms
-        (factored if unfinished else known).append(row)
+        if isinstance(result, WellConditioned) and result.norms:
+            factored.append(row)
+            norms.append(result.norms)
+        else:
+            known.append(row)
     values = []
     if factored:
-        norms = [results[row].norms for row in factored]  # type: ignore[union-attr]
-        value = torch.stack([first.to(device) for first, *_ in norms]).double()
-        if any(len(each) > 1 for each in norms):
+        value = torch.stack([each[0].to(device) for each in norms]).double()
+        if any(len(each) == 2 for each in norms):
             one = ones(batch, norms[0][0].dtype, device)
-            value.mul_(torch.stack([each[1].to(device) if each[1:] else one for each in norms]))
+            second = [each[1].to(device) if len(each) == 2 else one for each in norms]
+            value.mul_(torch.stack(second))
         values.append(value.square_())
     if known:
         nothing = torch.zeros(batch, dtype=torch.float64, device=device)
@@ -115,16 +119,16 @@ def total_bound(
         values: what ``stack`` returned of them, with the examples in ``order``.
         order: (B,) the example whose column of ``values`` it is; None where none was moved.
     """
-    relative: dict[float, list[int]] = {}
+    relative: dict[torch.dtype, list[int]] = {}
     absolute: list[Tensor] = []
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned):
-            relative.setdefault(result.relative, []).append(row)
+            relative.setdefault(result.dtype, []).append(row)
         elif result is not None:
             absolute.append(result.bound.to(values.device))
     bounds = [
-        (values if len(rows) == len(values) else values[rows]).sum(0) * share
-        for share, rows in relative.items()
+        (values if len(rows) == len(values) else values[rows]).sum(0) * relative_bound(dtype)
+        for dtype, rows in relative.items()
     ]
     bound = sum(bounds[1:], bounds[0]) if bounds else torch.zeros_like(values[0])
     if absolute:
@@ -150,7 +154,7 @@ class Fused:
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     """Return a result whose terms are squares, given its value."""
-    return WellConditioned(dtype=dtype, value=value)
+    return WellConditioned((), dtype, value)
 
 
 def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:
@@ -164,6 +168,11 @@ def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contra
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the relative error of one rounded operation in the accumulation dtype."""
     return UNIT_ROUNDOFF[dtype]
+
+
+def relative_bound(dtype: torch.dtype) -> float:
+    """Return what rounding may do to a sum of squares in the accumulation dtype."""
+    return 4 * unit_roundoff(dtype)
 
 
 def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
