@@ -36,10 +36,10 @@ from gradstats.contractions import (
     fold,
     on_chip,
     project,
+    relative_error,
     sqnorm,
     stack,
     tied_sqnorm,
-    total_bound,
 )
 from gradstats.errors import (
     CoverageError,
@@ -53,7 +53,18 @@ SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 # What most attributes of modules are: looking at each by name takes longer than at the types.
 PLAIN_TYPES = frozenset(
-    {bool, int, float, str, tuple, list, dict, set, type(None), *map(type, vars(nn.Module()).values())}
+    {
+        bool,
+        int,
+        float,
+        str,
+        tuple,
+        list,
+        dict,
+        set,
+        type(None),
+        *map(type, vars(nn.Module()).values()),
+    }
 )
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
@@ -374,18 +385,16 @@ class Tracker(Data):
             values = values + compiled[:, VALUE]
         return values if self.loss_order is None else values[:, self.loss_order]
 
-    def error_bound(self, sqnorm: Tensor) -> Tensor:
-        """Return what bounds the rounding errors of the sum over parameters, (B,) float64.
+    def error_bound(self, sqnorm: Tensor, total: Tensor) -> Tensor:
+        """Return what bounds the rounding errors of the sum over parameters, relative to it: (B,).
 
         Args:
             sqnorm: (parameters, B), as reported.
+            total: (B,) their sum.
         """
-        bound = total_bound([root.result for root in self.roots], sqnorm, self.loss_order)
-        compiled = self._compiled_reports()
-        if compiled is None:
-            return bound
-        more = compiled[:, BOUND].sum(0)
-        return bound + (more if self.loss_order is None else more[self.loss_order])
+        results, compiled = [root.result for root in self.roots], self._compiled_reports()
+        more = None if compiled is None else compiled[:, BOUND].sum(0)
+        return relative_error(results, sqnorm, total, order=self.loss_order, more=more)
 
     def _compiled_reports(self) -> Tensor | None:
         """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""

@@ -109,32 +109,39 @@ def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(size, dtype=dtype, device=device)
 
 
-def total_bound(
-    results: Sequence[Contraction | None], values: Tensor, order: Tensor | None = None
+def relative_error(
+    results: Sequence[Contraction | None],
+    values: Tensor,
+    total: Tensor,
+    *,
+    order: Tensor | None = None,
+    more: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum of several results' bounds, (B,) float64.
+    """Return what bounds the rounding errors of a sum of results, relative to it: (B,).
 
     Args:
         results: with None for zeros.
         values: what ``stack`` returned of them, with the examples in ``order``.
+        total: (B,) the sum of ``values``.
         order: (B,) the example whose column of ``values`` it is; None where none was moved.
+        more: (B,) float64, bound of what else is in ``values``.
     """
-    relative: dict[torch.dtype, list[int]] = {}
-    absolute: list[Tensor] = []
+    rows: dict[torch.dtype, list[int]] = {}
+    absolute = [] if more is None else [more]
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned):
-            relative.setdefault(result.dtype, []).append(row)
+            rows.setdefault(result.dtype, []).append(row)
         elif result is not None:
             absolute.append(result.bound.to(values.device))
-    bounds = [
-        (values if len(rows) == len(values) else values[rows]).sum(0) * relative_bound(dtype)
-        for dtype, rows in relative.items()
-    ]
-    bound = sum(bounds[1:], bounds[0]) if bounds else torch.zeros_like(values[0])
-    if absolute:
-        total = torch.stack(absolute).sum(0)
-        bound = bound + (total if order is None else total[order])
-    return bound
+    if not absolute and len(rows) == 1:
+        (dtype,) = rows
+        return torch.where(total > 0, relative_bound(dtype), 0.0)
+    bound = torch.zeros_like(total)
+    for dtype, chosen in rows.items():
+        bound += relative_bound(dtype) * values[chosen].sum(0)
+    for each in absolute:
+        bound += each if order is None else each[order]
+    return torch.where(bound > 0, bound / total, 0.0)
 
 
 @dataclass(eq=False)

@@ -93,13 +93,15 @@ def norms_with_fallback(
     )
     after.restore()
     check_same_losses(alone, together)
-    bound = torch.zeros(batch_size, dtype=torch.float64, device=together.device)
+    bound: Tensor | float = 0.0
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.sqnorm.double()
     wide = any(parameter.dtype == torch.float64 for parameter in selected.values())
     rows = torch.stack([values[name] for name in selected])
-    return summarise(list(selected), rows, bound, together, nonfinite, wide)
+    total = rows.sum(0)
+    relative = torch.where(total > 0, bound / total, 0.0)
+    return summarise(list(selected), rows, total, relative, together, nonfinite, wide)
 
 
 def sqnorms_one_by_one(

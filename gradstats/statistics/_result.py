@@ -81,7 +81,8 @@ def gather(
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
     values = tracker.sqnorm_by_parameter()
-    bound = tracker.error_bound(values)
+    total = values.sum(0)
+    relative = tracker.error_bound(values, total)
     device = values.device
     weight: Tensor | float = weights
     if isinstance(weights, Tensor):
@@ -89,7 +90,9 @@ def gather(
     square = (weight * scale) ** 2
     names = [root.name for root in tracker.roots]
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
-    norms = summarise(names, values / square, bound / square, loss, nonfinite, wide)
+    if isinstance(square, Tensor) or square != 1:
+        values, total = values / square, total / square
+    norms = summarise(names, values, total, relative, loss, nonfinite, wide)
     dtype = norms.sqnorm.dtype
     together = tracker.settings.consumer
     if not isinstance(together, Together):
@@ -99,7 +102,7 @@ def gather(
         gram = gram / (weight[:, None] * weight if isinstance(weight, Tensor) else weight**2)
         norms = replace(norms, gram=gram.to(dtype))
     if together.with_sum:
-        unused = torch.zeros_like(bound)
+        unused = torch.zeros_like(total)
         own = weight * scale**2 * divisor
         parts = [together.with_sum.get(name, unused).to(device) / own for name in names]
         sqnorms = [value.to(device) for value in together.sum_sqnorm.values()]
@@ -117,7 +120,8 @@ def gather(
 def summarise(
     names: Sequence[str],
     values: Tensor,
-    bound: Tensor,
+    total: Tensor,
+    relative: Tensor,
     loss: Tensor | None,
     nonfinite: str,
     wide: bool,
@@ -127,14 +131,15 @@ def summarise(
     Args:
         names: of the parameters.
         values: (parameters, B) squared norms, float64.
-        bound: (B,) absolute bound on the rounding error of their sum.
+        total: (B,) their sum.
+        relative: (B,) bound on its rounding error, relative to it.
         loss: (B,) losses or None.
         nonfinite: "raise" or "keep".
         wide: the model is in float64, and so are the results.
     """
-    total = sum_finite(names, values, nonfinite)
+    if nonfinite == "raise":
+        check_total(names, values, total)
     dtype = torch.float64 if wide else torch.float32
-    relative = torch.where(bound > 0, bound / total, 0.0)
     return GradientNorms(
         total.to(dtype),
         None if loss is None else loss.detach(),
@@ -150,20 +155,20 @@ def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
     Raise if one is not finite and may not be.
     """
     values = tracker.sqnorm_by_parameter()
-    sum_finite([root.name for root in tracker.roots], values, nonfinite)
+    if nonfinite == "raise":
+        check_total([root.name for root in tracker.roots], values, values.sum(0))
     return values
 
 
-def sum_finite(names: Sequence[str], values: Tensor, nonfinite: str) -> Tensor:
-    """Return the sum over parameters, or raise naming the examples where it is not finite.
+def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
+    """Raise where a sum over parameters is not finite, naming the examples.
 
     Args:
         names: of the parameters.
         values: (parameters, B) squared norms.
-        nonfinite: "raise" or "keep".
+        total: (B,) their sum.
     """
-    total = values.sum(0)
-    if nonfinite == "raise" and not bool(total.isfinite().all()):
+    if not bool(total.isfinite().all()):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
         finite = values.isfinite().all(1).tolist()
         spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
@@ -174,4 +179,3 @@ def sum_finite(names: Sequence[str], values: Tensor, nonfinite: str) -> Tensor:
             "and their losses, or "
             'pass nonfinite="keep" to have the values returned.'
         )
-    return total
