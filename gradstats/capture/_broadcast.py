@@ -11,7 +11,7 @@ from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture._lineage import rearranged_root
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import carriers_for, fuse, report, unseen
+from gradstats.capture._uses import fuse, report, unseen, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
@@ -122,8 +122,8 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
 
 def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
     """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
-    use, carriers = carriers_for([node])
-    return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *carriers)
+    use, probes = use_of([node])
+    return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *probes)
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):
@@ -139,7 +139,7 @@ class BroadcastUse(torch.autograd.Function):
     """x ∘ w or x + b with a backward that makes all gradients and the squared norms in one pass."""
 
     @staticmethod
-    def forward(ctx, use, settings, plan, multiply, x, value, *carriers):
+    def forward(ctx, use, settings, plan, multiply, x, value, *probes):
         ctx.use, ctx.settings, ctx.plan, ctx.multiply = use, settings, plan, multiply
         ctx.dtypes = x.dtype, value.dtype
         if not multiply:

@@ -137,14 +137,16 @@ class ConstantTracking(TorchFunctionMode):
         inputs=None,
     ) -> None:
         tensors = _as_tuple(tensors)
-        hooked = self.tracker.before_backward(tensors, create_graph)
+        reporting = self.tracker.before_backward(tensors, create_graph)
         given = grad_tensors if grad_tensors is not None else grad_variables
         gradients = _as_tuple(given) if given is not None else (None,) * len(tensors)
         gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
+        chosen: tuple = ()
+        if inputs is not None:
+            chosen = (*_as_tuple(inputs), *self.tracker.targets(reporting))
         # A mode is off while it handles a call, and every public way into the engine would come
         # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
         with self:
-            chosen = () if inputs is None else (*_as_tuple(inputs), *self.tracker.targets(hooked))
             run_backward(tensors, gradients, retain_graph, chosen)
         self.tracker.after_backward()
 

@@ -32,7 +32,7 @@ def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
         node = derived(node, Tensor.to, grad.dtype)
     use = Use([node])
     gradient = ConvolutionUse.apply(
-        use, ctx.settings, (True, False, examples), call, grad, node.value, None, *use.carriers
+        use, ctx.settings, (True, False, examples), call, grad, node.value, None
     )
     return ((4, gradient),)
 
@@ -62,7 +62,7 @@ class ConvolutionUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, tracked, call, x, weight, bias, *carriers):
+    def forward(ctx, use, settings, tracked, call, x, weight, bias, *probes):
         ctx.use, ctx.settings, ctx.tracked, ctx.call = use, settings, tracked, call
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ ACCUMULATE_GRAD = type(
     torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
 )
 
+
+def _copy_slices() -> type:
+    with torch.enable_grad():
+        base = torch.zeros(2, requires_grad=True).clone()
+        base[:1].mul_(1)
+    return type(base.grad_fn)
+
+
+COPY_SLICES = _copy_slices()
+
 REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
 
@@ -31,11 +41,11 @@ class Coverage:
 
     Attributes:
         reentrant: there is a reentrant checkpoint, whose own graph appears in its backward only.
-        hooked: the nodes of PyTorch's own that report uses, which no carrier leads to.
+        reporting: the nodes that report uses.
     """
 
     reentrant: bool
-    hooked: list[GraphNode]
+    reporting: list[GraphNode]
 
 
 def check_coverage(tracker: Tracker, start: list) -> Coverage:
@@ -54,17 +64,18 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     while stack:
         node = stack.pop()
         found.reentrant |= type(node) is REENTRANT_CHECKPOINT
-        edges = node.next_functions
-        use = getattr(node, "use", None)
-        if type(use) is Use:
+        # An operation that changed a part of its operand stands inside a node of this type.
+        partial = type(node) is COPY_SLICES
+        hidden |= partial
+        edges, row = node.next_functions, one_row_of(node)
+        if row is not None:
+            edges = (edges[row.place.edge],)  # the others lead to its parameters
+        use: Any = getattr(node, "use", None) if row is None else row.use
+        tracked = type(use) is Use
+        if tracked:
             uses.append(use)
-        else:
-            use = None
-            row = one_row_of(node)
-            if row is not None:
-                uses.append(row.use)
-                found.hooked.append(node)
-                edges = (edges[row.place.edge],)  # the others lead to its parameters
+        if tracked or partial:
+            found.reporting.append(node)
         if node in tracker.coupled:
             raise CoupledExamplesError(
                 f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
@@ -80,12 +91,9 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
                 seen.add(child)
                 stack.append(child)
                 continue
-            if use is not None:
-                continue  # its edges are those of its roots, and the carrier
+            if tracked:
+                continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
-            if leaf is tracker.carrier:
-                hidden = True
-                continue
             tracker.sharded.check_known(leaf)
             root = roots.get(id(leaf))
             if root is not None and not _reports_inside(node, root):
@@ -101,7 +109,6 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     for use in uses:
         use.expect()
     if hidden:
-        # An operation that changed a part of its operand stands inside another node.
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
     return found

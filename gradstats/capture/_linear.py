@@ -38,7 +38,7 @@ def data_gradient(node: Node, settings: Settings, examples: Examples, grad: Tens
         transposed = derived(transposed, Tensor.to, grad.dtype)
     use = Use([transposed])
     tracked = (True, False, examples)
-    return LinearUse.apply(use, settings, tracked, grad, transposed.value, None, *use.carriers)
+    return LinearUse.apply(use, settings, tracked, grad, transposed.value, None)
 
 
 class LinearUse(torch.autograd.Function):
@@ -48,7 +48,7 @@ class LinearUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, tracked, x, weight, bias, *carriers):
+    def forward(ctx, use, settings, tracked, x, weight, bias, *probes):
         ctx.use, ctx.settings, ctx.tracked = use, settings, tracked
         ctx.save_for_backward(x, weight)
         ctx.shapes = (tuple(weight.shape), weight.dtype, None if bias is None else bias.dtype)

@@ -62,9 +62,9 @@ class NormalisationUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, run: Callable, carriers: int, x, weight, bias, *rest):
+    def forward(ctx, use, settings, layer, run: Callable, probes: int, x, weight, bias, *rest):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
-        ctx.save_for_backward(x, weight, *rest[carriers:])
+        ctx.save_for_backward(x, weight, *rest[probes:])
         ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         return free_of_views(run(x, weight, bias))
 

@@ -3,8 +3,6 @@
 The gradient of such an example is one outer product, and nothing on the way to the training
 gradient helps to find its norm. So the operation and its backward stay PyTorch's, and a hook that
 runs after the backward reports: an autograd Function around them takes longer than a small layer.
-
-No carrier leads to these operations. A backward that is told what to reach is told of their nodes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Recomputed(torch.autograd.Function):
                 if train and gradients[site.slot] is None:
                     gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
             ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, None, *gradients, None)
+        return (None, None, None, None, None, *gradients)
 
 
 class JointTap(torch.autograd.Function):
@@ -99,7 +99,7 @@ class JointTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, operation, tracked, results, *tensors):
         ctx.use, ctx.operation, ctx.tracked = use, operation, tracked
-        ctx.save_for_backward(*tensors[results + 1 :])
+        ctx.save_for_backward(*tensors[results:])
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors[:results])
         return tensors[:results]
@@ -114,7 +114,7 @@ class JointTap(torch.autograd.Function):
                 site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
             }
             ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, *grads, None, *(None for _ in tensors))
+        return (None, None, None, None, *grads, *(None for _ in tensors))
 
 
 def recomputed(
@@ -137,12 +137,8 @@ def recomputed(
         results = tuple(map(free_of_views, operation.native(*tensors)))
         # The tap changes nothing: an operation that needs its own result in backward may find it.
         with torch.autograd._unsafe_preserve_version_counter(results):
-            return JointTap.apply(
-                use, operation, tracked, len(results), *results, tracker.carrier, *tensors
-            )
-    return Recomputed.apply(
-        use, settings, operation, tracked, len(tensors), *tensors, tracker.carrier
-    )
+            return JointTap.apply(use, operation, tracked, len(results), *results, *tensors)
+    return Recomputed.apply(use, settings, operation, tracked, len(tensors), *tensors)
 
 
 def _refuse_derivatives(use: Use) -> None:

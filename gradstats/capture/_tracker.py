@@ -122,8 +122,6 @@ class Tracker(Data):
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
         self._mode = ConstantTracking(self)
-        # Nobody reads it: it makes the backward reach every use.
-        self.carrier = torch.zeros((), requires_grad=True)
         self._tasks: set[int] = set()
         tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
@@ -216,17 +214,17 @@ class Tracker(Data):
         return any(r.result is not None or r.compiled_report is not None for r in self.roots)
 
     @property
-    def carriers(self) -> tuple[Tensor, ...]:
-        """The leaves that nobody reads, through which a backward reaches the other operations."""
-        return (self.carrier, *(root.probe for root in self.roots if root.probe is not None))
+    def probes(self) -> tuple[Tensor, ...]:
+        """The leaves whose gradients compiled graphs report."""
+        return tuple(root.probe for root in self.roots if root.probe is not None)
 
-    def targets(self, hooked: Sequence[GraphNode]) -> tuple:
+    def targets(self, reporting: Sequence[GraphNode]) -> tuple:
         """Return what a backward must be told to reach where it is told what to reach.
 
         Args:
-            hooked: the operations that report without a carrier.
+            reporting: the nodes of the graph that report uses.
         """
-        return (*self.carriers, *(GradientEdge(node, 0) for node in hooked))
+        return (*self.probes, *(GradientEdge(node, 0) for node in reporting))
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -235,15 +233,17 @@ class Tracker(Data):
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         with torch._C.DisableTorchFunction():
-            hooked = self.before_backward([total], create_graph=False)
+            reporting = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
         if not self._reentrant:
-            run_backward((total,), (one,), inputs=self.targets(hooked))
+            targets = self.targets(reporting)
+            if targets:  # with none to reach, the engine would reach every leaf
+                run_backward((total,), (one,), inputs=targets)
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
         # other gradients is taken back.
-        own = {id(carrier) for carrier in self.carriers}
+        own = {id(probe) for probe in self.probes}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         grads = [(leaf, leaf.grad) for leaf in leaves]
         for leaf in leaves:
@@ -310,7 +310,7 @@ class Tracker(Data):
         """Check, before a backward changes anything, that it can be accounted for.
 
         Returns:
-            The operations that report without a carrier.
+            The nodes of the graph that report uses.
         """
         if create_graph:
             raise UnsupportedOperationError(
@@ -340,7 +340,7 @@ class Tracker(Data):
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
                 self.listener.before_backward(losses)
-        return coverage.hooked
+        return coverage.reporting
 
     def after_backward(self) -> None:
         """Contract what waited; let the listener see the gradients before others change them."""

@@ -4,10 +4,9 @@
     Tap  identity on the result of an operation that PyTorch computed as always
 
 The autograd Functions that stand where a parameter meets data keep their ``Use`` in ``ctx.use``,
-where the walk over the graph finds it, and take *carriers*: tensors that nobody reads and that
-require grad, so that the backward reaches each use. In eager mode that is one leaf of the
-context's, and factors go to the roots. In a compiled graph there is no Python object to deliver to,
-each parameter has one use, and the carriers are the roots' probes, whose gradients are the reports.
+where the walk over the graph finds it, and deliver factors to the roots. In a compiled graph there
+is no Python object to deliver to and each parameter has one use: there they take the roots' probes,
+whose gradients are the reports.
 """
 
 from __future__ import annotations
@@ -66,10 +65,6 @@ class Use:
         self.tracker = nodes[0].tracker
         for root in self.roots:
             root.registered += 1
-
-    @property
-    def carriers(self) -> list[Tensor]:
-        return [self.tracker.carrier]
 
     def is_sole(self, position: int) -> bool:
         """Whether the node there is a parameter to which this use alone contributes, once."""
@@ -145,8 +140,8 @@ def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
-def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
-    """Return the use and the carriers for an operation on ``nodes``."""
+def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
+    """Return the use of an operation on ``nodes``; in a compiled graph None, and their probes."""
     if torch.compiler.is_compiling():
         probes = [node.probe for node in nodes]  # type: ignore[attr-defined]
         if any(probe is None for probe in probes):
@@ -155,8 +150,7 @@ def carriers_for(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
                 "before the context is opened."
             )
         return None, probes
-    use = Use(nodes)
-    return use, use.carriers
+    return Use(nodes), []
 
 
 def fuse(factor: Factor, settings: Settings, want_sum: bool) -> Fused:
@@ -173,10 +167,10 @@ def fuse(factor: Factor, settings: Settings, want_sum: bool) -> Fused:
 
 
 def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
-    """Deliver the factors of a use; return the gradients of its carriers."""
+    """Deliver the factors of a use; in a compiled graph return the gradients of its probes."""
     if use is not None:
         use.deliver(factors)
-        return [None]
+        return []
     if settings.consumer is not None:
         raise UnsupportedOperationError(
             "inner products were asked for in a graph that torch.compile traced inside the "
@@ -264,10 +258,10 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, factors_of, carriers, result, *tensors):
+    def forward(ctx, use, settings, factors_of, probes, result, *tensors):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
-        ctx.data = range(5 + carriers, 5 + len(tensors))
-        ctx.save_for_backward(*tensors[carriers:])
+        ctx.data = range(5 + probes, 5 + len(tensors))
+        ctx.save_for_backward(*tensors[probes:])
         if torch.compiler.is_compiling():
             # The compiler of PyTorch 2.11 makes a view of what is marked. Inductor removes copies.
             return result.clone()
@@ -304,8 +298,8 @@ def tap(
             2.11 looks what a graph calls up in a set, before it has values to compare.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
     """
-    use, carriers = carriers_for(nodes)
-    return Tap.apply(use, tracker.settings, factors_of, len(carriers), result, *carriers, *saved)
+    use, probes = use_of(nodes)
+    return Tap.apply(use, tracker.settings, factors_of, len(probes), result, *probes, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._layout import Examples
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import carriers_for, report
+from gradstats.capture._uses import report, use_of
 
 
 class ExampleView(torch.autograd.Function):
@@ -23,7 +23,7 @@ class ExampleView(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layout, value, *carriers):
+    def forward(ctx, use, settings, layout, value, *probes):
         ctx.use, ctx.settings, ctx.layout = use, settings, layout
         ctx.shape = tuple(value.shape)
         return layout.view(value)
@@ -92,6 +92,6 @@ class ExampleLayout:
 
 def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
-    use, carriers = carriers_for([node])
+    use, probes = use_of([node])
     value = node.value if use is not None else node.parameter  # type: ignore[attr-defined]
-    return ExampleView.apply(use, tracker.settings, layout, value, *carriers)
+    return ExampleView.apply(use, tracker.settings, layout, value, *probes)

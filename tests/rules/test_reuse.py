@@ -150,6 +150,14 @@ def test_unused_parameters_have_zero_norms():
     check_operation(lambda m, x: x * m.used + m.other, parameters, x)
 
 
+def test_a_loss_that_uses_no_tracked_parameter():
+    """An error, and no gradient of anything else is left behind."""
+    model = Operation(lambda m, x: x * m.used, {"used": (2,), "unused": (3,)}, upstream=False)
+    with pytest.raises(gs.TrackingError, match="no backward reached"):
+        gs.per_example_norms(model, (normal(BATCH, 2),), uneven_loss, parameters="unused")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_uses_that_the_loss_does_not_reach():
     def function(m, x):
         _ = m.layer(x) * m.scale  # thrown away

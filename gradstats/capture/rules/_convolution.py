@@ -12,7 +12,7 @@ from torch.nn import functional
 from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import carriers_for, tap
+from gradstats.capture._uses import tap, use_of
 from gradstats.capture.rules._common import Examples, bare, cast_for_autocast, locate, plain
 
 
@@ -76,10 +76,10 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         return tap(
             tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
         )
-    use, carriers = carriers_for(nodes)
+    use, probes = use_of(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    return ConvolutionUse.apply(use, tracker.settings, tracked, call, *operands, *carriers)
+    return ConvolutionUse.apply(use, tracker.settings, tracked, call, *operands, *probes)
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):

@@ -20,7 +20,7 @@ from gradstats.capture._constants import check_batch_norm
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import Settings, carriers_for, derived, tap
+from gradstats.capture._uses import Settings, derived, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import Fused, _triton, _triton_layers
@@ -242,10 +242,10 @@ def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
     if factors.one_pass(tracker.settings, input):
-        use, carriers = carriers_for(nodes)
+        use, probes = use_of(nodes)
         return NormalisationUse.apply(
-            use, tracker.settings, factors, run, len(carriers), input, plain(weight), plain(bias),
-            *carriers, *statistics,
+            use, tracker.settings, factors, run, len(probes), input, plain(weight), plain(bias),
+            *probes, *statistics,
         )  # fmt: skip
     result = run(input, plain(weight), plain(bias))
     return tap(tracker, nodes, result, factors, input, *statistics)

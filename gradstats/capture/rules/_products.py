@@ -18,7 +18,7 @@ from gradstats.capture._einsum import parse_equation
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import carriers_for, derived, free_of_views, tap
+from gradstats.capture._uses import derived, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     Examples,
@@ -66,9 +66,9 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     if settings.exact:
         factors = LinearFactors(*tracked, tuple(weight.shape))
         return tap(tracker, nodes, free_of_views(native(x)), factors, x)
-    use, carriers = carriers_for(nodes)
+    use, probes = use_of(nodes)
     weight, bias = bare(weight, autocast), bare(bias, autocast)
-    return LinearUse.apply(use, settings, tracked, x, weight, bias, *carriers)
+    return LinearUse.apply(use, settings, tracked, x, weight, bias, *probes)
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
