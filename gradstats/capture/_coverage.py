@@ -70,8 +70,8 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         edges, row = node.next_functions, one_row_of(node)
         if row is not None:
             edges = (edges[row.place.edge],)  # the others lead to its parameters
-        use: Any = getattr(node, "use", None) if row is None else row.use
-        tracked = type(use) is Use
+        use: Any = getattr(node, "use", None) if row is None else row
+        tracked = isinstance(use, Use)
         if tracked:
             uses.append(use)
         if tracked or partial:

@@ -302,5 +302,4 @@ def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:
     """Return the roots of several nodes, each once, in order."""
     if len(nodes) == 1:
         return nodes[0].roots
-    roots = [root for node in nodes for root in node.roots]
-    return tuple(roots) if len(set(roots)) == len(roots) else tuple(dict.fromkeys(roots))
+    return tuple(dict.fromkeys([root for node in nodes for root in node.roots]))

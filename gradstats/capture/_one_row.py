@@ -7,6 +7,7 @@ runs after the backward reports: an autograd Function around them takes longer t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +52,15 @@ def _places() -> dict[type, Place]:
 PLACES = _places()
 
 
-class OneRow:
-    """One use of a weight, and of a bias, by a linear layer whose rows are the examples.
+class OneRow(Use):
+    """The use of a weight, and of a bias, by a linear layer whose rows are the examples.
 
     Attributes:
-        use, place: of the operation.
+        place: where the operation's node has its data.
     """
 
-    __slots__ = ("examples", "place", "settings", "use")
-
-    def __init__(self, use: Use, place: Place, settings: Settings, examples: Examples):
-        self.use = use
+    def __init__(self, nodes: Sequence[Root], place: Place, settings: Settings, examples: Examples):
+        super().__init__(nodes)
         self.place = place
         self.settings = settings
         self.examples = examples
@@ -74,13 +73,12 @@ class OneRow:
             given: the result's, after hooks of the user's, in a tuple.
         """
         (grad,) = given
-        use = self.use
         if torch.is_grad_enabled():
-            check_derivatives(use, self.settings)
+            check_derivatives(self, self.settings)
             return self._with_tracked(grads, grad)
-        if use.is_due():
+        if self.is_due():
             if grad is None:
-                use.deliver([None for _ in use.nodes])
+                self.deliver([None for _ in self.nodes])
             else:
                 x = getattr(torch._C._current_autograd_node(), self.place.saved)
                 with torch._C.DisableTorchFunction():
@@ -88,24 +86,24 @@ class OneRow:
         return None
 
     def _report(self, grad: Tensor, x: Tensor) -> None:
-        weight, *bias = self.use.roots
-        if not (weight.has_one_use and (not bias or bias[0].has_one_use)):
-            shape = tuple(weight.parameter.shape)
-            factors = LinearFactors(True, bool(bias), self.examples, shape)
-            self.use.deliver(factors(grad, x))
+        roots = self.roots
+        biased = len(roots) == 2
+        if not (roots[0].has_one_use and (not biased or roots[1].has_one_use)):
+            shape = tuple(roots[0].parameter.shape)
+            self.deliver(LinearFactors(True, biased, self.examples, shape)(grad, x))
             return
         norms = one_position(grad, x)
-        weight.settle_alone(norms)
-        if bias:
+        roots[0].settle_alone(norms)
+        if biased:
             # The gradient of an example's bias is the row whose norm the weight's needed too.
-            bias[0].settle_alone(norms.first())
+            roots[1].settle_alone(norms.first())
 
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
         """Return the gradients with that of x from an operation that uses the weight once more."""
         edge = self.place.edge
         if grads[edge] is None or grad is None:
             return None
-        again = data_gradient(self.use.nodes[0], self.settings, self.examples, grad)
+        again = data_gradient(self.nodes[0], self.settings, self.examples, grad)
         return (*grads[:edge], again, *grads[edge + 1 :])
 
 
@@ -137,9 +135,9 @@ def linear(
     place = PLACES.get(type(node))
     if place is None:
         return None
-    row = OneRow(Use((weight,) if bias is None else (weight, bias)), place, settings, examples)
-    node.metadata[KEY] = row
-    node.register_hook(row.after_backward)
+    use = OneRow((weight,) if bias is None else (weight, bias), place, settings, examples)
+    node.metadata[KEY] = use
+    node.register_hook(use.after_backward)
     return result
 
 
