@@ -83,24 +83,37 @@ def crossover() -> Path | None:
     rows = last_run("crossover")
     if not rows:
         return None
-    points = {(int(row["p"]), int(row["q"]), int(row["positions"])): row for row in rows}
-    widths = list(dict.fromkeys((p, q) for p, q, _ in points))
-    figure, axes = pyplot.subplots(1, len(widths), figsize=(2.4 * len(widths), 3), squeeze=False)
-    for panel, width in zip(axes[0], widths, strict=True):
-        line = sorted((at[2], row) for at, row in points.items() if at[:2] == width)
-        for form, colour in (("gram", "#0072B2"), ("direct", "#D55E00")):
-            times = [(t, float(row[f"{form}_ms"])) for t, row in line]
-            panel.plot(*zip(*times, strict=True), color=colour, label=form)
-            chosen = [(t, float(row[f"{form}_ms"])) for t, row in line if row["chosen"] == form]
-            if chosen:
-                panel.plot(*zip(*chosen, strict=True), "o", color=colour, markersize=5)
-        panel.set(xscale="log", yscale="log", xlabel="positions T")
-        ticks = [t for t, _ in line][::2]
-        panel.set_xticks(ticks, [str(t) for t in ticks])
-        panel.minorticks_off()
-        panel.set_title(f"{width[0]} × {width[1]}", fontsize=9)
-        panel.grid(alpha=0.3)
-    axes[0][0].set_ylabel("milliseconds")
+    questions = {"no": "norms alone", "yes": "with weight gradient"}
+    widths = list(dict.fromkeys((int(row["p"]), int(row["q"])) for row in rows))
+    figure, axes = pyplot.subplots(
+        2, len(widths), figsize=(2.4 * len(widths), 5.2), sharex=True, squeeze=False
+    )
+    for across, (wanted, question) in zip(axes, questions.items(), strict=True):
+        across[0].set_ylabel(f"milliseconds, {question}")
+        for panel, width in zip(across, widths, strict=True):
+            line = sorted(
+                (
+                    row
+                    for row in rows
+                    if (int(row["p"]), int(row["q"])) == width and row["weight_gradient"] == wanted
+                ),
+                key=lambda row: int(row["positions"]),
+            )
+            for form, colour in (("gram", "#0072B2"), ("direct", "#D55E00")):
+                times = [(int(row["positions"]), float(row[f"{form}_ms"])) for row in line]
+                panel.plot(*zip(*times, strict=True), color=colour, label=form)
+                dots = [at for at, row in zip(times, line, strict=True) if row["chosen"] == form]
+                if dots:
+                    panel.plot(*zip(*dots, strict=True), "o", color=colour, markersize=5)
+            panel.set(xscale="log", yscale="log")
+            ticks = [int(row["positions"]) for row in line][::2]
+            panel.set_xticks(ticks, [str(tick) for tick in ticks])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+    for panel, (p, q) in zip(axes[0], widths, strict=True):
+        panel.set_title(f"{p} × {q}", fontsize=9)
+    for panel in axes[1]:
+        panel.set_xlabel("positions T")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(
         f"Squared norms of one layer, 16 examples; dots: the chosen form; {rows[-1]['machine']}",

@@ -58,10 +58,11 @@ def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) ->
     """Return the cost of forming one example's gradient tile by tile and squaring it.
 
     The product takes T·d_left·d_right multiply-adds; each of the d_left·d_right elements is written
-    once, read once to be squared and, with ``with_sum``, added to the running weight gradient.
+    once, read once to be squared and, with ``with_sum``, added to the running weight gradient while
+    it is still in the cache.
     """
     elements = d_left * d_right
-    passes = 4 if with_sum else 2
+    passes = 3 if with_sum else 2
     return positions * elements + passes * elements * ELEMENT_COST
 
 

@@ -39,6 +39,16 @@ def test_the_crossover_counts_the_symmetry_of_gram_matrices(width):
     assert _cost.choose_outer_form(int(0.6 * width), width, width) == "gram"
 
 
+def test_forms_beside_training_as_measured():
+    """Where the faster one was found to be by a tenth and more (benchmarks/crossover.py)."""
+    for positions, p, q, form in (
+        (16, 64, 64, "gram"), (64, 64, 64, "direct"), (32, 1024, 256, "gram"),
+        (64, 256, 256, "direct"), (96, 512, 512, "direct"), (32, 768, 768, "gram"),
+        (128, 768, 768, "direct"), (32, 2048, 512, "gram"), (128, 2048, 512, "direct"),
+    ):  # fmt: skip
+        assert _cost.choose_outer_form(positions, p, q, with_sum=True) == form
+
+
 def test_the_sum_comes_for_free_with_the_direct_form():
     forms = {
         with_sum: [

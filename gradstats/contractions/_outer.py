@@ -42,9 +42,7 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
     if form == "direct":
-        result, formed = _direct(factor, workspace, with_sum=True)
-        assert formed is not None
-        return result, formed
+        return direct_and_sum(factor, workspace)
     result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
     return result, summed(factor)
 
@@ -179,6 +177,13 @@ def direct(factor: Outer, workspace: int) -> Contraction:
     if _triton.serves(factor):
         return _triton.direct(factor)
     return _direct(factor, workspace, with_sum=False)[0]
+
+
+def direct_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
+    """Return ‖G_i‖² and Σ_i G_i, the gradients formed once, by PyTorch."""
+    result, total = _direct(factor, workspace, with_sum=True)
+    assert total is not None
+    return result, total
 
 
 def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contraction, Tensor | None]:
