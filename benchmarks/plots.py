@@ -83,13 +83,14 @@ def crossover() -> Path | None:
     rows = last_run("crossover")
     if not rows:
         return None
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # one run measures all
     questions = {"no": "norms alone", "yes": "with weight gradient"}
     widths = list(dict.fromkeys((int(row["p"]), int(row["q"])) for row in rows))
     figure, axes = pyplot.subplots(
         2, len(widths), figsize=(2.4 * len(widths), 5.2), sharex=True, squeeze=False
     )
     for across, (wanted, question) in zip(axes, questions.items(), strict=True):
-        across[0].set_ylabel(f"milliseconds, {question}")
+        across[0].set_ylabel(f"{question}, ms")
         for panel, width in zip(across, widths, strict=True):
             line = sorted(
                 (

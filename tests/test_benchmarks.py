@@ -218,6 +218,7 @@ def test_the_readme_says_what_the_results_say():
 
 def fill(folder, name: str, rows: list[dict[str, str]]) -> None:
     stamp = {"machine": "M, 2 threads", "torch": "2.13.0", "date": "2026-01-02", "rounds": "5"}
+    stamp["commit"] = "abc1234"
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list({**rows[0], **stamp}))
         writer.writeheader()
@@ -292,10 +293,14 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
         tmp_path,
         "crossover",
         [
-            {"p": "8", "q": "8", "positions": t, "chosen": form, "gram_ms": t, "direct_ms": "5"}
+            {
+                "p": "8", "q": "8", "positions": t, "weight_gradient": wanted, "chosen": form,
+                "gram_ms": t, "direct_ms": "5",
+            }
+            for wanted in ("no", "yes")
             for t, form in (("2", "gram"), ("9", "direct"))
         ],
-    )
+    )  # fmt: skip
     assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
     assert "scaling.png" in report.TABLES["scaling"][0]()

@@ -43,7 +43,7 @@ def test_forms_beside_training_as_measured():
     """Where the faster one was found to be by a tenth and more (benchmarks/crossover.py)."""
     for positions, p, q, form in (
         (16, 64, 64, "gram"), (64, 64, 64, "direct"), (32, 1024, 256, "gram"),
-        (64, 256, 256, "direct"), (96, 512, 512, "direct"), (32, 768, 768, "gram"),
+        (128, 256, 256, "direct"), (96, 512, 512, "direct"), (32, 768, 768, "gram"),
         (128, 768, 768, "direct"), (32, 2048, 512, "gram"), (128, 2048, 512, "direct"),
     ):  # fmt: skip
         assert _cost.choose_outer_form(positions, p, q, with_sum=True) == form
