@@ -41,7 +41,7 @@ def compare(p: int, q: int, positions: int, with_sum: bool, rounds: int) -> dict
     factor = Outer(torch.randn(16, 1, positions, p), torch.randn(16, 1, positions, q), (p, q))
     timings = interleave(forms(factor, with_sum), "direct", rounds)
     ratio = timings["gram"].ratio
-    chosen = choose_outer_form(positions, p, q, with_sum=with_sum)
+    chosen = choose_outer_form(positions, p, q, with_sum=with_sum, examples=16)
     lost = max(1.0, ratio if chosen == "gram" else 1 / ratio) - 1
     print(f"{p:4d}  {q:4d}  {positions:4d}   {ratio:11.2f}   {chosen:6}   {lost:6.0%}", flush=True)
     return {

@@ -19,6 +19,9 @@ Form = Literal["rank_one", "gram", "direct"]
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
 
+# What the Gram form's greater number of operations costs, whatever their size: about 15 µs.
+GRAM_OPERATIONS = 1_400_000
+
 # Rows of a Gram matrix computed at once: only blocks on and above the diagonal are needed.
 GRAM_BLOCK = 32
 
@@ -97,6 +100,7 @@ def choose_outer_form(
     guarded: bool = True,
     on_chip: bool = False,
     patches: bool = False,
+    examples: int | None = None,
 ) -> Form:
     """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
 
@@ -113,6 +117,7 @@ def choose_outer_form(
             a compiled graph), only the forms that need no guard are chosen.
         on_chip: tiles are squared where they are made, so that only the products cost anything.
         patches: ``right`` is image patches, which the Gram form has to write out and read.
+        examples: how many there are; None for so many that only what each takes counts.
 
     Returns:
         "rank_one", "gram" or "direct".
@@ -134,6 +139,8 @@ def choose_outer_form(
         gram += 2 * positions * d_right * ELEMENT_COST
     if with_sum:
         gram += positions * d_left * d_right
+    if examples is not None:
+        gram += GRAM_OPERATIONS / max(1, examples)
     direct = direct_cost(positions, d_left, d_right, with_sum=with_sum)
     return "gram" if gram < direct else "direct"
 

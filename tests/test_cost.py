@@ -49,6 +49,16 @@ def test_forms_beside_training_as_measured():
         assert _cost.choose_outer_form(positions, p, q, with_sum=True) == form
 
 
+def test_a_few_small_examples_are_formed():
+    """There the number of operations decides, of which the Gram form takes more."""
+    for examples, positions, width, form in (
+        (8, 4, 16, "direct"), (128, 4, 16, "direct"), (32, 16, 32, "direct"),
+        (32, 4, 128, "gram"), (8, 16, 256, "gram"),
+    ):  # fmt: skip
+        assert _cost.choose_outer_form(positions, width, width, examples=examples) == form
+    assert _cost.choose_outer_form(4, 16, 16) == "gram"
+
+
 def test_the_sum_comes_for_free_with_the_direct_form():
     forms = {
         with_sum: [

@@ -24,8 +24,15 @@ from gradstats.contractions._result import (
 
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
-    (_, _, positions, p), q = factor.left.shape, factor.right.shape[3]
-    form = _cost.choose_outer_form(positions, p, q, guarded=guarded, on_chip=_triton.serves(factor))
+    (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
+    form = _cost.choose_outer_form(
+        positions,
+        p,
+        q,
+        guarded=guarded,
+        on_chip=_triton.serves(factor),
+        examples=batch * groups,
+    )
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -35,9 +42,11 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
-    (_, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
+    (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
     on_chip = _triton.serves(factor)
-    form = _cost.choose_outer_form(positions, p, q, with_sum=True, on_chip=on_chip)
+    form = _cost.choose_outer_form(
+        positions, p, q, with_sum=True, on_chip=on_chip, examples=batch * groups
+    )
     if form == "direct" and on_chip and groups == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
@@ -197,14 +206,10 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     row_bytes = groups * q * dtype.itemsize
     rows = _cost.rows_per_tile(p, row_bytes, workspace)
     chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
-    norms = left.new_empty(batch, groups, p, dtype=dtype)
-    # Without examples nothing is written into it.
-    fresh = left.new_empty if batch else left.new_zeros
-    total = fresh(groups, p, q, dtype=dtype) if with_sum else None
-    if chunk == groups == 1 and rows >= p and not torch.compiler.is_compiling():
-        _form_each(left[:, 0], right[:, 0], norms[:, 0], None if total is None else total[0])
+    if chunk == groups == 1 and rows >= p and batch and not torch.compiler.is_compiling():
+        norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum)
     else:
-        _form_chunks(left, right, norms, total, chunk, rows)
+        norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
     # What is summed over rows of the gradient is summed in float64, once for all examples.
     result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
     if total is None:
@@ -212,44 +217,63 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     return result, _arrange(total.mT.contiguous() if turned else total, factor)
 
 
-def _form_each(left: Tensor, right: Tensor, norms: Tensor, total: Tensor | None) -> None:
-    """Write the norms of the rows of each gradient, (B, p), and the sum of the gradients, (p, q).
+def _form_each(
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norms of the rows of each gradient, (B, 1, p), and the sum of them, (1, p, q).
 
     Every gradient is formed in the same piece of memory, by one product of matrices; the first of
     those that are summed where the sum will be.
     """
-    tile = norms.new_empty(left.shape[2], right.shape[2])
+    (batch, _, p), q = left.shape, right.shape[2]
+    norms, tile = left.new_empty(batch, p, dtype=dtype), left.new_empty(p, q, dtype=dtype)
+    total = torch.empty_like(tile) if with_sum else None
     place = tile if total is None else total
     for a, b, norm in zip(left.mT.unbind(), right.unbind(), norms.unbind(), strict=True):
-        torch.mm(cast(a, norms.dtype), cast(b, norms.dtype), out=place)
+        torch.mm(cast(a, dtype), cast(b, dtype), out=place)
         torch.linalg.vector_norm(place, dim=-1, out=norm)
         if total is not None and place is tile:
             total += tile
         place = tile
+    return norms.unsqueeze(1), None if total is None else total.unsqueeze(0)
 
 
 def _form_chunks(
-    left: Tensor, right: Tensor, norms: Tensor, total: Tensor | None, chunk: int, rows: int
-) -> None:
-    """As ``_form_each``, with groups, for some examples and some rows of the gradient at once."""
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """As ``_form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
+
+    Args:
+        chunk: how many examples.
+        rows: how many rows of their gradients.
+    """
     (batch, groups, _, p), q = left.shape, right.shape[3]
     # One piece of memory for all tiles: fresh pages would cost more than the products.
     scratch = None
     if chunk < batch and rows >= p and not torch.compiler.is_compiling():
-        scratch = norms.new_empty(chunk * groups, p, q)
-    for start in range(0, batch, chunk):
-        here = slice(start, start + chunk)
-        a, b = cast(left[here], norms.dtype).mT, cast(right[here], norms.dtype)
+        scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
+    norms, total = [], None
+    for start in range(0, batch, chunk) if batch else (0,):
+        a, b = left[start : start + chunk], right[start : start + chunk]
+        a, b = cast(a, dtype).mT, cast(b, dtype).flatten(0, 1)
+        lengths, sums = [], []
         for row in range(0, p, rows):
-            there = slice(row, row + rows)
-            out = None if scratch is None else scratch[: len(a) * groups]
-            tile = torch.bmm(a[:, :, there].flatten(0, 1), b.flatten(0, 1), out=out)
-            tile = tile.view(len(a), groups, -1, q)
-            norms[here, :, there] = torch.linalg.vector_norm(tile, dim=-1)
-            if total is not None and start == 0:
-                total[:, there] = tile.sum(0)
-            elif total is not None:
-                total[:, there] += tile.sum(0)
+            part = a if rows >= p else a[:, :, row : row + rows]
+            out = None if scratch is None else scratch[: len(b)]
+            tile = torch.bmm(part.flatten(0, 1), b, out=out)
+            tile = tile.view(-1, groups, tile.shape[1], q)
+            lengths.append(torch.linalg.vector_norm(tile, dim=-1))
+            if with_sum:
+                sums.append(tile.sum(0))
+        norms.append(_joined(lengths, 2))
+        if with_sum:
+            formed = _joined(sums, 1)
+            total = formed if total is None else total.add_(formed)
+    return _joined(norms, 0), total
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def merge(factors: list[Outer]) -> Outer:
