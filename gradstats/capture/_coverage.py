@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._nodes import Root
 from gradstats.capture._one_row import one_row_of
+from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
@@ -56,10 +57,9 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
     show in the autograd graph as an edge to the parameter that does not come from its alias.
     """
-    roots = {id(root.parameter): root for root in tracker.roots}
     stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
-    seen = set(start) | {root.alias_node for root in tracker.roots}
+    seen = {*start, *tracker.alias_nodes()}
     uses, hidden, found = [], False, Coverage(False, [])
     while stack:
         node = stack.pop()
@@ -95,8 +95,10 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
                 continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
             tracker.sharded.check_known(leaf)
-            root = roots.get(id(leaf))
-            if root is not None and not _reports_inside(node, root):
+            root = node_of(leaf)
+            if not isinstance(root, Root) or root not in tracker.roots:
+                continue  # not tracked, or not by this context
+            if not _reports_inside(node, root):
                 raise UnsupportedOperationError(
                     f"{node.name()} uses {root.describe()} without passing through a PyTorch "
                     "operation that can be tracked (a custom autograd Function?), so its "

@@ -40,6 +40,7 @@ class Node:
         roots: the parameters it is computed from; a root is its own.
     """
 
+    __slots__ = ()
     tracker: Tracker
     roots: tuple[Root, ...]
 
@@ -73,6 +74,7 @@ class Root(Node):
         name, parameter: as the model has them.
         probe: what a compiled graph, in which no Python runs, returns the root's report through:
             as the gradient of this leaf, (3, B) float64; None where nothing is compiled.
+        alias: a view of the parameter, once it was used by an operation that takes it.
         registered: how many uses there have been.
         counted: how many of them the graph of the losses holds.
         expected: how many of those have not delivered yet.
@@ -81,39 +83,36 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
-    probe: Tensor | None = None
-    registered = 0
-    counted = 0
-    expected = 0
-    postponed = False
-    result: Contraction | None = None
-    _alias: Tensor | None = None
+    __slots__ = (
+        "_delivered", "alias", "counted", "expected", "lookups", "name", "parameter", "postponed",
+        "probe", "registered", "result", "roots", "tracker",
+    )  # fmt: skip
 
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.roots = (self,)
         self.name = name
         self.parameter = parameter
-        self.lookups: list[Lookup] = []
-        self._delivered: list[Factor | Fused | Projected] = []
+        self.probe: Tensor | None = None
+        self.alias: Tensor | None = None
+        self.registered = self.counted = self.expected = 0
+        self.postponed = False
+        self.lookups: tuple[Lookup, ...] = ()
+        self.result: Contraction | None = None
+        self._delivered: tuple[Factor | Fused | Projected, ...] = ()
 
     @property
     def value(self) -> Tensor:
         # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
         # stands out: it is an edge to the parameter that does not come through the alias.
-        if self._alias is None:
-            self._alias = self.parameter.view_as(self.parameter)
-        return self._alias
+        if self.alias is None:
+            self.alias = self.parameter.view_as(self.parameter)
+        return self.alias
 
     @property
     def compiled_report(self) -> Tensor | None:
         """What a compiled graph reported, (3, B) float64."""
         return None if self.probe is None else self.probe.grad
-
-    @property
-    def alias_node(self):
-        """The autograd node of the alias, None if the parameter was not used."""
-        return None if self._alias is None else self._alias.grad_fn
 
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
@@ -134,7 +133,7 @@ class Root(Node):
         kept: Factor | Fused | Projected = factor
         if self.lookups and self.counted == 1 + len(self.lookups):
             kept = self.tracker.shrink(self, factor)
-        self._delivered.append(kept)
+        self._delivered = (*self._delivered, kept)
 
     def settle(self) -> None:
         """Note that a use has delivered; contract when it was the last one."""
@@ -150,7 +149,7 @@ class Root(Node):
     def contract(self) -> None:
         """Contract what has been delivered."""
         if self._delivered:
-            delivered, self._delivered = self._delivered, []
+            delivered, self._delivered = self._delivered, ()
             self.finish(self.tracker.contract(self, delivered))
 
     def finish(self, result: Contraction) -> None:
@@ -162,9 +161,8 @@ class Root(Node):
     def release(self) -> None:
         """Let go of the graph when the context closes."""
         self.tracker = CLOSED  # type: ignore[assignment]
-        self._alias = None
-        self._delivered.clear()
-        self.lookups.clear()
+        self.alias = None
+        self.lookups = self._delivered = ()
 
 
 class Derived(Node):

@@ -123,10 +123,12 @@ class Tracker(Data):
                 )
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
-        tracked = {id(parameter) for parameter in named.values()}
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
-        kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
+        kept: list[Tensor] = []
+        if len(named) < len(self._parameters):
+            tracked = {id(parameter) for parameter in named.values()}
+            kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
             own = vars(module).values()
             if not PLAIN_TYPES.issuperset(map(type, own)):
@@ -134,7 +136,7 @@ class Tracker(Data):
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant(kept)
-        self._classes: list[tuple[nn.Parameter, type]] = []
+        self._tracked: list[nn.Parameter] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def open(self) -> None:
@@ -156,7 +158,7 @@ class Tracker(Data):
         self._mode.__enter__()
 
     def _track(self, root: Root) -> None:
-        self._classes.append((root.parameter, type(root.parameter)))
+        self._tracked.append(root.parameter)
         root.parameter.__class__ = TrackedParameter
         root.parameter._gradstats = root  # type: ignore[attr-defined]
 
@@ -173,10 +175,10 @@ class Tracker(Data):
         self._mode.__exit__(None, None, None)
         self.sharded.close()
         self._eagerly.close()
-        for parameter, original in self._classes:
+        for parameter in self._tracked:
             del parameter._gradstats  # type: ignore[attr-defined]
-            parameter.__class__ = original
-        self._classes.clear()
+            parameter.__class__ = nn.Parameter  # what it was: see check_trackable
+        self._tracked.clear()
         if self.derived:
             for module in self._modules:
                 restore_attributes(module)
@@ -225,6 +227,10 @@ class Tracker(Data):
             reporting: the nodes of the graph that report uses.
         """
         return (*self.probes, *(GradientEdge(node, 0) for node in reporting))
+
+    def alias_nodes(self) -> list[GraphNode | None]:
+        """Return the autograd nodes of the parameters' aliases."""
+        return [root.alias.grad_fn for root in self.roots if root.alias is not None]
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -398,6 +404,8 @@ class Tracker(Data):
 
     def _compiled_reports(self) -> Tensor | None:
         """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""
+        if not self._compiler:
+            return None
         grads = [root.compiled_report for root in self.roots]
         if all(grad is None for grad in grads):
             return None

@@ -39,7 +39,7 @@ def embedding(
     lookup = None
     if isinstance(node, Root) and not torch.compiler.is_compiling():
         lookup = Lookup(partial(looked_up, examples, input))
-        node.lookups.append(lookup)
+        node.lookups = (*node.lookups, lookup)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
     return tap(tracker, [node], result, factors, input)
 
