@@ -21,6 +21,19 @@ def test_without_triton():
     assert run(code).strip() == "[3.0, 3.0, 3.0]"
 
 
+def test_under_modes_of_the_importer():
+    code = (
+        "import torch\n"
+        "with torch.inference_mode(), torch.device('meta'):\n"
+        "    import gradstats as gs\n"
+        "layer = torch.nn.Linear(2, 1)\n"
+        "stats = gs.per_example_norms(layer, torch.ones(3, 2), lambda m, x: m(x).sum(1))\n"
+        "from gradstats.capture._one_row import PLACES\n"
+        "print(stats.sqnorm.tolist(), *(kind.__name__ for kind in PLACES))"
+    )
+    assert run(code).strip() == "[3.0, 3.0, 3.0] AddmmBackward0 MmBackward0"
+
+
 def test_what_is_imported():
     code = (
         "import sys, torch; before = set(sys.modules)\n"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
-from torch.utils.checkpoint import CheckpointFunction
 
+from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
 from gradstats.capture._nodes import Root
 from gradstats.capture._one_row import one_row_of
 from gradstats.capture._tensors import node_of
@@ -18,22 +17,6 @@ from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
-
-ACCUMULATE_GRAD = type(
-    torch.autograd.graph.get_gradient_edge(torch.zeros(1, requires_grad=True)).node
-)
-
-
-def _copy_slices() -> type:
-    with torch.enable_grad():
-        base = torch.zeros(2, requires_grad=True).clone()
-        base[:1].mul_(1)
-    return type(base.grad_fn)
-
-
-COPY_SLICES = _copy_slices()
-
-REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -64,7 +47,6 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     while stack:
         node = stack.pop()
         found.reentrant |= type(node) is REENTRANT_CHECKPOINT
-        # An operation that changed a part of its operand stands inside a node of this type.
         partial = type(node) is COPY_SLICES
         hidden |= partial
         edges, row = node.next_functions, one_row_of(node)

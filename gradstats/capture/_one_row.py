@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._graph import ADDMM, MM
 from gradstats.capture._layout import Examples
 from gradstats.capture._linear import LinearFactors, data_gradient
 from gradstats.capture._nodes import Root
@@ -38,18 +39,7 @@ class Place(NamedTuple):
     edge: int
 
 
-def _places() -> dict[type, Place]:
-    with torch.enable_grad():
-        weight = torch.zeros(1, 1, requires_grad=True)
-        with_bias = functional.linear(weight, weight, torch.zeros(1))
-        without = functional.linear(weight, weight)
-    return {
-        type(with_bias.grad_fn): Place("_saved_mat1", 1),
-        type(without.grad_fn): Place("_saved_self", 0),
-    }
-
-
-PLACES = _places()
+PLACES = {ADDMM: Place("_saved_mat1", 1), MM: Place("_saved_self", 0)}
 
 
 class OneRow(Use):

@@ -1,0 +1,22 @@
+"""The nodes of PyTorch's autograd graphs that are known by their type."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointFunction
+
+# Whatever mode and device whoever imports this has chosen.
+with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+    _leaf = torch.zeros(1, 1, requires_grad=True)
+    _changed = _leaf.clone()
+    _changed[:1].mul_(1)
+    # Adds to the gradient of a leaf.
+    ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(_leaf).node)
+    # An operation that changed a part of its operand stands inside.
+    COPY_SLICES = type(_changed.grad_fn)
+    # A linear layer on rows, with and without a bias.
+    ADDMM = type(functional.linear(_leaf, _leaf, torch.zeros(1)).grad_fn)
+    MM = type(functional.linear(_leaf, _leaf).grad_fn)
+
+REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
