@@ -23,7 +23,7 @@ from gradstats.contractions import one_position
 
 Gradients = tuple[Tensor | None, ...]
 
-# Where an operation's node keeps its hook's ``OneRow``.
+# Where an operation's node keeps its ``OneRow``.
 KEY = "gradstats"
 
 
@@ -117,7 +117,7 @@ def serves(settings: Settings, examples: Examples, x: Tensor) -> bool:
 
 
 def linear(
-    settings: Settings, examples: Examples, x: Tensor, weight: Root, bias: Root | None
+    settings: Settings, examples: Examples, x: Tensor, weight: Root, bias: Root | None = None
 ) -> Tensor | None:
     """Return x Wᵀ + b as PyTorch computes it; None where it does so in an unknown way."""
     result = functional.linear(x, weight.parameter, None if bias is None else bias.parameter)

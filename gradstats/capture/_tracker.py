@@ -52,20 +52,7 @@ from gradstats.errors import (
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 # What most attributes of modules are: looking at each by name takes longer than at the types.
-PLAIN_TYPES = frozenset(
-    {
-        bool,
-        int,
-        float,
-        str,
-        tuple,
-        list,
-        dict,
-        set,
-        type(None),
-        *map(type, vars(nn.Module()).values()),
-    }
-)
+PLAIN_TYPES = frozenset({int, float, str, tuple, list, *map(type, vars(nn.Module()).values())})
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 

@@ -24,15 +24,7 @@ from gradstats.contractions._result import (
 
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
-    (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    form = _cost.choose_outer_form(
-        positions,
-        p,
-        q,
-        guarded=guarded,
-        on_chip=_triton.serves(factor),
-        examples=batch * groups,
-    )
+    form = _cheapest_form(factor, guarded=guarded)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -42,18 +34,22 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
-    (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    on_chip = _triton.serves(factor)
-    form = _cost.choose_outer_form(
-        positions, p, q, with_sum=True, on_chip=on_chip, examples=batch * groups
-    )
-    if form == "direct" and on_chip and groups == 1:
+    form = _cheapest_form(factor, with_sum=True)
+    if form == "direct" and factor.left.shape[1] == 1 and _triton.serves(factor):
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
     if form == "direct":
         return direct_and_sum(factor, workspace)
     result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
     return result, summed(factor)
+
+
+def _cheapest_form(factor: Outer, *, with_sum: bool = False, guarded: bool = True) -> _cost.Form:
+    (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
+    return _cost.choose_outer_form(
+        positions, p, q, with_sum=with_sum, guarded=guarded,
+        on_chip=_triton.serves(factor), examples=batch * groups,
+    )  # fmt: skip
 
 
 def rank_one(factor: Outer) -> Contraction:
@@ -253,15 +249,16 @@ def _form_chunks(
     if chunk < batch and rows >= p and not torch.compiler.is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
     norms, total = [], None
-    for start in range(0, batch, chunk) if batch else (0,):
+    # Once where there is nothing to form: sums over nothing are zeros.
+    for start in range(0, max(1, batch), chunk):
         a, b = left[start : start + chunk], right[start : start + chunk]
         a, b = cast(a, dtype).mT, cast(b, dtype).flatten(0, 1)
         lengths, sums = [], []
-        for row in range(0, p, rows):
+        for row in range(0, max(1, p), rows):
             part = a if rows >= p else a[:, :, row : row + rows]
             out = None if scratch is None else scratch[: len(b)]
             tile = torch.bmm(part.flatten(0, 1), b, out=out)
-            tile = tile.view(-1, groups, tile.shape[1], q)
+            tile = tile.view(len(a), groups, tile.shape[1], q)
             lengths.append(torch.linalg.vector_norm(tile, dim=-1))
             if with_sum:
                 sums.append(tile.sum(0))

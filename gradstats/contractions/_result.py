@@ -168,7 +168,7 @@ def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contra
     """Return ‖F[i] + F'[i]‖² from both squared norms and ⟨F[i], F'[i]⟩, (B,) float64."""
     parts = first.value + second.value
     # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
-    rounding = 4 * unit_roundoff(torch.float32) * (parts + 2 * cross.abs())
+    rounding = relative_bound(torch.float32) * (parts + 2 * cross.abs())
     return Contraction(parts + 2 * cross, first.bound + second.bound + rounding)
 
 

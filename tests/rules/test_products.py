@@ -215,3 +215,26 @@ def test_what_was_repeated_for_each_example_before_it_was_changed(function):
         return out.transpose(0, 1) if out.shape[:2] == (5, 3) else out
 
     check_operation(examples_first, {"w": (4, 2)}, normal(3, 5, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("widths", [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("positions", [1, 4])
+def test_layers_without_inputs_or_outputs(widths, positions):
+    layer = nn.Linear(*widths).double()
+    nn.init.constant_(layer.bias, 0.5)
+    x = normal(3, positions, widths[0])
+
+    def losses(model, batch):
+        each = torch.arange(1.0, 4.0, dtype=torch.float64)
+        return each * model(batch).square().sum((1, 2))
+
+    # The gradient of each element of the bias is T times that of its square, times the example.
+    bias = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64) * positions**2 * widths[1]
+    alone = gs.per_example_norms(layer, x, losses)
+    with gs.track(layer, batch_size=3) as tracker:
+        tracker.backward(losses(layer, x))
+    for stats in (alone, tracker.stats):
+        assert torch.equal(stats.by_parameter["weight"], torch.zeros(3, dtype=torch.float64))
+        torch.testing.assert_close(stats.by_parameter["bias"], bias)
+    assert layer.weight.grad.shape == layer.weight.shape

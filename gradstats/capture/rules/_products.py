@@ -53,12 +53,11 @@ def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
-    if _one_row.serves(settings, examples, x) and isinstance(weight_node, Root):
-        own_bias = bias_node if isinstance(bias_node, Root) else None
-        if (own_bias is None) == (bias is None):
-            result = _one_row.linear(settings, examples, x, weight_node, own_bias)
-            if result is not None:
-                return result
+    roots = [node for node in nodes if isinstance(node, Root)]
+    if len(roots) == (1 if bias is None else 2) and _one_row.serves(settings, examples, x):
+        result = _one_row.linear(settings, examples, x, *roots)
+        if result is not None:
+            return result
     autocast = autocast_dtype(x) is not None
     if autocast:
         x = cast_for_autocast(x)
