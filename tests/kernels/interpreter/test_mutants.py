@@ -197,6 +197,9 @@ def test_a_missing_example_boundary_is_seen_in_the_norms_alone(tmp_path):
     rejects(check_fused_norm, broken, "prime")
 
 
+# Of numbers read past the end, which may be anything.
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_an_example_that_reads_its_neighbours_rows(tmp_path):
     broken = mutant(
         weight_gradient,
