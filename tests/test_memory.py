@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
@@ -206,6 +207,63 @@ def test_the_gradient_of_tied_logits_is_not_kept():
         gs.per_example_norms(gpt, batch, next_token, workspace=MIB)
     handle.remove()
     assert alive and max(alive) < logits
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors of so many elements."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+        self.count += copies and result.numel() == self.elements
+        return result
+
+
+class Layer(nn.Module):
+    """One product, its weight stored in one of two ways."""
+
+    def __init__(self, multiply, inputs: int, outputs: int, inputs_first: bool):
+        super().__init__()
+        self.multiply = multiply
+        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(shape)),
+            nn.Parameter(torch.randn(outputs)),
+        )
+
+    def forward(self, x):
+        return self.multiply(x, self.weight, self.bias)
+
+
+LAYERS = {
+    "linear": (functional.linear, False),
+    "transposed": (lambda x, w, b: x @ w.t() + b, False),
+    "product": (lambda x, w, b: x @ w + b, True),
+    "addmm": (lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w).unflatten(0, x.shape[:2]), True),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("positions", "inputs", "outputs"), [(3, 40, 30), (60, 30, 40)], ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weight_gradients_become_grad_without_a_copy(kind, positions, inputs, outputs, fused):
+    """They are laid out as the weight is, however the product is written."""
+    model = Layer(LAYERS[kind][0], inputs, outputs, LAYERS[kind][1]).double()
+    x = torch.randn(4, positions, inputs).double()
+    with gs.track(model, batch_size=4, fused=fused) as tracker:
+        losses = model(x).square().sum((1, 2))
+        with Copies(inputs * outputs) as copies:
+            tracker.backward(losses)
+    assert copies.count == 0
+    got = model.weight.grad
+    model.weight.grad = None
+    model(x).square().sum((1, 2)).mean().backward()
+    assert got.stride() == model.weight.stride()
+    torch.testing.assert_close(got, model.weight.grad)
 
 
 def test_a_closed_context_is_freed_at_once():

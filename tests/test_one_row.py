@@ -18,9 +18,23 @@ from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 BATCH = 6
 
 
+class Product(nn.Module):
+    """x W + b, the weight stored the other way round."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x):
+        if self.bias is None:
+            return x @ self.weight
+        return torch.addmm(self.bias, x, self.weight)
+
+
 def network(bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4, bias=bias), nn.Tanh(), nn.Linear(4, 3, bias=bias)).double()
+    return nn.Sequential(nn.Linear(5, 4, bias=bias), nn.Tanh(), Product(4, 3, bias)).double()
 
 
 def data():

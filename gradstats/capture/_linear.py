@@ -22,37 +22,75 @@ from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton, summed
 
 
+@dataclass(frozen=True, eq=False)
+class LinearFactors:
+    """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
+
+    Attributes:
+        weight, bias: which of the two are tracked.
+        examples: where the examples lie in x.
+        shape: of the weight as the operation takes it.
+        inputs_first: that shape is (d_in, d_out), not (d_out, d_in).
+    """
+
+    weight: bool
+    bias: bool
+    examples: Examples
+    shape: tuple[int, ...]
+    inputs_first: bool = False
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        factors: list = []
+        if self.weight:
+            factors.append(self.of_weight(grad, x))
+        if self.bias:
+            factors.append(bias_factor(self.examples, grad))
+        return factors
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
+        """Return the weight's factor."""
+        return outer_factor(self.examples, *self._sides(grad, x), self.shape)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return Σ_i G_i, laid out as the weight is: what sums gradients copies others."""
+        left, right = (rows_of(side) for side in self._sides(grad, cast(x, grad.dtype)))
+        if weight.stride(0) == 1:
+            return torch.mm(right.t(), left).t()
+        return torch.mm(left.t(), right)
+
+    def _sides(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, grad) if self.inputs_first else (grad, x)
+
+    def data_gradient(self, node: Node, settings: Settings, grad: Tensor) -> Tensor:
+        """Return the gradient of x from an operation that uses a tracked weight once more."""
+        if node.value.dtype != grad.dtype:
+            node = derived(node, Tensor.to, grad.dtype)
+        again = LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
+        return LinearUse.apply(Use([node]), settings, again, grad, node.value, None)
+
+
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
-    weight_tracked, _, examples = ctx.tracked
+    layer = ctx.layer
     if not ctx.needs_input_grad[3]:
         return ()
-    if not weight_tracked:
-        return ((3, grad.matmul(weight.to(grad.dtype))),)
-    return ((3, data_gradient(ctx.use.nodes[0], ctx.settings, examples, grad)),)
-
-
-def data_gradient(node: Node, settings: Settings, examples: Examples, grad: Tensor) -> Tensor:
-    """Return g W for a tracked weight, as an operation that uses the weight once more."""
-    transposed = derived(node, Tensor.t)
-    if node.value.dtype != grad.dtype:
-        transposed = derived(transposed, Tensor.to, grad.dtype)
-    use = Use([transposed])
-    tracked = (True, False, examples)
-    return LinearUse.apply(use, settings, tracked, grad, transposed.value, None)
+    if not layer.weight:
+        weight = weight.to(grad.dtype)
+        return ((3, grad.matmul(weight.t() if layer.inputs_first else weight)),)
+    return ((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad)),)
 
 
 class LinearUse(torch.autograd.Function):
-    """y = x Wᵀ + b with a backward that contracts while it makes the weight gradient.
+    """A linear layer with a backward that contracts while it makes the weight gradient.
 
-    Shapes: x (B, *, d_in), weight (d_out, d_in), bias (d_out,) or None.
+    Shapes: x (B, *, d_in), weight (d_out, d_in) or (d_in, d_out), bias (d_out,) or None.
     """
 
     @staticmethod
-    def forward(ctx, use, settings, tracked, x, weight, bias, *probes):
-        ctx.use, ctx.settings, ctx.tracked = use, settings, tracked
+    def forward(ctx, use, settings, layer, x, weight, bias, *probes):
+        ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
-        ctx.shapes = (tuple(weight.shape), weight.dtype, None if bias is None else bias.dtype)
-        result = torch.nn.functional.linear(x, weight, bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        result = torch.nn.functional.linear(x, weight.t() if layer.inputs_first else weight, bias)
         if x.dim() == 2:
             return result
         # For more than two axes PyTorch returns a view, which a later relu_ could not change.
@@ -61,29 +99,28 @@ class LinearUse(torch.autograd.Function):
     @staticmethod
     @unseen(_linear_again)
     def backward(ctx, grad, x, weight):
-        use, settings = ctx.use, ctx.settings
-        weight_tracked, bias_tracked, examples = ctx.tracked
-        shape, weight_dtype, bias_dtype = ctx.shapes
+        use, settings, layer = ctx.use, ctx.settings, ctx.layer
+        weight_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_weight = grad_bias = None
         _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
         want_weight = want_weight and settings.weight_gradients
         want_bias = want_bias and settings.weight_gradients
         factors: list[Factor | Fused] = []
-        if weight_tracked:
+        if layer.weight:
             # A consumer that wants no sum has its own way to norms and products.
             pays = (want_weight and settings.fused) or settings.consumer is None
+            factor = layer.of_weight(grad, x)
             if not (pays and use is not None and use.is_sole(0)):
-                factors.append(linear_factor(examples, grad, x, shape))
+                factors.append(factor)
             else:
-                fused = fuse(linear_factor(examples, grad, x, shape), settings, want_weight)
+                fused = fuse(factor, settings, want_weight)
                 if fused.total is not None:
                     grad_weight = cast(fused.total, weight_dtype)
                 factors.append(fused)
         if want_weight and grad_weight is None:
-            own = torch.mm(rows_of(grad).t(), cast(rows_of(x), grad.dtype))
-            grad_weight = cast(own, weight_dtype)
-        if bias_tracked:
-            bias = bias_factor(examples, grad)
+            grad_weight = cast(layer.weight_gradient(grad, x, weight), weight_dtype)
+        if layer.bias:
+            bias = bias_factor(layer.examples, grad)
             reported, total = bias_report(use, settings, bias, len(factors), want_bias)
             factors.append(reported)
             if total is not None:
@@ -93,27 +130,10 @@ class LinearUse(torch.autograd.Function):
         reports = report(use, settings, factors)
         # Last, so that the layer below finds its gradient still in the cache.
         if want_x:
+            weight = cast(weight, grad.dtype)
             multiply = torch.mm if grad.dim() == 2 else torch.matmul
-            grad_x = multiply(grad, cast(weight, grad.dtype))
+            grad_x = multiply(grad, weight.t() if layer.inputs_first else weight)
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
-
-
-@dataclass(frozen=True, eq=False)
-class LinearFactors:
-    """The factors of a linear layer whose gradients PyTorch computes."""
-
-    weight: bool
-    bias: bool
-    examples: Examples
-    shape: tuple[int, ...]
-
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
-        factors: list = []
-        if self.weight:
-            factors.append(linear_factor(self.examples, grad, x, self.shape))
-        if self.bias:
-            factors.append(bias_factor(self.examples, grad))
-        return factors
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -176,14 +196,20 @@ def bias_report(
     return vector, vector.values.sum(0)
 
 
-def linear_factor(
-    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...]
+def outer_factor(
+    examples: Examples, left: Tensor, right: Tensor, shape: tuple[int, ...]
 ) -> Outer | Ragged:
-    """Return the factor of a weight that multiplies x (…, d_in) to give grad (…, d_out)."""
+    """Return the factor Σ_t left_t right_tᵀ, of a parameter in that shape.
+
+    Args:
+        examples: where the examples lie in both.
+        left, right: (…, p) and (…, q): gradient and data of a product, or data and gradient.
+        shape: of the parameter.
+    """
     if examples.segments is None:
-        return Outer(as_positions(examples.first(grad)), as_positions(examples.first(x)), shape)
+        return Outer(as_positions(examples.first(left)), as_positions(examples.first(right)), shape)
     left, right = (
-        examples.segments.sorted(examples.lead(side)).flatten(0, -2) for side in (grad, x)
+        examples.segments.sorted(examples.lead(side)).flatten(0, -2) for side in (left, right)
     )
     return Ragged(left, right, examples.segments.offsets_of(len(left)), shape)
 

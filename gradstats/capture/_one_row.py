@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gradstats.capture._graph import ADDMM, MM
 from gradstats.capture._layout import Examples
-from gradstats.capture._linear import LinearFactors, data_gradient
+from gradstats.capture._linear import LinearFactors
 from gradstats.capture._nodes import Root
 from gradstats.capture._uses import Settings, Use, check_derivatives
 from gradstats.contractions import one_position
@@ -47,13 +47,16 @@ class OneRow(Use):
 
     Attributes:
         place: where the operation's node has its data.
+        layer: its factors.
     """
 
-    def __init__(self, nodes: Sequence[Root], place: Place, settings: Settings, examples: Examples):
+    def __init__(
+        self, nodes: Sequence[Root], place: Place, settings: Settings, layer: LinearFactors
+    ):
         super().__init__(nodes)
         self.place = place
         self.settings = settings
-        self.examples = examples
+        self.layer = layer
 
     def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
         """Report what the gradient of the result says; replace that of x where it is in the loss.
@@ -79,8 +82,7 @@ class OneRow(Use):
         roots = self.roots
         biased = len(roots) == 2
         if not (roots[0].has_one_use and (not biased or roots[1].has_one_use)):
-            shape = tuple(roots[0].parameter.shape)
-            self.deliver(LinearFactors(True, biased, self.examples, shape)(grad, x))
+            self.deliver(self.layer(grad, x))
             return
         norms = one_position(grad, x)
         roots[0].settle_alone(norms)
@@ -93,7 +95,7 @@ class OneRow(Use):
         edge = self.place.edge
         if grads[edge] is None or grad is None:
             return None
-        again = data_gradient(self.nodes[0], self.settings, self.examples, grad)
+        again = self.layer.data_gradient(self.nodes[0], self.settings, grad)
         return (*grads[:edge], again, *grads[edge + 1 :])
 
 
@@ -117,15 +119,19 @@ def serves(settings: Settings, examples: Examples, x: Tensor) -> bool:
 
 
 def linear(
-    settings: Settings, examples: Examples, x: Tensor, weight: Root, bias: Root | None = None
+    settings: Settings, layer: LinearFactors, x: Tensor, weight: Root, bias: Root | None = None
 ) -> Tensor | None:
-    """Return x Wᵀ + b as PyTorch computes it; None where it does so in an unknown way."""
-    result = functional.linear(x, weight.parameter, None if bias is None else bias.parameter)
+    """Return what PyTorch computes for a layer; None where it does so in an unknown way."""
+    matrix, shift = weight.parameter, None if bias is None else bias.parameter
+    if not layer.inputs_first:
+        result = functional.linear(x, matrix, shift)
+    else:
+        result = torch.mm(x, matrix) if shift is None else torch.addmm(shift, x, matrix)
     node: Any = result.grad_fn  # whose metadata PyTorch's annotations take for a method
     place = PLACES.get(type(node))
     if place is None:
         return None
-    use = OneRow((weight,) if bias is None else (weight, bias), place, settings, examples)
+    use = OneRow((weight,) if bias is None else (weight, bias), place, settings, layer)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     return result

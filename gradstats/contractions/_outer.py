@@ -194,8 +194,7 @@ def direct_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
 def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contraction, Tensor | None]:
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
-    # A product whose long side is the rows takes down to half the time of its transpose.
-    turned = right.shape[3] > left.shape[3]
+    turned = _cost.pays_to_turn(left.shape[3], right.shape[3], len(left), with_sum=with_sum)
     if turned:
         left, right = right, left
     (batch, groups, _, p), q = left.shape, right.shape[3]

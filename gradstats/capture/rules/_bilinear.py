@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
-from gradstats.capture._linear import bias_factor, linear_factor
+from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
@@ -53,7 +53,7 @@ class BilinearFactors:
                 left, right = _pairs(grad, first), second
             else:
                 left, right = grad, _pairs(first, second)
-            factors.append(linear_factor(self.examples, left, right, self.shape))
+            factors.append(outer_factor(self.examples, left, right, self.shape))
         if self.bias:
             factors.append(bias_factor(self.examples, grad))
         return factors

@@ -48,26 +48,29 @@ def linear(tracker, func, input, weight, bias=None):
     return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
 
-def _linear(tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor]):
+def _linear(
+    tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor], *, inputs_first=False
+):
     """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
+    layer = LinearFactors(
+        weight_node is not None, bias_node is not None, examples, tuple(weight.shape), inputs_first
+    )
     roots = [node for node in nodes if isinstance(node, Root)]
     if len(roots) == (1 if bias is None else 2) and _one_row.serves(settings, examples, x):
-        result = _one_row.linear(settings, examples, x, *roots)
+        result = _one_row.linear(settings, layer, x, *roots)
         if result is not None:
             return result
     autocast = autocast_dtype(x) is not None
     if autocast:
         x = cast_for_autocast(x)
-    tracked = (weight_node is not None, bias_node is not None, examples)
     if settings.exact:
-        factors = LinearFactors(*tracked, tuple(weight.shape))
-        return tap(tracker, nodes, free_of_views(native(x)), factors, x)
+        return tap(tracker, nodes, free_of_views(native(x)), layer, x)
     use, probes = use_of(nodes)
     weight, bias = bare(weight, autocast), bare(bias, autocast)
-    return LinearUse.apply(use, settings, tracked, x, weight, bias, *probes)
+    return LinearUse.apply(use, settings, layer, x, weight, bias, *probes)
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
@@ -78,9 +81,10 @@ def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
             tracker,
             func,
             mat1,
-            _transposed(tracker, mat2),
+            mat2,
             input,
             lambda x: func(plain(input), x, plain(mat2)),
+            inputs_first=True,
         )
     return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
@@ -187,8 +191,9 @@ def matmul(tracker, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
     other = kwargs.get("mat2", kwargs.get("tensor2", other)) if other is None else other
     if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
-        weight = _transposed(tracker, other)
-        return _linear(tracker, func, input, weight, None, lambda x: func(x, plain(other)))
+        return _linear(
+            tracker, func, input, other, None, lambda x: func(x, plain(other)), inputs_first=True
+        )
     input, other = _own_slices(tracker, input, other)
     if node_of(input) is None and node_of(other) is None:
         return func(input, other)
@@ -387,13 +392,6 @@ class ProductFactor:
         kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
         result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)
         return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
-
-
-def _transposed(tracker, matrix: Tensor) -> Tensor:
-    """Return the transpose of a matrix, derived where the matrix is tracked."""
-    if node_of(matrix) is None:
-        return matrix.t()
-    return derive(tracker, Tensor.t, (matrix,), {})
 
 
 def _repeated_source(operand):

@@ -20,7 +20,7 @@ from gradstats._factors import Factor
 from gradstats.capture._data import leave_graph
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._layout import same_rows
-from gradstats.capture._linear import bias_factor, linear_factor
+from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._nodes import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
@@ -139,7 +139,7 @@ class Recurrence:
         if site.right is None:
             return bias_factor(self.examples, left)
         right = self._by_place(site.right)
-        return linear_factor(self.examples, left, right, (width, right.shape[-1]))
+        return outer_factor(self.examples, left, right, (width, right.shape[-1]))
 
     def _unroll(self, tensors: Sequence[Tensor], meetings: list[Meeting]) -> tuple[Tensor, ...]:
         """Return the results, and note every product of a weight with data on the way to them."""
