@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
-from gradstats.capture._nodes import Root
+from gradstats.capture._nodes import Node, Root
 from gradstats.capture._one_row import one_row_of
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
@@ -38,7 +38,8 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     Also where losses depend on operations in which examples met.
 
     Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
-    show in the autograd graph as an edge to the parameter that does not come from its alias.
+    show in the autograd graph as an edge to the parameter that does not come from its alias, or to
+    a derived tensor as the user's code has it.
     """
     stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
@@ -69,6 +70,9 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         for child, _ in edges:
             if child is None or child in seen:
                 continue
+            shown = tracker.shown.get(child)
+            if shown is not None and not {*tracker.roots}.isdisjoint(shown.roots):
+                raise _unseen(node, shown)
             if type(child) is not ACCUMULATE_GRAD:
                 seen.add(child)
                 stack.append(child)
@@ -81,21 +85,25 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
             if not isinstance(root, Root) or root not in tracker.roots:
                 continue  # not tracked, or not by this context
             if not _reports_inside(node, root):
-                raise UnsupportedOperationError(
-                    f"{node.name()} uses {root.describe()} without passing through a PyTorch "
-                    "operation that can be tracked (a custom autograd Function?), so its "
-                    "per-example gradient is not known. Add a rule for it with "
-                    "gs.register_rule, write the operation with PyTorch's own, have "
-                    'per_example_norms compute it one example at a time with fallback="vmap", '
-                    f"or exclude the parameter by name with exclude=[{root.name!r}].",
-                    [root.name],
-                )
+                raise _unseen(node, root)
     for use in uses:
         use.expect()
     if hidden:
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
     return found
+
+
+def _unseen(node, used: Node) -> UnsupportedOperationError:
+    names = [root.name for root in used.roots]
+    return UnsupportedOperationError(
+        f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
+        "can be tracked (a custom autograd Function?), so its per-example gradient is not known. "
+        "Add a rule for it with gs.register_rule, write the operation with PyTorch's own, have "
+        'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
+        f"parameter out by name with exclude={names!r}.",
+        names,
+    )
 
 
 def _reports_inside(node, root: Root) -> bool:

@@ -143,6 +143,12 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
+    if any(isinstance(item, Tensor) and item.is_complex() for item in flatten((result,))):
+        refuse(
+            func,
+            first_node(*operands_of(args, kwargs)),
+            "makes complex numbers of a real tensor, which has no rule",
+        )
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return result

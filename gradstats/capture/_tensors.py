@@ -69,6 +69,8 @@ def wrap(node: Derived) -> DerivedTensor:
     node.tracker.derived = True
     tensor = node.value.as_subclass(DerivedTensor)
     tensor._gradstats = node  # type: ignore[attr-defined]
+    # Every tracked use reads the value: an edge to what is shown is a use that was not seen.
+    node.tracker.shown[tensor.grad_fn] = node
     return tensor
 
 

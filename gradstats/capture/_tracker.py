@@ -19,7 +19,7 @@ from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root
+from gradstats.capture._nodes import BOUND, COUNT, VALUE, Derived, Root
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
@@ -90,6 +90,8 @@ class Tracker(Data):
         self.listener: BackwardListener | None = None
         # Whether any tensor was derived from parameters.
         self.derived = False
+        # The autograd nodes of derived tensors as the user's code has them.
+        self.shown: dict[GraphNode | None, Derived] = {}
         # Whether a compiled graph held several uses of a parameter; on the device once it reported.
         self.reported_twice: Tensor | bool = False
         self._backward_ran = False
@@ -170,6 +172,7 @@ class Tracker(Data):
             for module in self._modules:
                 restore_attributes(module)
         self.coupled.clear()
+        self.shown.clear()
         self.forget_constants()
         for root in self.roots:
             root.release()

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.contractions import _dense
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -290,4 +292,66 @@ def test_overlapping_parts_of_one_parameter():
         lambda m, x: functional.linear(x, m.w[:4]) * functional.linear(x, m.w[2:6]),
         {"w": (6, 4)},
         normal(3, 5, 4),
+    )
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+# What takes a derived tensor past the classes that show its operations.
+UNSEEN = {
+    "autograd Function": lambda w: Rounded.apply(w * 2),
+    "one of several parts": lambda w: Rounded.apply((w * 2).chunk(2, 0)[0]),
+    "vmap": lambda w: torch.func.vmap(torch.exp)(w + 1),
+    "reentrant checkpoint": lambda w: checkpoint(torch.exp, w + 1, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
+def test_a_derived_tensor_used_out_of_sight_is_refused(make):
+    """A parameter that other operations use too: it would report those alone."""
+    check_refused(
+        lambda m, x: x @ make(m.w)[:WIDTH, :2] + m.w[0, 0],
+        {"w": (2 * WIDTH, 2)},
+        normal(BATCH, POSITIONS, WIDTH),
+        error=gs.UnsupportedOperationError,
+        match=r"without passing through.*'w'|derived.*'w'.*without passing through",
+    )
+
+
+def test_a_derived_tensor_used_out_of_sight_with_the_fallback():
+    model = Operation(
+        lambda m, x: x @ Rounded.apply(m.w * 2) + m.b, {"w": (WIDTH, 2), "b": (2,)}, False
+    )
+    batch = (normal(BATCH, POSITIONS, WIDTH),)
+    stats = gs.per_example_norms(model, batch, uneven_loss, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, uneven_loss), 1e-12)
+
+
+# What makes complex numbers of a real parameter.
+COMPLEX = {
+    "view": lambda w: torch.view_as_complex(w.view(WIDTH, 1, 2)).real,
+    "polar": lambda w: torch.polar(w, w).real,
+    "fft": lambda w: torch.fft.irfft(torch.fft.rfft(w), 2),
+    "product": lambda w: (1j * w).imag,
+}
+
+
+@pytest.mark.parametrize("make", COMPLEX.values(), ids=COMPLEX)
+def test_complex_numbers_made_of_a_parameter_are_refused(make):
+    check_refused(
+        lambda m, x: x @ make(m.w),
+        {"w": (WIDTH, 2)},
+        normal(BATCH, POSITIONS, WIDTH),
+        error=gs.UnsupportedOperationError,
+        match=r"complex.*'w'",
     )
