@@ -87,7 +87,8 @@ def test_batch_norm_in_training_mode(affine, frozen):
     with pytest.raises(gs.CoupledExamplesError, match=r"training mode.*eval\(\).*GroupNorm"):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert norm.num_batches_tracked == 1  # counted by the module before the operation was refused
+    assert norm.num_batches_tracked == 0  # the module counts before its operation is refused
+    assert norm.running_mean.tolist() == [0] * 6
 
 
 class Kernel(torch.autograd.Function):

@@ -22,11 +22,22 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, stays
+from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
+from gradstats.capture._layout import (
+    BROADCASTS,
+    CHANGES,
+    OPAQUE,
+    OVER_AXES,
+    PLAIN_VIEWS,
+    PRODUCTS,
+    keeps_rows,
+    runs_over,
+    stays,
+)
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture._writes import WRITES
 from gradstats.errors import CoupledExamplesError
 
 if TYPE_CHECKING:
@@ -56,6 +67,7 @@ FACTORIES = frozenset(
     {
         torch.zeros,
         torch.ones,
+        torch.empty,
         Tensor.new_zeros,
         Tensor.new_ones,
         Tensor.new_full,
@@ -65,7 +77,15 @@ FACTORIES = frozenset(
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
-WATCHED = IN_PLACE | CHANGES | PRESCRIBES | FACTORIES
+MOVES_IN_PLACE = frozenset(
+    getattr(Tensor, f"{name}_")
+    for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "resize")
+)
+
+WATCHED = frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
+
+# Operations after which the examples may lie elsewhere.
+FOLLOWED = CHANGES | BROADCASTS | frozenset(OVER_AXES) | {torch.nn.functional.linear}
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -105,16 +125,22 @@ class ConstantTracking(TorchFunctionMode):
             result = run(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        if isinstance(result, (Tensor, tuple, list)) and func is not GRADIENT_GETTER:
-            self._follow(func, args, kwargs, result)
+        if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
+            if func is not GRADIENT_GETTER:
+                self._follow(func, args, kwargs, result)
         return result
 
     def _is_data(self, tensor: Tensor) -> bool:
         return node_of(tensor) is None and self.tracker.is_data(tensor)
 
-    def _check_statistics(self, input, *args, **kwargs) -> None:
-        if self._is_data(input):
-            check_batch_norm(input, *args, **kwargs)
+    def _check_statistics(self, input, running_mean, *args, **kwargs) -> None:
+        if not self._is_data(input):
+            return
+        try:
+            check_batch_norm(input, running_mean, *args, **kwargs)
+        except CoupledExamplesError:
+            self.tracker.take_back_count(running_mean)
+            raise
 
     def _check_native_statistics(
         self, input, weight, bias, running_mean, running_var, training, *_, **__
@@ -165,12 +191,22 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
+        if not args and "input" in kwargs:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
         if args and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                if func not in WATCHED and "out" not in kwargs:
+                if func not in WATCHED and "out" not in kwargs and type(func) not in OPAQUE:
+                    if func not in BROADCASTS or result.dim() == first.dim():
+                        return
+                elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
                     return
+                elif func in PRODUCTS:
+                    # A tracked operand's rule has looked where the examples lie.
+                    if node_of(args[-1]) is not None or keeps_rows(args, tracker.batch_dim):
+                        return
                 if func in PLAIN_VIEWS and not kwargs:
                     found = (result,) if isinstance(result, Tensor) else result
                     layout = tracker.by_contract(first)
@@ -180,17 +216,24 @@ class ConstantTracking(TorchFunctionMode):
         data = [t for t in operands if tracker.is_data(t)]
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not
+        elif func in READS_ONLY_FIRST:
+            data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
-            if func in IN_PLACE or "out" in kwargs:
-                # A constant that data were written into is one no longer.
-                tracker.mark_data(kwargs.get("out", args[0]))
+            if "out" in kwargs:
+                tracker.mark_data(kwargs["out"])
+            if func in WRITES and node_of(args[0]) is None:
+                self._follow_write(func, args, kwargs, result)
+                return
+            if func is torch.autograd.grad:
+                tracker.follow_gradients(args, kwargs, results)
+                return
             layouts = prescribed_layouts(tracker, func, args, results)
             if layouts is not None:
                 for tensor, layout in zip(results, layouts, strict=False):
                     if isinstance(tensor, Tensor):
                         tracker.place(tensor, layout)
-            elif tracker.follows_layouts or func in CHANGES:
+            elif tracker.follows_layouts or func in FOLLOWED or type(func) in OPAQUE:
                 for tensor in results:
                     if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
                         tracker.follow_layout(func, args, kwargs, data, tensor)
@@ -199,6 +242,18 @@ class ConstantTracking(TorchFunctionMode):
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
+
+    def _follow_write(self, func, args, kwargs, result) -> None:
+        """Follow data that were written into a tensor: a constant is one no longer."""
+        tracker, target = self.tracker, args[0]
+        before = tracker.is_data(target)
+        after = target if func in IN_PLACE else result
+        if after is target:
+            tracker.mark_data(target)
+        if func in MOVES_IN_PLACE:
+            tracker.follow_move(target)
+        elif not torch.compiler.is_dynamo_compiling():
+            tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
 
 
 # What the mode does in place of a call, and what it looks at beforehand.

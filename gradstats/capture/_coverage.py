@@ -59,13 +59,13 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
             uses.append(use)
         if tracked or partial:
             found.reporting.append(node)
-        if node in tracker.coupled:
+        how = tracker.coupled.get(node)
+        if how is not None:
             raise CoupledExamplesError(
-                f"{node.name()} multiplies every example with every other ({tracker.batch_size} × "
-                f"{tracker.batch_size} products of trained values, as contrastive losses form "
-                "them): each loss depends on several examples, and their gradients cannot be "
-                "told apart. Expected losses that depend on one example each: detach one "
-                "side, or multiply each example with its own partner by (x * y).sum(-1)."
+                f"{node.name()} {how}: each loss depends on several examples, and their gradients "
+                "cannot be told apart. Expected losses that depend on one example each: detach "
+                "what comes from the others, or combine each example with its own values alone, "
+                "as (x * y).sum(-1) does."
             )
         for child, _ in edges:
             if child is None or child in seen:

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gradstats._factors import Segments
 from gradstats.capture._layout import (
     BROADCASTS,
     CHANGES,
     JOINS,
+    MIXED,
+    OPAQUE,
+    OVER_AXES,
     PRODUCTS,
+    REDUCES,
     REINDEXES,
-    WRITES,
+    UNFOLLOWED,
     Examples,
+    Mixed,
+    Whole,
+    candidates,
     contracted,
     follow,
     joined,
+    looked_up,
+    runs_over,
     same_rows,
 )
 from gradstats.capture._tensors import node_of
-from gradstats.errors import ExampleAxisError
+from gradstats.errors import CoupledExamplesError, ExampleAxisError
+
+if TYPE_CHECKING:
+    from gradstats.capture._writes import Write
 
 SERIALS = itertools.count()
-
-# The mark of constants that a compiled graph computes.
-IN_GRAPH = "in graph"
 
 
 def leave_graph(what: str) -> None:
@@ -47,11 +57,12 @@ class Data:
 
     Attributes:
         batch_size, batch_dim: as the caller gave them.
-        serial: tensors are marked with this number: they may be copied, and may outlive the
+        serial: layouts are marked with this number: tensors may be copied, and may outlive the
             context.
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
-        coupled: autograd nodes in which examples met that a loss may not depend on together.
+        coupled: autograd nodes in which examples met that a loss may not depend on together, with
+            how they met there.
         loss_order: (B,) the example of each loss; None where they stand in the batch's order.
     """
 
@@ -60,11 +71,13 @@ class Data:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.follows_layouts = False
-        self.coupled: set = set()
+        self.coupled: dict[Any, str] = {}
         self.loss_order: Tensor | None = None
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
+        # The memory of constants that data were written into, under its address.
+        self._written: dict[int, torch.UntypedStorage] = {}
 
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors of the model's, on which no mark may be left, as constants."""
@@ -73,27 +86,30 @@ class Data:
     def mark_kept(self) -> None:
         """Let graphs that are traced from now on see the model's own tensors as constants."""
         for tensor in self._constants.values():
-            tensor._gradstats_constant = IN_GRAPH  # type: ignore[attr-defined]
+            tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def forget_constants(self) -> None:
         """Leave no mark on tensors of the model's."""
         for tensor in self._constants.values():
-            if getattr(tensor, "_gradstats_constant", None) == IN_GRAPH:
+            if hasattr(tensor, "_gradstats_constant"):
                 del tensor._gradstats_constant  # type: ignore[attr-defined]
         self._constants.clear()
+        self._written.clear()
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling and self._written and self._is_written(tensor):
+            return True
         if not compiling and id(tensor) in self._constants:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
-        mark = getattr(tensor, "_gradstats_constant", None)
-        if compiling:
-            # A graph serves many contexts and batches: it cannot depend on their numbers.
-            return mark is None
-        return mark != self.serial and mark != IN_GRAPH
+        # Whichever context found it: what a model computed without data, and kept, stays constant.
+        return not hasattr(tensor, "_gradstats_constant")
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._written
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
@@ -112,60 +128,143 @@ class Data:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
-        if torch.compiler.is_dynamo_compiling():
-            tensor._gradstats_constant = IN_GRAPH  # type: ignore[attr-defined]
-        elif id(tensor) not in self._constants:
-            tensor._gradstats_constant = self.serial  # type: ignore[attr-defined]
+        if torch.compiler.is_dynamo_compiling() or id(tensor) not in self._constants:
+            tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
-        """Remember that data were written into a tensor."""
-        if getattr(tensor, "_gradstats_constant", None) in (self.serial, IN_GRAPH):
-            del tensor._gradstats_constant  # type: ignore[attr-defined]
-        self._constants.pop(id(tensor), None)
+        """Remember that data were written into a tensor, and so into all that share its memory."""
+        if torch.compiler.is_dynamo_compiling():
+            if hasattr(tensor, "_gradstats_constant"):
+                del tensor._gradstats_constant  # type: ignore[attr-defined]
+        elif not self.is_data(tensor):
+            storage = tensor.untyped_storage()
+            self._written[storage._cdata] = storage
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""
-        mark = getattr(tensor, "_gradstats_layout", None)
+        mark = self._mark_of(tensor)
         if mark is None:
+            if self._written and self._is_written(tensor) and not self._is_distinct(tensor):
+                return None
             return self.by_contract(tensor)
         leave_graph("data whose examples do not lie along batch_dim")
-        owner, layout = mark
-        return layout if owner == self.serial else self.by_contract(tensor)
+        (layout,) = mark
+        return layout if isinstance(layout, Examples) else None
 
-    def place(self, tensor: Tensor, layout: Examples | None) -> None:
+    def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
+        """Return, in a tuple, what was noted of a tensor; None where nothing was."""
+        mark = getattr(tensor, "_gradstats_layout", None)
+        return mark[1:] if mark is not None and mark[0] == self.serial else None
+
+    def _owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
+        """Return whose a tensor of data is, as far as that is known."""
+        mark = self._mark_of(tensor)
+        return self.layout_of(tensor) if mark is None else mark[0]
+
+    def _is_distinct(self, tensor: Tensor) -> bool:
+        """Whether one axis and no other has the batch's size."""
+        return sum(size == self.batch_size for size in tensor.shape) == 1
+
+    def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
-        if layout != self.by_contract(tensor):
+        if layout != self.by_contract(tensor) or (self._written and self._is_written(tensor)):
             leave_graph("data whose examples do not lie along batch_dim")
             tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
             self.follows_layouts = True
+
+    def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
+        """Note where the examples lie in a tensor that data were written into.
+
+        Args:
+            write: what was written, and where.
+            target: the operand.
+            before: whether it held data already.
+            after: what holds the data now: the operand, or a copy of it.
+        """
+        values = [
+            item
+            for item in write.values
+            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
+        ]
+        if before and write.read is None and not self.follows_layouts:
+            if all(value.shape == target.shape for value in values):
+                return
+        owned = []
+        for value in values:
+            layout = self._owned(value)
+            if isinstance(layout, (Examples, Whole)):
+                owned.append((value, layout))
+            elif self._is_marked(value):
+                self.place(after, layout)
+                return
+        known = self.layout_of(target) if before else None
+        if not owned or (before and known is None):
+            if not before and not self._is_distinct(after):
+                self.place(after, None)
+            elif self._is_marked(target):
+                self.place(after, known)
+            return
+        layouts = [known] if known else candidates(target, self._contract, owned[0][1])
+        for layout in layouts:
+            if all(write.agrees(layout, *value) for value in owned):
+                self.place(after, layout)
+                return
+        self.place(after, None)
+
+    def follow_gradients(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
+    ) -> None:
+        """Note where the examples lie in what ``torch.autograd.grad`` found: as in its inputs."""
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        sources = [inputs] if isinstance(inputs, Tensor) else inputs
+        for source, result in zip(sources, results, strict=True):
+            if isinstance(result, Tensor) and node_of(source) is None:
+                self.place(result, self._owned(source))
+
+    def follow_move(self, tensor: Tensor) -> None:
+        """Note where the examples lie in a tensor whose axes were moved in place."""
+        plain = not self._is_marked(tensor) and self._is_distinct(tensor)
+        sizes = list(tensor.shape)
+        self.place(tensor, self._contract.along(sizes.index(self.batch_size)) if plain else None)
 
     def follow_layout(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
     ) -> None:
         """Note where the examples lie in the result of an operation on some tensors of data."""
-        if func in JOINS:
+        after: Examples | Whole | Mixed | None
+        if self.follows_layouts and self._mixes(data, result):
+            after = MIXED
+        elif func in JOINS:
             after = self._joined(func, args, kwargs, result)
-        elif func in PRODUCTS and self.follows_layouts:
-            after = self._multiplied(args, result)
+        elif func in OVER_AXES and self._runs_over_examples(func, args, kwargs):
+            after = MIXED if result.requires_grad and self.batch_size > 1 else None
+            if after is MIXED and func not in REDUCES:
+                self.coupled[result.grad_fn] = "runs over the examples"
+        elif self.follows_layouts and self._is_whole(data):
+            after = self._owned(data[0])
+        elif func in PRODUCTS:
+            after = self._multiplied((*args, *kwargs.values()), result)
         elif func is torch.einsum:
             after = self._contracted(args, data, result)
-        elif func in BROADCASTS and (len(data) > 1 or self._is_marked(data[0])):
+        elif func in BROADCASTS and (
+            len(data) > 1 or self._is_marked(data[0]) or result.dim() > data[0].dim()
+        ):
             after = self._broadcast(data, result)
         else:
-            changes = func in CHANGES
-            if func in REINDEXES:
-                # What is indexed decides. A constant indexed by data lies as its indices do; rows
-                # of data written into a constant lie where the contract says.
-                changes = any(tensor is args[0] for tensor in data)
-                data = [args[0]] if changes else data
-                if not changes and func in WRITES:
-                    return
+            constant = not args or not any(tensor is args[0] for tensor in data)
+            lost = func in UNFOLLOWED or type(func) in OPAQUE or (func is linear and constant)
+            changes = lost or func in CHANGES
+            if func in REINDEXES and not constant:
+                data = [args[0]]  # what is indexed decides
             source, layout = self._deciding(data)
             if not self._is_marked(source) and (not changes or layout is None):
                 return
-            if func in REINDEXES and not changes:
-                func = None
-            after = follow(func, args, kwargs, source, layout, result)
+            if lost or layout is None:
+                after = None
+            elif func in REINDEXES and constant:
+                after = looked_up(func, args, kwargs, source, layout)
+            else:
+                after = follow(func, args, kwargs, source, layout, result)
             if after is None and layout is not None and func not in REINDEXES:
                 # Where nothing else has the batch's size, shape can decide after all.
                 both = (source.shape, result.shape)
@@ -175,8 +274,35 @@ class Data:
         self.place(result, after)
 
     def _is_marked(self, tensor: Tensor) -> bool:
-        mark = getattr(tensor, "_gradstats_layout", None)
-        return mark is not None and mark[0] == self.serial
+        return self._mark_of(tensor) is not None
+
+    def _runs_over_examples(self, func, args, kwargs) -> bool:
+        (first, *_) = args
+        if node_of(first) is not None or not self.is_data(first):
+            return False
+        layout = self.layout_of(first)
+        # Rows of packed examples are positions too, which the model keeps apart by itself.
+        packed = self._contract.segments is not None
+        return layout is not None and not packed and runs_over(func, args, kwargs, layout.axis)
+
+    def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a result holds trained values of all examples; note where one's meet them."""
+        trained = [self._owned(tensor) for tensor in data if tensor.requires_grad]
+        if not any(owned is MIXED for owned in trained) or not result.requires_grad:
+            return False
+        if any(isinstance(owned, (Examples, Whole)) for owned in trained):
+            self.coupled[result.grad_fn] = (
+                "brings what was computed over all examples (a sum, a mean or a norm along their "
+                "axis) back to each of them"
+            )
+        return True
+
+    def _is_whole(self, data: list[Tensor]) -> bool:
+        """Whether all of several tensors belongs to one example."""
+        first = self._mark_of(data[0])
+        if first is None or not isinstance(first[0], Whole):
+            return False
+        return all(self._mark_of(tensor) == first for tensor in data[1:])
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout."""
@@ -254,29 +380,65 @@ class Data:
         plain = {layout.axis for layout in trained if layout.plain}
         if self.batch_size > 1 and len(plain) > 1:
             # Every example meets every other. Whether a loss depends on it shows in its graph.
-            self.coupled.add(result.grad_fn)
+            self.coupled[result.grad_fn] = (
+                f"multiplies every example with every other ({self.batch_size} × {self.batch_size} "
+                "products of trained values, as contrastive losses form them)"
+            )
         return found[0]
 
     def _joined(self, func, args, kwargs, result: Tensor) -> Examples | None:
         tensors = list(args[0] if args else kwargs["tensors"])
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
+        dim = JOINS[func]
+        if dim is None:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
+        elif any(tensor.dim() <= dim for tensor in tensors):
+            return None
         layouts = [
-            self.layout_of(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
+            self._owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
         ]
-        known = [layout for layout in layouts if layout is not None]
+        if any(isinstance(layout, Whole) for layout in layouts):
+            return self._side_by_side(tensors, layouts, dim, stacked=func is torch.stack)
+        known = [layout for layout in layouts if isinstance(layout, Examples)]
         if not known:
-            return self.by_contract(result)
+            lost = any(self._is_marked(tensor) for tensor in tensors)
+            return None if lost else self.by_contract(result)
         if func is torch.stack:
             shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
             return joined(shifted, -1, result.device)
         if dim != known[0].axis:
             # Along other axes constants may stand beside the data.
             return joined(known, dim, result.device)
-        return joined(layouts, dim, result.device)
+        return joined(known, dim, result.device) if len(known) == len(tensors) else None
+
+    def _side_by_side(self, tensors, layouts, dim: int, *, stacked: bool) -> Examples | None:
+        """Return the layout of tensors along ``dim`` of which some belong to one example each."""
+        owners: list[int] = []
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            rows = 1 if stacked else tensor.shape[dim]
+            if isinstance(layout, Whole):
+                owners += [layout.example] * rows
+            elif layout is not None and layout.axis == dim and not stacked:
+                owners += layout.owner(tensor.device).tolist()
+            elif layout is None and not self._is_marked(tensor):
+                # A constant: of the examples in whose place it stands, where the others stand so.
+                owners += range(len(owners), len(owners) + rows)
+            else:
+                return None
+        constant = any(layout is None for layout in layouts)
+        if constant and owners != list(range(self.batch_size)):
+            return None
+        owner = torch.tensor(owners, device=tensors[0].device)
+        return Examples(self.batch_size, dim).owned_by(owner, dim)
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""
         layout = self.layout_of(losses)
+        if self._owned(losses) is MIXED:
+            raise CoupledExamplesError(
+                "each loss depends on several examples: trained values were summed, averaged or "
+                "normalised along the example axis on the way. Expected losses that depend on one "
+                "example each: reduce over other axes, or detach what comes from other examples."
+            )
         moved = self._is_marked(losses) and not (layout is not None and layout.plain)
         if self._contract.segments is not None or not moved:
             return

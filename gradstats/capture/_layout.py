@@ -8,12 +8,13 @@ is lost, parameters that meet them are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._cost import product
 from gradstats._factors import Segments
@@ -82,28 +83,46 @@ class Examples:
                 return Examples(batch, axis, fold)
         return Examples(batch, axis, 1, Segments(owner, batch))
 
+    def whole(self, row: int) -> Whole:
+        """Return what a row of the axis is."""
+        row %= self.rows
+        owner = row // self.fold if self.segments is None else self.segments.owner[row]
+        return Whole(int(owner))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All of a tensor belongs to one example, whose number this is."""
+
+    example: int
+
+
+class Mixed:
+    """What was computed over all examples: all of them are in each element of a tensor."""
+
+
+MIXED = Mixed()
+
 
 def follow(
     func,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     source: Tensor,
-    layout: Examples | None,
+    layout: Examples,
     result: Tensor,
-) -> Examples | None:
+) -> Examples | Whole | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:
         func, args, kwargs: the operation and its arguments.
         source: the operand.
-        layout: its layout; None where it is not known.
+        layout: its layout.
         result: the operation's result.
 
     Returns:
         The layout, or None where the operation may have lost it.
     """
-    if layout is None:
-        return None
     if func in MOVES:
         return _moved(source, layout, result)
     if func in RESHAPES:
@@ -130,6 +149,14 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
     # As in ``_moved``: the same axis, and no other like it.
     stride, strides = source.stride(layout.axis), result.stride()
     return strides[layout.axis] == stride and strides.count(stride) == 1
+
+
+def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
+    """Whether a product multiplies, of either operand, what lies at one place along an axis."""
+    if len(operands) != 2:
+        return False
+    first, second = operands
+    return first.dim() == second.dim() > axis + 2 and second.shape[axis] != 1
 
 
 def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
@@ -185,17 +212,15 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
     return None
 
 
-def _indexed(func, args, kwargs, source, layout, result) -> Examples | None:
+def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
     """x[…]: whichever index stands at the example axis selects the examples too."""
-    index = args[1] if len(args) > 1 else kwargs["indices"]
-    items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
-    if any(not isinstance(i, (int, slice, Tensor, type(None), type(...))) for i in items):
+    return read_at(source, items_of(source, args[1]), layout)
+
+
+def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
+    """Return the layout of what ``items``, as ``items_of`` gives them, pick out of a tensor."""
+    if any(not isinstance(item, (int, slice, Tensor, type(None))) for item in items):
         return None
-    dots = [position for position, item in enumerate(items) if item is ...]
-    if dots:
-        taken = sum(_axes_taken(item) for item in items if item is not ...)
-        items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
     advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
     if advanced and advanced[-1] - advanced[0] + 1 != len(advanced):
         return None
@@ -217,10 +242,49 @@ def _indexed(func, args, kwargs, source, layout, result) -> Examples | None:
                 if item == slice(None):
                     break
                 return layout.owned_by(layout.owner(source.device)[item], after)
-            return None
+            return layout.whole(int(item))
         axis += span
         after += item is None or isinstance(item, slice)
     return layout.along(layout.axis - axis + after)
+
+
+def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples | None:
+    """Return where the examples lie in what indices of data pick out of a constant.
+
+    Args:
+        func, args, kwargs: the operation and its arguments.
+        index: the indices, and ``layout``, where the examples lie in them.
+    """
+    if func in INDEX_SELECT:
+        return layout.along(_argument(args, kwargs, 1, "dim") % args[0].dim())
+    if func is not Tensor.__getitem__:
+        return layout if func in ALONG_INDICES else None
+    items = items_of(*args)
+    places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
+    if index.dtype == torch.bool or places[-1] - places[0] + 1 != len(places):
+        return None
+    sizes = torch.broadcast_shapes(*(_selected_shape(items[place]) for place in places))
+    before = sum(item is None or isinstance(item, slice) for item in items[: places[0]])
+    return layout.along(before + len(sizes) - index.dim() + layout.axis)
+
+
+def items_of(source: Tensor, index) -> list:
+    """Return what source[index] takes: tensors for lists, slices for an ellipsis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
+    dots = [position for position, item in enumerate(items) if item is ...]
+    if dots:
+        taken = sum(_axes_taken(item) for item in items if item is not ...)
+        items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
+    return items
+
+
+def dims_at(source: Tensor, items: list) -> int:
+    """Return how many axes ``items`` leave."""
+    chosen = [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
+    sizes = torch.broadcast_shapes(*map(_selected_shape, chosen)) if chosen else ()
+    left = sum(item is None or isinstance(item, slice) for item in items)
+    return left + len(sizes) + source.dim() - sum(map(_axes_taken, items))
 
 
 def _axes_taken(item) -> int:
@@ -253,7 +317,7 @@ def _selected(items, first_axis, dims, after, layout, source) -> Examples | None
     return None
 
 
-def _along(name: str, position: int, change, default: int | None = None):
+def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
     """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
 
     Args:
@@ -266,6 +330,8 @@ def _along(name: str, position: int, change, default: int | None = None):
     def rule(func, args, kwargs, source, layout, result):
         dim = kwargs.get(name, args[position] if len(args) > position else default)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if name == "dims" and len(dims) == 1:
+            dims = (*dims, *args[position + 1 :])  # x.flip(0, 1)
         if dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
@@ -283,13 +349,23 @@ def _sliced(position: int):
         lost = source.dim() - result.dim()
         if dim != layout.axis:
             return layout.along(layout.axis - (lost if dim < layout.axis else 0))
-        if lost or source.stride(layout.axis) == 0:
+        if source.stride(layout.axis) == 0:
             return None
         start = (result.storage_offset() - source.storage_offset()) // source.stride(layout.axis)
+        if lost:
+            return layout.whole(start)
         owner = layout.owner(source.device)[start : start + result.shape[layout.axis]]
         return layout.owned_by(owner, layout.axis)
 
     return rule
+
+
+def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
+    """One place along an axis."""
+    dim = _argument(args, kwargs, 1, "dim") % source.dim()
+    if dim == layout.axis:
+        return layout.whole(_argument(args, kwargs, 2, "index"))
+    return layout.along(layout.axis - (dim < layout.axis))
 
 
 def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
@@ -328,60 +404,62 @@ def _argument(args, kwargs, position: int, name: str):
     return kwargs[name] if name in kwargs else args[position]
 
 
-def function_variants(*names: str) -> list:
+def function_variants(*names: str) -> list[Any]:
     """Return the functions, methods and operators under which an operation returns a new tensor."""
     keys = [(owner, name) for name in names for owner in (torch, Tensor)]
     keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
     return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
 
 
-def _variants(name: str) -> list:
-    return [getattr(owner, name) for owner in (torch, Tensor) if hasattr(owner, name)]
+def variants(*names: str) -> list[Any]:
+    """Return the functions and methods of these names."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    return [getattr(owner, name) for owner, name in keys if hasattr(owner, name)]
 
-
-# Operations that write rows into their first operand.
-WRITES = frozenset(
-    function
-    for name in (
-        "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
-        "index_put", "masked_scatter",
-    )
-    for function in _variants(name)
-)  # fmt: skip
 
 # Operations that select, repeat or reorder rows, with how the examples go along.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
-        _variants("index_select"),
+        variants("index_select"),
         _along("dim", 1, lambda owner, a, k: owner[_argument(a, k, 2, "index")]),
     ),
     **dict.fromkeys(
-        _variants("repeat_interleave"),
+        variants("repeat_interleave"),
         _along(
             "dim", 2, lambda owner, a, k: owner.repeat_interleave(_argument(a, k, 1, "repeats"))
         ),
     ),
-    **dict.fromkeys(_variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
+    **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
+    **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),
+    **dict.fromkeys(variants("fliplr"), _along("", 1, lambda owner, a, k: owner.flip(0), 1)),
+    **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
+    torch.fft.fftshift: _along("dim", 1, None),
+    torch.fft.ifftshift: _along("dim", 1, None),
     **dict.fromkeys(
-        _variants("roll"),
+        variants("roll"),
         _along("dims", 2, lambda owner, a, k: owner.roll(_argument(a, k, 1, "shifts"))),
     ),
-    **dict.fromkeys(_variants("gather"), _along("dim", 1, None)),
-    **dict.fromkeys(_variants("take_along_dim"), _along("dim", 2, None)),
-    **{function: _along("dim", 1, None) for function in WRITES},
-    **{function: _along("dim", 1, None, -1) for name in ("sort", "argsort", "msort")
-       for function in _variants(name)},
-    **dict.fromkeys(_variants("topk"), _along("dim", 2, None, -1)),
+    **dict.fromkeys(variants("gather"), _along("dim", 1, None)),
+    **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
+    **{function: _along("dim", 1, None, -1) for name in ("sort", "argsort")
+       for function in variants(name)},
+    **dict.fromkeys(variants("msort"), _along("dim", 1, None, 0)),
+    **dict.fromkeys(variants("topk"), _along("dim", 2, None, -1)),
     **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes")
-       for function in _variants(name)},
-    **dict.fromkeys(_variants("narrow"), _sliced(1)),
-    **dict.fromkeys(_variants("unbind"), _sliced(1)),
-    **dict.fromkeys(_variants("select"), _reduced(1)),
+       for function in variants(name)},
+    **dict.fromkeys(variants("narrow"), _sliced(1)),
+    **dict.fromkeys(variants("unbind"), _sliced(1)),
+    **dict.fromkeys(variants("select"), _chosen),
     **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
-       for function in _variants(name)},
-    **{function: _repeated for name in ("repeat", "tile") for function in _variants(name)},
+       for function in variants(name)},
+    **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
 }  # fmt: skip
+
+INDEX_SELECT = frozenset(variants("index_select"))
+
+# Operations whose result lies as the indices do.
+ALONG_INDICES = frozenset(variants("gather") + variants("take_along_dim"))
 
 # Operations over some axes of their operand; as long as every operand lies as the contract says,
 # shape tells what they leave.
@@ -390,10 +468,57 @@ REDUCES = {
         "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std", "median",
         "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean", "var_mean",
         "count_nonzero",
-    ) for function in _variants(name)},
-    **dict.fromkeys(_variants("norm"), _reduced(2)),
+    ) for function in variants(name)},
+    **dict.fromkeys(variants("norm"), _reduced(2)),
     torch.linalg.vector_norm: _reduced(2),
 }  # fmt: skip
+
+
+# Operations along an axis after which each element depends on all along it, with the place of the
+# axis among their arguments and the axis by default.
+SPREADS: dict[Any, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        variants("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+        (1, None),
+    ),
+    functional.softmax: (1, None),
+    functional.log_softmax: (1, None),
+    functional.softmin: (1, None),
+    functional.normalize: (2, 1),
+    functional.gumbel_softmax: (4, -1),
+}
+
+# Operations over the last axes of their operand, as many as a shape among their arguments has.
+OVER_LAST = frozenset({functional.layer_norm, torch.layer_norm, functional.rms_norm})
+
+ATTENTION = functional.scaled_dot_product_attention
+
+# Where the operations that may run over the examples are told their axes, and the axes by default;
+# None for all.
+OVER_AXES: dict[Any, tuple[int, int | None]] = {
+    **SPREADS,
+    **dict.fromkeys(REDUCES, (1, None)),
+    **dict.fromkeys(variants("norm"), (2, None)),
+    torch.linalg.vector_norm: (2, None),
+    **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
+}
+
+
+def runs_over(func, args, kwargs, axis: int) -> bool:
+    """Whether an operation of ``OVER_AXES`` on args[0] runs over an axis."""
+    dims = args[0].dim()
+    if func is ATTENTION:
+        return axis == dims - 2
+    position, default = OVER_AXES[func]
+    if func in OVER_LAST:
+        return axis >= dims - len(_argument(args, kwargs, position, "normalized_shape"))
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    if isinstance(dim, Tensor):
+        return False  # the larger of two tensors, for example
+    if dim is None or dim == ():
+        return func not in SPREADS
+    over = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return axis in over or axis - dims in over
 
 
 def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
@@ -405,6 +530,25 @@ def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -
     if dim != first.axis:
         return first if all(same_rows(first, layout) for layout in known) else None
     return first.owned_by(torch.cat([layout.owner(device) for layout in known]), dim)
+
+
+def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> Iterator[Examples]:
+    """Yield the layouts that a tensor may have which held nothing of any example.
+
+    Args:
+        target: the tensor.
+        contract: where examples lie by contract.
+        owned: whose a value is that is written into it.
+    """
+    axes = range(target.dim())
+    for layout in (contract, owned):
+        if isinstance(layout, Examples):
+            yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
+    if contract.segments is None and contract.batch:
+        for axis in axes:
+            rows, rest = divmod(target.shape[axis], contract.batch)
+            if rows > 1 and not rest:
+                yield Examples(contract.batch, axis, rows)
 
 
 def same_rows(first: Examples, second: Examples) -> bool:
@@ -483,10 +627,31 @@ BROADCASTS = frozenset(
     )
 )  # fmt: skip
 
-JOINS = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack})
+# Operations that put tensors side by side, with the axis where they take none.
+JOINS: dict[Any, int | None] = {
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), None),
+    **dict.fromkeys((torch.vstack, torch.row_stack), 0),
+    **dict.fromkeys((torch.hstack, torch.column_stack), 1),
+    torch.dstack: 2,
+}
+
+# Operations whose results have axes of other operands, or none of their operands': where sizes
+# agree by accident nobody knows where the examples are.
+UNFOLLOWED = frozenset(
+    function
+    for name in (
+        "tensordot", "outer", "ger", "inner", "cdist", "meshgrid", "kron", "cartesian_prod",
+        "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
+        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "take", "addr",
+    )
+    for function in variants(name)
+)  # fmt: skip
+
+# Operations of a library's own, of which nothing is known.
+OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
 
 # Operations that may give data another layout than the contract's.
-CHANGES = MOVES | RESHAPES | JOINS | frozenset(REINDEXES)
+CHANGES = MOVES | RESHAPES | frozenset(JOINS) | frozenset(REINDEXES) | UNFOLLOWED | PRODUCTS
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.
-PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(_variants("chunk"))
+PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
 from gradstats._factors import Elementwise, Factor, Outer, Path, Rows, Vector, compute_dtype
 from gradstats.capture._nodes import Derived, Node, Root, flatten
 from gradstats.contractions import Contraction, lean, sqnorm
@@ -337,7 +338,7 @@ def embedding_rows(
 ) -> Rows:
     """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
     flat, example = rows_looked_up(ids)
-    grad = grad.reshape(flat.numel(), -1)
+    grad = grad.reshape(flat.numel(), product(table[1:]))
     if padding_idx is not None:
         grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
     positions = flat.numel() // max(1, ids.shape[0])

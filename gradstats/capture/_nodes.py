@@ -106,7 +106,8 @@ class Root(Node):
         # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
         # stands out: it is an edge to the parameter that does not come through the alias.
         if self.alias is None:
-            self.alias = self.parameter.view_as(self.parameter)
+            # The gradient of an alias may be of any layout; that of a view may not be sparse.
+            self.alias = self.parameter.as_subclass(Tensor)
         return self.alias
 
     @property

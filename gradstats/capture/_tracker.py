@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
@@ -19,7 +20,7 @@ from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import BOUND, COUNT, VALUE, Derived, Root
+from gradstats.capture._nodes import BOUND, COUNT, VALUE, Derived, Root, rebuild
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
@@ -51,8 +52,11 @@ from gradstats.errors import (
 # Parameters of which a compiled graph was seen to hold several uses.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# What most attributes of modules are: looking at each by name takes longer than at the types.
-PLAIN_TYPES = frozenset({int, float, str, tuple, list, *map(type, vars(nn.Module()).values())})
+# What every module has.
+STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+# What fills long containers that hold no tensors, as vocabularies do.
+PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
@@ -119,9 +123,8 @@ class Tracker(Data):
             tracked = {id(parameter) for parameter in named.values()}
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            own = vars(module).values()
-            if not PLAIN_TYPES.issuperset(map(type, own)):
-                kept += [item for item in own if isinstance(item, Tensor)]
+            for name in vars(module).keys() - STANDARD_ATTRIBUTES:
+                kept += tensors_in(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant(kept)
@@ -150,6 +153,13 @@ class Tracker(Data):
         self._tracked.append(root.parameter)
         root.parameter.__class__ = TrackedParameter
         root.parameter._gradstats = root  # type: ignore[attr-defined]
+
+    def take_back_count(self, running_mean: Tensor | None) -> None:
+        """Have a layer forget the batch that it counted before its statistics were refused."""
+        for module in self._modules:
+            if isinstance(module, _BatchNorm) and module.training:
+                if module.running_mean is running_mean and module.num_batches_tracked is not None:
+                    module.num_batches_tracked.sub_(1)
 
     def _track_whole(self, root: Root, parameter: nn.Parameter) -> None:
         root.parameter = parameter
@@ -427,10 +437,32 @@ class Tracker(Data):
             )
 
 
+def tensors_in(item: Any) -> list[Tensor]:
+    """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
+    if isinstance(item, Tensor):
+        return [] if isinstance(item, nn.Parameter) else [item]
+    if not isinstance(item, (list, tuple, dict)):
+        return []
+    entries = item.values() if isinstance(item, dict) else item
+    if PLAIN_TYPES.issuperset(map(type, entries)):
+        return []
+    return [tensor for entry in entries for tensor in tensors_in(entry)]
+
+
 def restore_attributes(module: nn.Module) -> None:
     """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
-    for name, item in vars(module).items():
-        if isinstance(item, DerivedTensor):
-            vars(module)[name] = unwrap(item)
-        elif type(item) is list and any(isinstance(entry, DerivedTensor) for entry in item):
-            item[:] = map(unwrap, item)
+    own = vars(module)
+    for name in own.keys() - STANDARD_ATTRIBUTES:
+        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_in(own[name])):
+            own[name] = _unwrapped(own[name])
+
+
+def _unwrapped(item):
+    """Return an attribute with plain tensors for derived ones; lists and dicts stay the same."""
+    if isinstance(item, list):
+        item[:] = map(_unwrapped, item)
+    elif isinstance(item, dict):
+        item.update({key: _unwrapped(value) for key, value in item.items()})
+    elif isinstance(item, tuple):
+        return rebuild(item, unwrap)
+    return unwrap(item)

@@ -355,3 +355,36 @@ def test_complex_numbers_made_of_a_parameter_are_refused(make):
         error=gs.UnsupportedOperationError,
         match=r"complex.*'w'",
     )
+
+
+class Stores(nn.Module):
+    """Leaves what it computes from its parameter where it can be found afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.found = {}
+        self.listed = []
+        self.nested = ()
+
+    def forward(self, x):
+        self.last = self.weight * 2
+        self.found["scale"] = self.weight * 3
+        self.listed.append({"scale": self.weight * 4})
+        self.nested = (1, (self.weight * 5,))
+        return x * (self.last + self.found["scale"])
+
+
+def test_derived_tensors_that_a_forward_stores_become_plain():
+    model, x = Stores().double(), normal(BATCH, WIDTH)
+    found, listed = model.found, model.listed
+    gs.per_example_norms(model, x, uneven_loss_of)
+    assert model.found is found and model.listed is listed
+    stored = [model.last, found["scale"], listed[0]["scale"], model.nested[1][0]]
+    for factor, tensor in enumerate(stored, start=2):
+        assert type(tensor) is torch.Tensor
+        torch.testing.assert_close(tensor, model.weight * factor)
+
+
+def uneven_loss_of(model, x):
+    return uneven_loss(model, (x,))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal
 
 ROWS = 5
@@ -33,6 +34,33 @@ def test_embedding_sweep(shape, width, padding_idx, dtype):
 def test_embedding_of_one_id_repeated():
     ids = torch.tensor([[2, 2, 2, 2], [2, 1, 2, 1], [0, 1, 2, 3]])
     check_operation(lambda m, ids: m.layer(ids), {"layer": nn.Embedding(ROWS, 3)}, ids)
+
+
+def test_embedding_of_no_ids():
+    def function(m, ids):
+        return m.layer(ids).sum(1) + m.table[ids].sum(1) + m.bias
+
+    parameters = {"layer": nn.Embedding(ROWS, 3), "table": (ROWS, 3), "bias": (3,)}
+    check_operation(function, parameters, integers(4, 0))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_sparse_gradients(fused):
+    layer = nn.Embedding(ROWS, 3, sparse=True).double()
+    ids = torch.tensor([[2, 2], [2, 1], [0, 1]])
+
+    def losses(m, ids):
+        return m(ids).square().sum((1, 2))
+
+    dense = nn.Embedding.from_pretrained(layer.weight.detach().clone(), freeze=False)
+    expected = oracle_sqnorms(dense, ids, losses)
+    losses(dense, ids).mean().backward()
+    with gs.track(layer, batch_size=3, fused=fused) as tracker:
+        tracker.backward(losses(layer, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+    assert layer.weight.grad.is_sparse
+    torch.testing.assert_close(layer.weight.grad.to_dense(), dense.weight.grad)
+    assert_sqnorms(gs.per_example_norms(layer, ids, losses), expected, 1e-12)
 
 
 def test_embedding_with_everything_padded():

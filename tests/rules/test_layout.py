@@ -1,10 +1,13 @@
 """Examples moved to another axis by the model itself; with T = B shape cannot tell."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import gradstats as gs
+from tests.oracle import assert_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH = 3
@@ -74,6 +77,47 @@ def test_positions_kept_as_an_attribute(positions):
     check_operation(
         lambda m, x: x + m.layer(m.layer.positions), {"layer": layer}, normal(BATCH, positions, 4)
     )
+
+
+class Kept(nn.Module):
+    """Positions that a model keeps elsewhere than in an attribute of their own."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.scale, self.where = nn.Parameter(torch.randn(BATCH)), where
+        self.made = {"list": [self.make()], "tuple": (self.make(), [self.make()]), "dict": {}}
+        if where in ("list", "tuple"):
+            self.kept = self.made[where]
+
+    @staticmethod
+    def make():
+        return torch.arange(BATCH) * 0.5
+
+    @functools.cache  # noqa: B019
+    def cached(self):
+        return self.make()
+
+    def forward(self, x):
+        if self.where == "cache":
+            return x + self.scale * self.cached()
+        if self.where == "dict":
+            self.made["dict"].setdefault(BATCH, self.make())
+            return x + self.scale * self.made["dict"][BATCH]
+        return x + self.scale * self.kept[0]
+
+
+@pytest.mark.parametrize("where", ["list", "tuple", "dict", "cache"])
+def test_positions_kept_by_the_model(where):
+    """As many as examples; the first call makes some of them, and the second finds them."""
+    model, x = Kept(where).double(), normal(BATCH, BATCH)
+
+    def losses(m, x):
+        return m(x).square().sum(1)
+
+    slopes = 2 * (x + model.scale.detach() * model.make()) * model.make()
+    expected = {"scale": slopes.square().sum(1)}
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
 
 
 def test_buffers_are_left_as_they_were():
@@ -163,6 +207,81 @@ def test_reordered_examples(there, back):
     check_operation(function, parameters, normal(BATCH, BATCH, 4))
 
 
+@pytest.mark.parametrize(
+    "there, back",
+    {
+        "flip": (lambda x: x.flip(0, 1), lambda x: x.flip((0, 1))),
+        "flipud": (torch.flipud, torch.flipud),
+        "stack": (
+            lambda x: torch.stack([x[i] for i in ORDER.tolist()]),
+            lambda x: torch.stack([x.select(0, i) for i in ORDER.argsort().tolist()]),
+        ),
+        "rot90": (lambda x: torch.rot90(x, 2), lambda x: torch.rot90(x, -2)),
+        "fftshift": (torch.fft.fftshift, torch.fft.ifftshift),
+        "msort": (torch.msort, torch.msort),
+    }.values(),
+    ids=["flip", "flipud", "stack", "rot90", "fftshift", "msort"],
+)
+def test_reordered_examples_are_followed_or_refused(there, back):
+    """With as many columns as rows, and more."""
+
+    def function(m, x):
+        return back(m.second(there(torch.tanh(m.first(x)))))
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    if there is torch.flipud or there(torch.eye(3)).tolist() == torch.eye(3)[ORDER].tolist():
+        check_operation(function, parameters, normal(BATCH, 4))
+        return
+    check_refused(
+        function, parameters, normal(BATCH, 4), error=gs.ExampleAxisError, match="'second.weight'"
+    )
+
+
+# What lays the examples along another axis, (B, B, 4) like what it is given.
+UNKNOWN = {
+    "tensordot": lambda h, c: torch.tensordot(c, h, dims=([1], [1])),
+    "overload": lambda h, c: torch.ops.aten.transpose.int(h, 0, 1),
+    "linear": lambda h, c: nn.functional.linear(c, h[0, :, :3]).unsqueeze(-1).expand(-1, -1, 4),
+}
+
+
+@pytest.mark.parametrize("move", UNKNOWN.values(), ids=UNKNOWN)
+def test_axes_that_nobody_follows(move):
+    """Where two axes have the batch's size, shape does not say where the examples are."""
+    check_refused(
+        lambda m, x: m.second(move(m.first(x), torch.eye(BATCH).double())).transpose(0, 1),
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)},
+        normal(BATCH, BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="'second.weight'",
+    )
+
+
+def table():
+    """Return a constant: nothing that comes from outside of a call."""
+    return torch.linspace(-1, 1, BATCH * 9).view(BATCH, 9).double()
+
+
+# Examples along the second axis of (3, B).
+SECOND_AXIS = {
+    "indexed": lambda m, x: table()[:, x],
+    "index_select": lambda m, x: table().index_select(1, x),
+    "index of several axes": lambda m, x: table()[torch.arange(BATCH)[:, None], x],
+    "constant times data": lambda m, x: table()[:, :1] * (m.w * x),
+    "data times constant": lambda m, x: (m.w * x) * table()[:, :1],
+}
+
+
+@pytest.mark.parametrize("function", SECOND_AXIS.values(), ids=SECOND_AXIS)
+def test_examples_along_the_axis_of_the_data(function):
+    """A constant with more axes, or one that is looked up, says where the examples go."""
+    check_operation(
+        lambda m, x: (m.v[:, None] * function(m, x)).T + m.w * x[:, None],
+        {"v": (BATCH,), "w": ()},
+        torch.tensor([1, 5, 7]),
+    )
+
+
 def test_examples_left_in_another_order():
     """Norms come in the order of the losses."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -210,6 +329,15 @@ def test_tokens_routed_to_experts():
 
     parameters = {name: nn.Linear(4, 4) for name in ("one", "two")}
     check_operation(function, {**parameters, "router": nn.Linear(4, 2)}, normal(BATCH, 5, 4))
+
+
+@pytest.mark.parametrize("expert", [nn.Linear(4, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)])
+def test_an_expert_that_gets_no_rows(expert):
+    def function(m, x):
+        nothing = torch.zeros(0, dtype=torch.long)
+        return x.index_add(0, nothing, m.expert(x[nothing])) * m.scale
+
+    check_operation(function, {"expert": expert, "scale": (4,)}, normal(BATCH, 4))
 
 
 def test_stacked_experts_chosen_by_number():

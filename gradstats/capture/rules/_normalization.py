@@ -180,13 +180,13 @@ class AffineFactors:
         if self.channel_axis is None:
             if product.dim() == 1 + len(self.shape) and self.examples.plain:
                 return product
-            rows = product.reshape(product.shape[0], -1, *self.shape)
+            rows = product.unsqueeze(1).flatten(1, -1 - len(self.shape))
         else:
-            rows = product.reshape(product.shape[0], self.shape[0], -1).mT
+            rows = product.unsqueeze(-1).flatten(2).mT
         if self.examples.segments is None:
             # One sum over rows and positions.
             if self.examples.fold != 1:
-                rows = rows.reshape(len(bounds) - 1, -1, *self.shape)
+                rows = rows.unflatten(0, (len(bounds) - 1, self.examples.fold)).flatten(1, 2)
             return rows.sum(1)
         counts = torch.tensor(bounds, device=product.device).diff()
         return segment_sum(rows.sum(1), counts)

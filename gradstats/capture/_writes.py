@@ -1,0 +1,125 @@
+"""Where the examples lie in a tensor that data were written into.
+
+What is written says it: whoever reads the tensor at that place must find there what belongs to the
+same examples. A tensor that held nothing of any example may get them along any axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradstats.capture._dispatch import IN_PLACE
+from gradstats.capture._layout import (
+    Examples,
+    Whole,
+    dims_at,
+    items_of,
+    read_at,
+    same_rows,
+    variants,
+)
+
+
+@dataclass(frozen=True)
+class Write:
+    """What an operation writes into its first operand, and where.
+
+    Attributes:
+        values: what is written, of which those that are data say whose it is.
+        read: called with a layout of the operand, it returns that of the place written to; None
+            where that is all of the operand.
+        dims: number of axes of that place.
+    """
+
+    values: tuple[Any, ...]
+    read: Callable[[Examples], Examples | Whole | None] | None
+    dims: int
+
+    def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+        """Whether a value falls on its own examples, where those of the operand lie so.
+
+        Args:
+            layout: of the operand.
+            value: what is written, and ``owned``, whose it is.
+        """
+        place = layout if self.read is None else self.read(layout)
+        if isinstance(place, Examples) and isinstance(owned, Examples):
+            return place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned)
+        return place is not None and place == owned
+
+
+def _everywhere(target: Tensor, *values, **named) -> Write:
+    return Write((*values, *named.values()), None, target.dim())
+
+
+def _items(target: Tensor, index, value, *_) -> Write:
+    items = items_of(target, tuple(index) if isinstance(index, list) else index)
+    return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+
+
+def _assigned(target: Tensor, index, value) -> Write:
+    items = items_of(target, index)
+    return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+
+
+def _rows(target: Tensor, dim: int, index: Tensor, value, *_, **__) -> Write:
+    dim %= target.dim()
+
+    def read(layout: Examples) -> Examples:
+        if layout.axis != dim:
+            return layout
+        return layout.owned_by(layout.owner(index.device)[index.view(-1)], dim)
+
+    return Write((value,), read, target.dim())
+
+
+def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others) -> Write:
+    value = others.get("src", others.get("value", value))
+    dim %= target.dim()
+
+    def read(layout: Examples) -> Examples | None:
+        # Along the example axis each element goes its own way.
+        whole = index.shape[layout.axis] == target.shape[layout.axis]
+        return layout if layout.axis != dim and whole else None
+
+    return Write((value,), read, target.dim())
+
+
+def _masked(target: Tensor, mask: Tensor, value: Tensor) -> Write:
+    """The elements of the value, one after the other, where the mask is true.
+
+    Values stand in the order of the examples, whose rows of the mask take them one by one.
+    """
+    taken = mask.expand(target.shape)
+
+    def read(layout: Examples) -> Examples | None:
+        counts = layout.lead(taken).flatten(1).sum(1)
+        width = value[0].numel() if value.dim() and len(value) else 0
+        if layout.axis != 0 or not width or bool((counts % width).any()):
+            return None
+        owner = layout.owner(target.device).repeat_interleave(counts // width)
+        return layout.owned_by(owner, 0) if len(owner) == len(value) else None
+
+    return Write((value,), read, value.dim())
+
+
+# Operations that write into their first operand, or into a copy of it.
+WRITES: dict[Any, Callable[..., Write]] = {
+    **dict.fromkeys(IN_PLACE, _everywhere),
+    Tensor.__setitem__: _assigned,
+    **{
+        function: write
+        for write, names in (
+            (_rows, ("index_add", "index_copy", "index_fill", "index_reduce")),
+            (_scattered, ("scatter", "scatter_add", "scatter_reduce")),
+            (_items, ("index_put",)),
+            (_masked, ("masked_scatter",)),
+        )
+        for name in names
+        for function in variants(name, f"{name}_")
+    },
+}

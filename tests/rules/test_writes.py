@@ -1,0 +1,209 @@
+"""Tensors that data are written into: what is written says where their examples lie."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms
+from tests.rules.operation import check_operation, check_refused, normal
+
+BATCH, WIDTH = 3, 4
+ORDER = torch.tensor([2, 0, 1])
+
+
+def empty(x, *shape):
+    """Return memory that holds nothing of any example."""
+    return torch.zeros(shape, dtype=x.dtype)
+
+
+def by_position(h):
+    out = empty(h, *h.shape)
+    for position in range(h.shape[1]):
+        out[:, position] = h[:, position]
+    return out
+
+
+def time_major(h):
+    out = empty(h, *h.transpose(0, 1).shape)
+    for position in range(h.shape[1]):
+        out[position] = h[:, position]
+    return out.transpose(0, 1)
+
+
+def one_by_one(h):
+    out = torch.empty_like(h)
+    for example in range(len(h)):
+        out[example] = h[example].softmax(-1)
+    return out
+
+
+def through_a_view(h):
+    out = empty(h, *h.shape)
+    out[:, :1].copy_(h[:, :1])
+    out[:, 1:] += h[:, 1:]
+    return out
+
+
+def by_mask(h):
+    out, mask = empty(h, *h.shape), h.detach().flatten(1).sum(1) > 0
+    out[mask] = 2 * h[mask]
+    out[~mask] = h[~mask].tanh()
+    return out
+
+
+def rows_added(h):
+    rows, chosen = h.flatten(0, -2), torch.tensor([2, 0, 2])
+    out = empty(h, *rows.shape).index_add_(0, chosen, rows[chosen])
+    return out.index_add(0, torch.tensor([1]), rows[[1]]).view(h.shape)
+
+
+FOLLOWED = {
+    "by position": by_position,
+    "time major": time_major,
+    "one by one": one_by_one,
+    "all at once": lambda h: empty(h, *h.shape).copy_(h),
+    "through a view": through_a_view,
+    "by mask": by_mask,
+    "rows added": rows_added,
+    "rows copied": lambda h: torch.zeros_like(h).index_copy_(0, ORDER, h[ORDER]),
+    "scattered along positions": lambda h: empty(h, *h.shape).scatter(
+        1, torch.ones_like(h, dtype=torch.long), h
+    ),
+    "put": lambda h: empty(h, *h.shape).index_put_((ORDER,), h[ORDER]),
+    "elements where a mask is true": lambda h: h.masked_scatter(
+        torch.tensor([[True], [False], [True]]).expand_as(h[..., 0])[..., None].expand_as(h),
+        h.exp()[[0, 2]].flatten(0, -2),
+    ),
+    "moved in place": lambda h: h.clone().transpose_(0, 1).contiguous().transpose(0, 1),
+    "stacked one by one": lambda h: torch.stack([row.softmax(-1) for row in h]),
+    "chosen one by one": lambda h: torch.cat([h.select(0, i)[None] for i in range(BATCH)]),
+}
+
+
+# Where shape alone tells, as the whole of what a view belongs to, or axes moved in place.
+BY_SHAPE = ("through a view", "moved in place")
+
+
+@pytest.mark.parametrize("positions", [2, BATCH])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_writes_that_are_followed(name, positions):
+    write = FOLLOWED[name]
+    if name in BY_SHAPE:
+        positions = 2
+
+    def function(m, x):
+        return m.second(write(torch.tanh(m.first(x)))) + x
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, positions, WIDTH))
+
+
+def in_place(change):
+    def moved(h):
+        out = torch.zeros_like(h)
+        change(out, h)
+        return out
+
+    return moved
+
+
+def assigned(out, h):
+    out[ORDER] = h
+
+
+def shifted(out, h):
+    for example in range(BATCH):
+        out[(example + 1) % BATCH] = h[example]
+
+
+INDEX = ORDER[:, None].expand(BATCH, WIDTH)
+
+# Rows that go to other examples' places, and axes that are exchanged.
+LOST = {
+    "copy_": in_place(lambda out, h: out.copy_(h[ORDER])),
+    "assigned": in_place(assigned),
+    "one by one": in_place(shifted),
+    "index_copy_": in_place(lambda out, h: out.index_copy_(0, ORDER, h)),
+    "index_add_": in_place(lambda out, h: out.index_add_(0, ORDER, h)),
+    "scatter_": in_place(lambda out, h: out.scatter_(0, INDEX, h)),
+    "into a constant": lambda h: empty(h, *h.shape).index_add(0, ORDER, h),
+    "scattered into a constant": lambda h: empty(h, *h.shape).scatter(0, INDEX, h),
+}
+
+
+@pytest.mark.parametrize("move", LOST.values(), ids=LOST)
+def test_rows_written_elsewhere_are_refused(move):
+    check_refused(
+        lambda m, x: m.second(move(m.first(x)))[ORDER],
+        {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)},
+        normal(BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="'second.weight'",
+    )
+
+
+def transposed_sum(h):
+    out = torch.zeros_like(h)
+    out += h.transpose(0, 1)
+    return out
+
+
+def rows_of_a_view(h):
+    out = empty(h, *h.shape)
+    for position in range(len(h)):
+        out[position].copy_(h[:, position])
+    return out
+
+
+@pytest.mark.parametrize(
+    "move",
+    [lambda h: h.clone().transpose_(0, 1), transposed_sum, rows_of_a_view],
+    ids=["transpose_", "sum", "through views"],
+)
+def test_axes_exchanged_by_writing_are_refused(move):
+    """With as many positions as examples shape does not tell."""
+    check_refused(
+        lambda m, x: m.second(move(m.first(x))).transpose(0, 1),
+        {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)},
+        normal(BATCH, BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="'second.weight'",
+    )
+
+
+class Cached(nn.Module):
+    """Writes into memory that it keeps, as caches of keys do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("cache", torch.zeros(BATCH, 5, WIDTH))
+
+    def forward(self, x):
+        self.cache.detach_()
+        self.cache[:, :2] = self.first(x)
+        return functional.gelu(self.second(self.cache))
+
+
+def test_a_buffer_of_the_model_that_data_are_written_into():
+    """Within a context it holds data, and in the next it is the model's."""
+    torch.manual_seed(0)
+    model, x = Cached().double(), normal(BATCH, 2, WIDTH)
+
+    def losses(m, x):
+        return m(x).square().sum((1, 2))
+
+    parameters = dict(model.named_parameters())
+    expected = {name: [] for name in parameters}
+    for loss in losses(model, x):
+        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        for name, grad in zip(parameters, grads, strict=True):
+            expected[name].append(grad.square().sum())
+    expected = {name: torch.stack(values) for name, values in expected.items()}
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
+        with gs.track(model, batch_size=BATCH) as tracker:
+            tracker.backward(losses(model, x))
+        assert_sqnorms(tracker.stats, expected, 1e-12)
