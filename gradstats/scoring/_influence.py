@@ -208,7 +208,10 @@ class _Run:
 
     def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
         """Compute the whole matrix; return it, or where its parts are on disk."""
-        folder = open_folder(self.out, self._description("influence"), self._ids(), self.resume)
+        folder = None
+        if self.out is not None:
+            description = self._description("influence")
+            folder = open_folder(self.out, description, self._ids(), self.resume)
         arrays = {
             "products": Array(("row", "column"), self.work.dtype),
             "train_sqnorm": Array(("row",), np.dtype(np.float64)),
@@ -299,14 +302,11 @@ class _Run:
         return {"train_ids": self.train.ids, "query_ids": self.query.ids}
 
     def _description(self, kind: str) -> dict[str, Any]:
-        def side(data: Data) -> dict[str, Any]:
-            return {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint}
-
         return {
             "kind": kind,
             "settings": self.work.description(),
-            "train": side(self.train),
-            "query": side(self.query),
+            "train": self.train.description(),
+            "query": self.query.description(),
         }
 
     def _room(self, nbytes: int) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from gradstats.errors import LoaderError
-from gradstats.scoring._batches import feed, pick
+from gradstats.scoring._batches import pick
+from gradstats.scoring._content import ContentHash
 from gradstats.statistics._loss import infer_batch_size
 
 IdSource = str | int | Callable[[Any], Any] | None
@@ -23,9 +23,6 @@ class Data:
     Attributes:
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
-        fingerprint: SHA-256 over the sizes and the contents: of every batch where all had to be
-            read to count them or to collect ids and of a TensorDataset, else of the first, the
-            middle and the last batch.
     """
 
     def __init__(self, loader: Any, role: str, ids: IdSource, batch_dim: int):
@@ -37,29 +34,48 @@ class Data:
         if _is_indexable(loader):
             self._index_lists = _index_lists(loader, named=ids is not None)
             self._check_sequential(ids)
-        digest = hashlib.sha256()
+        content = ContentHash()
         if self._index_lists is not None and ids is None:
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
             if type(loader.dataset) is TensorDataset:
-                feed(digest, loader.dataset.tensors)
+                content.add(loader.dataset.tensors)
             last = len(self.sizes) - 1
             for _, batch in self.read(sorted({0, last // 2, last})):
-                feed(digest, batch)
+                content.add(batch)
             self.ids = np.array([i for each in self._index_lists for i in each])
         else:
             sizes, named = [], []
             for batch in self._all():
                 sizes.append(infer_batch_size(batch, batch_dim))
-                feed(digest, batch)
+                content.add(batch)
                 if ids is not None:
                     named.extend(pick(batch, ids))
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
             self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
-        digest.update(self.sizes.tobytes())
-        digest.update(repr(self.ids.tolist()).encode())
-        self.fingerprint = digest.hexdigest()
+        content.add([self.sizes, self.ids])
+        self._fingerprint, self._unread = content.hexdigest(), content.unread
+
+    def description(self) -> dict[str, Any]:
+        """Return what says that data are the same, for a manifest.
+
+        The hash covers the sizes, the ids and the contents: of every batch where all had to be read
+        to count them or to collect ids and of a TensorDataset, else of the first, the middle and
+        the last batch.
+
+        Raises:
+            LoaderError: if the batches hold objects whose contents are not known.
+        """
+        if self._unread:
+            raise LoaderError(
+                f"the batches of the {self._role} loader hold objects of type "
+                f"{', '.join(sorted(self._unread))}, whose contents are not known, so results on "
+                "disk could not be told from those of other data. Let batches be nested tuples, "
+                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or leave "
+                "out= away."
+            )
+        return {"examples": self.examples, "batches": self.batches, "hash": self._fingerprint}
 
     @property
     def examples(self) -> int:

@@ -99,12 +99,14 @@ def self_influence(
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
     data = Data(loader, "training", ids, batch_dim)
-    description = {
-        "kind": "self-influence",
-        "settings": work.description(),
-        "data": {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint},
-    }
-    folder = open_folder(out, description, {"ids": data.ids}, resume)
+    folder = None
+    if out is not None:
+        description = {
+            "kind": "self-influence",
+            "settings": work.description(),
+            "data": data.description(),
+        }
+        folder = open_folder(Path(out), description, {"ids": data.ids}, resume)
     watch = CrossEntropyWatch()
     measure = _Measurement(work, watch, Halving("examples", batch_dim))
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
+from gradstats.scoring._content import ContentHash
 
 
 @contextmanager
@@ -103,23 +104,9 @@ def _some(names: list[str]) -> str:
 
 def weights_hash(weights: Mapping[str, Any]) -> str:
     """Return a SHA-256 over names, shapes, dtypes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(clean_name(name).encode())
-        update(digest, weights[name])
-    return digest.hexdigest()
-
-
-def update(digest, value: Any) -> None:
-    """Feed a tensor, or a plain value, to a hash."""
-    if isinstance(value, Tensor):
-        digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    elif isinstance(value, (str, int, float, bool, bytes, type(None))):
-        digest.update(repr(value).encode())
-    else:
-        digest.update(type(value).__name__.encode())
+    content = ContentHash()
+    content.add({clean_name(name): weights[name] for name in sorted(weights)})
+    return content.hexdigest()
 
 
 def architecture_hash(model: nn.Module) -> str:

@@ -108,15 +108,9 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
 
 
 def open_folder(
-    out: str | Path | None,
-    description: dict[str, Any],
-    ids: dict[str, np.ndarray],
-    resume: bool,
-) -> Folder | None:
-    """Return the folder of a call, the same for every process; None without one."""
-    if out is None:
-        return None
-    path = Path(out)
+    path: Path, description: dict[str, Any], ids: dict[str, np.ndarray], resume: bool
+) -> Folder:
+    """Return the folder of a call, the same for every process."""
 
     def first() -> dict[str, Any]:
         return Folder(path, description, ids, resume).manifest

@@ -207,7 +207,7 @@ def test_ids_that_name_nothing(setting, ids, message):
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
     def fingerprint(batches, ids=None):
-        return Data(batches, "train", ids, 0).fingerprint
+        return Data(batches, "train", ids, 0).description()["hash"]
 
     first = fingerprint(setting.train_batches)
     assert first == fingerprint(setting.train_batches)
@@ -224,7 +224,8 @@ def test_every_example_of_a_tensor_dataset_counts(setting):
     for change in (0.0, 1e-12):
         x, y = setting.train
         x[6, 1] += change
-        prints.append(Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0).fingerprint)
+        data = Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0)
+        prints.append(data.description()["hash"])
     assert prints[0] != prints[1]
 
 
