@@ -48,8 +48,9 @@ class Checkpoints:
             the checkpoint was written.
 
     Raises:
-        CheckpointError: if no file matches, or a learning rate is missing. When a checkpoint is
-            loaded: if it cannot be read, does not fit the model, or lacks the rate asked for.
+        CheckpointError: if no file matches, a file is listed twice, or a learning rate is missing.
+            When a checkpoint is loaded: if it cannot be read, does not fit the model, lacks the
+            rate asked for, or holds the weights of another of the list, which would count twice.
 
     Source:
         The sum over checkpoints weighted by learning rates: Pruthi et al., arXiv 2002.08484.
@@ -58,6 +59,7 @@ class Checkpoints:
     def __init__(self, sources: Any, *, lr: Any = None):
         self._sources = _listed(sources)
         self.names = tuple(name for name, _ in self._sources)
+        _check_once(self._sources)
         if lr is None:
             raise CheckpointError(f"the checkpoints have no learning rates (lr=None). {REMEDY}")
         self._rates = _rates_of(lr, self.names)
@@ -128,6 +130,20 @@ def _listed(sources: Any) -> list[tuple[str, Any]]:
     if not listed:
         raise CheckpointError("there are no checkpoints: the list is empty.")
     return listed
+
+
+def _check_once(sources: Sequence[tuple[str, Any]]) -> None:
+    seen: dict[Path, str] = {}
+    for name, held in sources:
+        if isinstance(held, Path):
+            file = held.resolve()
+            if file in seen:
+                also = "" if seen[file] == name else f", as {seen[file]} too"
+                raise CheckpointError(
+                    f"the checkpoint {name} is listed more than once{also}, so it would count more "
+                    "than once. List each file once, with globs that do not overlap."
+                )
+            seen[file] = name
 
 
 def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:

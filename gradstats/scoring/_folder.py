@@ -89,8 +89,6 @@ class Folder:
         entry = json.loads(json.dumps(entry))
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
-        if entry.get("query_weights"):
-            folder += f"-{entry['query_weights'][:12]}"
         if folder in known:
             held = {key: known[folder][key] for key in entry if key != "name"}
             self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])

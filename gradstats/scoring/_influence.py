@@ -25,8 +25,9 @@ from gradstats.scoring._scores import (
 from gradstats.scoring._stream import Stream
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._top import Chunk, TopLists, chunks, fill_lists
-from gradstats.scoring._weights import borrowed, weights_hash
+from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import (
+    Recognition,
     Work,
     amount,
     check_checkpoints,
@@ -79,7 +80,7 @@ def influence(
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
-            (their rates play no part), or files or state dicts. Scores are then
+            (their rates play no part), or files or state dicts, which may repeat. Scores are then
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
         normalize: None or "cosine": which form the result shows first.
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
@@ -158,6 +159,7 @@ class _Pairs:
         self.names = checkpoints.names
         self._train = checkpoints
         self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
+        self.two_sided = self._query is not None
         self._work = work
         if self._query is not None and len(self._query) != len(checkpoints):
             raise CheckpointError(
@@ -172,20 +174,6 @@ class _Pairs:
         """Return the checkpoints of both sides; None where the query side's is the train side's."""
         train = self._train.load(number, self._work.model, self._work.names)
         return train, None if self._query is None else self._query.load(number)
-
-    def hashes(self) -> list[dict[str, Any]]:
-        """Return what says that a checkpoint is the same, for a manifest."""
-        found = []
-        for number in range(len(self)):
-            train, query = self.load(number)
-            found.append(
-                {
-                    "weights": weights_hash(train.weights),
-                    "query_weights": None if query is None else weights_hash(query.weights),
-                    "rates": train.rates,
-                }
-            )
-        return found
 
 
 class _Run:
@@ -204,6 +192,7 @@ class _Run:
         self.work, self.pairs, self.train, self.query = work, pairs, train, query
         self.budget, self.out, self.resume = budget, out, resume
         self.stream = Stream(work, train, query, budget)
+        self.recognition = Recognition(work)
         self.tiles_each = train.batches * query.batches
 
     def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
@@ -220,16 +209,14 @@ class _Run:
         bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
         partials: list[Partial] = []
         sums: dict[str | None, np.ndarray] = {}
-        seen: dict[tuple[str, str | None], str] = {}
         for number in range(len(self.pairs)):
             pair = self.pairs.load(number)
             self.stream.move_to(*pair)
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, self.train.spans, self.query.spans),
-                *pair,
+                self.recognition.entry(*pair),
                 self.work,
-                seen,
             )
             pending = ~done
             if number == 0:
@@ -253,10 +240,14 @@ class _Run:
         """Compute the lists of the strongest examples without the matrix."""
         lists = TopLists(self.query.examples, k)
         folder = None
+        # Checkpoints are met again in every chunk, so they are told apart beforehand.
+        entries = [self.recognition.entry(*self.pairs.load(n)) for n in range(len(self.pairs))]
         if self.out is not None:
             description = self._description("strongest influence")
             description["top_k"] = k
-            description["summed"] = self.pairs.hashes()
+            description["summed"] = [
+                {key: value for key, value in entry.items() if key != "name"} for entry in entries
+            ]
             folder = open_folder(self.out, description, self._ids(), self.resume)
             problem = lists.restore(self.out)
             if problem is not None:
@@ -307,6 +298,7 @@ class _Run:
             "settings": self.work.description(),
             "train": self.train.description(),
             "query": self.query.description(),
+            "query_checkpoints": self.pairs.two_sided,
         }
 
     def _room(self, nbytes: int) -> tuple[int, str]:

@@ -27,6 +27,7 @@ from gradstats.scoring._table import FIELDS, SelfInfluence
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._weights import borrowed, load_weights
 from gradstats.scoring._work import (
+    Recognition,
     Work,
     amount,
     check_checkpoints,
@@ -112,7 +113,7 @@ def self_influence(
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
-    seen: dict[tuple[str, str | None], str] = {}
+    recognition = Recognition(work)
     with borrowed(work.model):
         bar = work.bar(len(checkpoints) * data.batches, "self-influence")
         for number in range(len(checkpoints)):
@@ -121,10 +122,8 @@ def self_influence(
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, data.spans, columns),
-                checkpoint,
-                None,
+                recognition.entry(checkpoint, None),
                 work,
-                seen,
             )
             pending = np.flatnonzero(~done[:, 0]).tolist()
             if number == 0:

@@ -118,38 +118,59 @@ def open_folder(
     return Folder.opened(path, _ranks.on_first(first))
 
 
+class Recognition:
+    """Tells checkpoints of one call apart by their weights; each may count once.
+
+    Args:
+        work: the call.
+    """
+
+    def __init__(self, work: Work):
+        self._work = work
+        self._seen: dict[str, str] = {}
+
+    def entry(self, checkpoint: Checkpoint, query: Checkpoint | None) -> dict[str, Any]:
+        """Return what says that a checkpoint is the same, for a manifest.
+
+        Args:
+            checkpoint, query: of the two sides, the latter None where it is the former.
+
+        Raises:
+            CheckpointError: if an earlier checkpoint holds the same weights.
+        """
+        model = self._work.model
+        weights = weights_hash(model, checkpoint)
+        if weights in self._seen:
+            raise CheckpointError(
+                f"{checkpoint.name} and {self._seen[weights]} hold the same weights, so these "
+                "would count twice. List each checkpoint once."
+            )
+        self._seen[weights] = checkpoint.name
+        return {
+            "name": checkpoint.name,
+            "weights": weights,
+            "query_weights": None if query is None else weights_hash(model, query),
+            "rates": checkpoint.rates,
+        }
+
+
 def open_tiles(
     folder: Folder | None,
     make: Callable[[type, Path], Tiles],
-    checkpoint: Checkpoint,
-    query: Checkpoint | None,
+    entry: dict[str, Any],
     work: Work,
-    seen: dict[tuple[str, str | None], str],
 ) -> tuple[Tiles, np.ndarray]:
     """Return a checkpoint's tiles, and which of them are done, the same in every process.
 
     Args:
         folder: of the call, None for results in memory.
         make: the tiles of a folder.
-        checkpoint, query: of the two sides.
+        entry: of the checkpoint.
         work: the call.
-        seen: names of the checkpoints so far by their weights; this one is added.
     """
     if folder is None:
         tiles = make(MemoryTiles, Path())
         return tiles, tiles.done
-    entry: dict[str, Any] = {
-        "name": checkpoint.name,
-        "weights": weights_hash(checkpoint.weights),
-        "query_weights": None if query is None else weights_hash(query.weights),
-        "rates": checkpoint.rates,
-    }
-    other = seen.setdefault((entry["weights"], entry["query_weights"]), checkpoint.name)
-    if other != checkpoint.name:
-        raise CheckpointError(
-            f"{checkpoint.name} and {other} hold the same weights, so one would count twice. List "
-            "each checkpoint once."
-        )
 
     def first() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, lambda path: make(Tiles, path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 
 import gradstats as gs
 from tests.scoring.processes import arrays, call
-from tests.scoring.setting import RATES, loss_fn, make_setting
+from tests.scoring.setting import RATES, loss_fn, make_setting, oracle_influence
 
 ROOT = Path(__file__).parents[2]
 TILES = 3 * 2
@@ -182,6 +183,9 @@ def test_a_damaged_list_is_computed_again(tmp_path, capsys):
     assert_same("top", again, call("top", None))
 
 
+OPTIONS = ("parameters", "exclude", "resume", "top_k", "query_checkpoints", "nonfinite")
+
+
 def changed(out, kind="matrix", **changes):
     """Make a call that differs from the one that filled a folder."""
     setting = make_setting()
@@ -189,7 +193,7 @@ def changed(out, kind="matrix", **changes):
         "model": setting.model, "train": setting.train_batches, "query": setting.query_batches,
         "loss": loss_fn, "states": setting.states, "lr": list(RATES), **changes,
     }  # fmt: skip
-    extra = {k: v for k, v in options.items() if k in ("parameters", "exclude", "resume", "top_k")}
+    extra = {k: v for k, v in options.items() if k in OPTIONS}
     return gs.influence(
         options["model"], options["train"], options["query"], options["loss"],
         gs.Checkpoints(options["states"], lr=options["lr"]), out=out, progress=False, **extra,
@@ -253,10 +257,33 @@ def test_a_checkpoint_added_later(tmp_path):
     assert gs.InfluenceScores.load(out, "cosine").normalize == "cosine"
 
 
-def test_the_same_checkpoint_twice_is_refused(tmp_path):
-    state = make_setting().states[0]
-    with pytest.raises(gs.CheckpointError, match="hold the same weights"):
-        changed(tmp_path / "scores", states=[state, state])
+def test_one_folder_holds_scores_of_one_kind_of_queries(tmp_path):
+    """Each checkpoint of the train side goes with one of the query side, for all calls."""
+    first, second = make_setting().states
+    message = r"query_checkpoints: on disk (False|True), now (True|False)"
+    alone, paired = tmp_path / "alone", tmp_path / "paired"
+    changed(alone, states=[first], lr=0.1)
+    kept = np.asarray(changed(paired, states=[first], lr=0.1, query_checkpoints=[second]))
+    np.testing.assert_allclose(
+        kept, oracle_influence(setting_of([first]), [0.1], [second]), rtol=1e-10
+    )
+    for states in ([first], [second]):
+        with pytest.raises(gs.StoreError, match=message):
+            changed(alone, states=states, lr=0.1, query_checkpoints=[second])
+        with pytest.raises(gs.StoreError, match=message):
+            changed(paired, states=states, lr=0.1)
+    with pytest.raises(gs.StoreError, match=r"state dict 0:\n  query_weights: on disk '\w+', now"):
+        changed(paired, states=[first], lr=0.1, query_checkpoints=[first])
+    assert np.array_equal(gs.InfluenceScores.load(paired), kept)
+    # One checkpoint of the query side may go with each of the train side.
+    both = changed(paired, states=[first, second], query_checkpoints=[second, second])
+    expected = oracle_influence(make_setting(), query_states=[second, second])
+    np.testing.assert_allclose(np.asarray(both), expected, rtol=1e-10, atol=1e-12)
+    assert np.array_equal(gs.InfluenceScores.load(paired), both)
+
+
+def setting_of(states):
+    return dataclasses.replace(make_setting(), states=states)
 
 
 def test_ids_are_kept_beside_the_scores(tmp_path):
