@@ -83,14 +83,14 @@ class Folder:
         """Return the tiles of a checkpoint, made or checked; one process does this for all.
 
         Args:
-            entry: name, weights, query_weights, rates.
+            entry: name, weights, query_weights, rates, first_losses.
             make: the tiles of a folder.
         """
         entry = json.loads(json.dumps(entry))
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
         if folder in known:
-            held = {key: known[folder][key] for key in entry if key != "name"}
+            held = {key: known[folder].get(key) for key in entry if key != "name"}
             self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])
         tiles = make(self.path / folder)
         tiles.create_or_check()
@@ -164,9 +164,35 @@ def _beside(path: Path) -> Path:
 def _differences(held: Any, now: Any, place: str = "") -> list[str]:
     """Return one line for each value that differs, with its place."""
     if isinstance(held, dict) and isinstance(now, dict):
+        if "tolerance" in held and "tolerance" in now:
+            return _measured_differences(held, now, place)
         return [
             line
             for key in dict.fromkeys([*held, *now])
             for line in _differences(held.get(key), now.get(key), f"{place}.{key}".lstrip("."))
         ]
-    return [] if held == now else [f"{place}: on disk {held!r}, now {now!r}"]
+    if held == now:
+        return []
+    return [f"{place}: on disk {_shortened(held)}, now {_shortened(now)}"]
+
+
+def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
+    """Return one line for numbers that differ by more than rounding: of ``values``, in one text."""
+    one, other = (np.array(each["values"].split(), dtype=np.float64) for each in (held, now))
+    if one.shape != other.shape:
+        return [f"{place}: on disk {len(one)} numbers, now {len(other)}"]
+    finite = np.abs([one, other])[np.isfinite([one, other])]
+    scale = max(held["tolerance"], now["tolerance"]) * finite.max(initial=0.0)
+    apart = np.flatnonzero(~np.isclose(one, other, rtol=0, atol=scale, equal_nan=True))
+    if not len(apart):
+        return []
+    first = apart[0]
+    return [
+        f"{place}: on disk {one[first]:.9g}, now {other[first]:.9g}, for example {first} and "
+        f"{len(apart) - 1} others of the first training batch"
+    ]
+
+
+def _shortened(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -15,6 +15,7 @@ from gradstats.errors import CheckpointError, ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
 from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import (
     InfluenceScores,
     Partial,
@@ -27,7 +28,6 @@ from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._top import Chunk, TopLists, chunks, fill_lists
 from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import (
-    Recognition,
     Work,
     amount,
     check_checkpoints,
@@ -88,7 +88,10 @@ def influence(
             same bits; further checkpoints add to what is there; other data, models or options are
             refused with the difference. Data are recognised by their sizes and a hash of their
             contents; of a DataLoader whose data set is no TensorDataset the hash covers the first,
-            the middle and the last batch.
+            the middle and the last batch. Model and loss are recognised by their names and shapes
+            and, at checkpoints that are there, by the losses of the first training batch up to
+            rounding (√eps): a difference that leaves these as they are is not seen, nor one by
+            which only a further checkpoint differs.
         resume: False refuses a folder that holds results.
         top_k: keep only so many proponents and opponents of every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
@@ -192,7 +195,7 @@ class _Run:
         self.work, self.pairs, self.train, self.query = work, pairs, train, query
         self.budget, self.out, self.resume = budget, out, resume
         self.stream = Stream(work, train, query, budget)
-        self.recognition = Recognition(work)
+        self.recognition = Recognition(work, None if out is None else train)
         self.tiles_each = train.batches * query.batches
 
     def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
@@ -241,13 +244,16 @@ class _Run:
         lists = TopLists(self.query.examples, k)
         folder = None
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
-        entries = [self.recognition.entry(*self.pairs.load(n)) for n in range(len(self.pairs))]
+        entries = {}
+        for number in range(len(self.pairs)):
+            pair = self.pairs.load(number)
+            self.stream.move_to(*pair)
+            entries[str(number)] = self.recognition.entry(*pair)
+            del entries[str(number)]["name"]
         if self.out is not None:
             description = self._description("strongest influence")
             description["top_k"] = k
-            description["summed"] = [
-                {key: value for key, value in entry.items() if key != "name"} for entry in entries
-            ]
+            description["summed"] = entries
             folder = open_folder(self.out, description, self._ids(), self.resume)
             problem = lists.restore(self.out)
             if problem is not None:

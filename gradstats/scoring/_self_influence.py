@@ -23,11 +23,11 @@ from gradstats.scoring._confidence import (
 from gradstats.scoring._loaders import Data, IdSource
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
+from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SelfInfluence
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._weights import borrowed, load_weights
 from gradstats.scoring._work import (
-    Recognition,
     Work,
     amount,
     check_checkpoints,
@@ -72,7 +72,8 @@ def self_influence(
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
             batch; one more pass over the data. By default an example's position is its id.
         out: a folder to keep results in; with ``resume`` a call that was killed goes on there,
-            and further checkpoints add to what is there.
+            and further checkpoints add to what is there. What belongs to a folder is recognised as
+            by gs.influence.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
         parameters, exclude: fnmatch patterns over parameter names.
@@ -113,7 +114,7 @@ def self_influence(
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
-    recognition = Recognition(work)
+    recognition = Recognition(work, None if out is None else data)
     with borrowed(work.model):
         bar = work.bar(len(checkpoints) * data.batches, "self-influence")
         for number in range(len(checkpoints)):

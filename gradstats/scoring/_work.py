@@ -17,10 +17,10 @@ from tqdm import tqdm
 from gradstats.capture._selection import select_parameters
 from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
 from gradstats.scoring import _ranks
-from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder
 from gradstats.scoring._tiles import MemoryTiles, Tiles
-from gradstats.scoring._weights import architecture_hash, weights_hash
+from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._loss import check_batch_dim
 
 
@@ -116,42 +116,6 @@ def open_folder(
         return Folder(path, description, ids, resume).manifest
 
     return Folder.opened(path, _ranks.on_first(first))
-
-
-class Recognition:
-    """Tells checkpoints of one call apart by their weights; each may count once.
-
-    Args:
-        work: the call.
-    """
-
-    def __init__(self, work: Work):
-        self._work = work
-        self._seen: dict[str, str] = {}
-
-    def entry(self, checkpoint: Checkpoint, query: Checkpoint | None) -> dict[str, Any]:
-        """Return what says that a checkpoint is the same, for a manifest.
-
-        Args:
-            checkpoint, query: of the two sides, the latter None where it is the former.
-
-        Raises:
-            CheckpointError: if an earlier checkpoint holds the same weights.
-        """
-        model = self._work.model
-        weights = weights_hash(model, checkpoint)
-        if weights in self._seen:
-            raise CheckpointError(
-                f"{checkpoint.name} and {self._seen[weights]} hold the same weights, so these "
-                "would count twice. List each checkpoint once."
-            )
-        self._seen[weights] = checkpoint.name
-        return {
-            "name": checkpoint.name,
-            "weights": weights,
-            "query_weights": None if query is None else weights_hash(model, query),
-            "rates": checkpoint.rates,
-        }
 
 
 def open_tiles(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from tests.scoring.processes import arrays, call
@@ -20,6 +24,8 @@ from tests.scoring.setting import RATES, loss_fn, make_setting, oracle_influence
 
 ROOT = Path(__file__).parents[2]
 TILES = 3 * 2
+# What the loss sees where everything is done: the first train batch at both checkpoints.
+RECOGNISED = [4, 4]
 
 
 def run_process(*arguments) -> tuple[list[int], str]:
@@ -70,15 +76,11 @@ def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
     resumed = call(kind, out, loss=counting)
     fresh = Counting()
     assert_same(kind, resumed, call(kind, None, loss=fresh))
-    assert 0 < sum(counting.sizes) < sum(fresh.sizes), "nothing was taken from the disk"
-    assert_same(kind, call(kind, out, loss=None_called), resumed)
-
-
-def None_called(model, batch):
-    raise AssertionError("everything was done, and is computed again")
-
-
-None_called.__qualname__ = loss_fn.__qualname__
+    computed = sum(counting.sizes) - sum(RECOGNISED)
+    assert 0 < computed < sum(fresh.sizes), "nothing was taken from the disk"
+    counting = Counting()
+    assert_same(kind, call(kind, out, loss=counting), resumed)
+    assert counting.sizes == RECOGNISED
 
 
 def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
@@ -91,8 +93,9 @@ def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
     assert done.sum() == 3, done
     counting = Counting()
     call("matrix", out, loss=counting)
-    # Both query batches are kept again; train batch 0 is done, and half of 1.
-    assert counting.sizes[:4] == [4, 2, 4, 3]
+    # The results are recognised by the first batch; both query batches are kept again; train batch
+    # 0 is done, and half of 1.
+    assert counting.sizes[:5] == [4, 4, 2, 4, 3]
 
 
 def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
@@ -137,7 +140,7 @@ def test_truncated_files_are_repaired(tmp_path, capsys, name, size, left):
     assert f"{damaged} is " in capsys.readouterr().err
     assert_same("matrix", repaired, expected)
     # The other checkpoint is not touched: 11 train and 6 query examples, and the trial's 8.
-    assert sum(counting.sizes) <= 11 + 6 + 8
+    assert sum(counting.sizes) <= 11 + 6 + 8 + sum(RECOGNISED)
 
 
 def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
@@ -153,7 +156,7 @@ def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
     assert "tile 2, 1 fails its checksum: computing it again" in capsys.readouterr().err
     assert_same("matrix", repaired, expected)
     # The last two query examples and the last three train examples, for the trial and in earnest.
-    assert sorted(counting.sizes) in ([2, 3], [2, 2, 3, 3])
+    assert sorted(counting.sizes) in ([2, 3, *RECOGNISED], [2, 2, 3, 3, *RECOGNISED])
 
 
 def test_a_missing_file_is_made_again(tmp_path):
@@ -227,6 +230,91 @@ def None_called_other(model, batch):
     raise AssertionError("the call should have been refused")
 
 
+def scaled_loss(model, batch, temperature):
+    inputs, labels = batch
+    return functional.cross_entropy(model(inputs) / temperature, labels, reduction="none")
+
+
+def sloped(slope):
+    """Two models of one architecture, told apart by what they do alone."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LeakyReLU(slope), nn.Linear(7, 3)).double()
+
+
+@pytest.mark.parametrize("kind", ["self", "matrix", "top"])
+def test_losses_and_models_are_told_apart_by_what_they_do(tmp_path, kind):
+    setting = make_setting()
+
+    def run(model, loss, states, **options):
+        checkpoints = gs.Checkpoints(states, lr=0.1)
+        options = {"progress": False, "out": tmp_path / "scores", **options}
+        if kind == "self":
+            train = setting.train_batches
+            return gs.self_influence(model, train, loss, checkpoints, **options).self_influence
+        if kind == "top":
+            options["top_k"] = 2
+        scores = gs.influence(
+            model, setting.train_batches, setting.query_batches, loss, checkpoints, **options
+        )
+        return scores.proponents(0, 2).scores
+
+    states = [sloped(0.0).state_dict(), setting_state(sloped(0.0), 1)]
+    first = functools.partial(scaled_loss, temperature=1.0)
+    expected = run(sloped(0.1), first, states)
+    message = r"first_losses: on disk [\d.]+, now [\d.]+, for example 0 and 3 others of the first"
+    with pytest.raises(gs.StoreError, match=message):
+        run(sloped(0.1), functools.partial(scaled_loss, temperature=1.01), states)
+    with pytest.raises(gs.StoreError, match=message):
+        run(sloped(0.2), first, states)
+    # Rounding as on another machine does not count, and another name of one loss does not either.
+    rounding = functools.partial(scaled_loss, temperature=1 + 1e-12)
+    assert np.array_equal(run(sloped(0.1), rounding, states), expected)
+
+
+def setting_state(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
+
+
+def test_losses_that_are_not_finite_are_recognised(tmp_path):
+    setting = make_setting()
+    setting.train[0][1, 0] = float("nan")
+    options = {"train": setting.train_batches, "nonfinite": "keep"}
+    scores = np.asarray(changed(tmp_path / "scores", **options))
+    assert np.isnan(scores[1]).all() and not np.isnan(np.delete(scores, 1, 0)).any()
+    assert np.array_equal(changed(tmp_path / "scores", **options), scores, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_coarse_losses_agree_up_to_rounding(tmp_path, dtype, apart):
+    """√eps of the largest loss: 3.5e-4 and 0.088."""
+    setting = make_setting()
+    setting.model.to(dtype)
+    train, query = (
+        [(x.to(dtype), y) for x, y in side]
+        for side in (setting.train_batches, setting.query_batches)
+    )
+    scale = 1.0
+
+    def loss(model, batch):
+        return scale * functional.cross_entropy(model(batch[0]).float(), batch[1], reduction="none")
+
+    def run():
+        return changed(
+            tmp_path / "scores", model=setting.model, train=train, query=query, loss=loss
+        )
+
+    kept = np.asarray(run())
+    scale = 1 + apart
+    assert np.array_equal(run(), kept)
+    scale = 1 + 10 * apart
+    with pytest.raises(gs.StoreError, match="first_losses"):
+        run()
+
+
 def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
     out = tmp_path / "scores"
     call("matrix", out)
@@ -247,12 +335,14 @@ def test_a_checkpoint_added_later(tmp_path):
     changed(out, states=setting.states[:1], lr=0.1)
     counting = Counting()
     both = changed(out, loss=counting)
-    assert sum(counting.sizes) == 11 + 6
+    assert sum(counting.sizes) == 11 + 6 + sum(RECOGNISED)
     assert_same("matrix", both, call("matrix", None))
-    alone = changed(out, states=setting.states[1:], lr=0.3, loss=None_called)
+    counting = Counting()
+    alone = changed(out, states=setting.states[1:], lr=0.3, loss=counting)
     np.testing.assert_allclose(np.asarray(both) - np.asarray(alone), changed(
-        out, states=setting.states[:1], lr=0.1, loss=None_called
+        out, states=setting.states[:1], lr=0.1, loss=counting
     ), rtol=1e-9, atol=1e-12)  # fmt: skip
+    assert counting.sizes == RECOGNISED
     assert_same("matrix", gs.InfluenceScores.load(out), both)
     assert gs.InfluenceScores.load(out, "cosine").normalize == "cosine"
 
@@ -336,7 +426,9 @@ def test_two_processes_share_the_work(tmp_path):
     counts = [int((tmp_path / f"examples-{rank}").read_text()) for rank in range(2)]
     # In memory and on disk, at two checkpoints: the train side once, for the lists once for each of
     # two query batches; the query side in each process, for the lists once for each train batch.
-    assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6)
+    # On disk the first train batch once more at each checkpoint, in the first process.
+    recognised = 3 * sum(RECOGNISED)
+    assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6) + recognised
     assert "ValueError: only here" == (tmp_path / "error-1").read_text()
     assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
     for rank in range(2):
