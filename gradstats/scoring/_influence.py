@@ -102,7 +102,8 @@ def influence(
         batch_dim: the example axis of the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give;
+            the same for each call on one folder with ``top_k``.
         progress: print an estimate of the work and show a progress bar, on standard error.
 
     Returns:
@@ -222,10 +223,11 @@ class _Run:
                 self.work,
             )
             pending = ~done
-            if number == 0:
-                _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
-            bar.update(int(done.sum()))
             try:
+                self._check_held(tiles, done, *pair)
+                if number == 0:
+                    _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
+                bar.update(int(done.sum()))
                 _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
             finally:
                 tiles.close()
@@ -253,6 +255,8 @@ class _Run:
         if self.out is not None:
             description = self._description("strongest influence")
             description["top_k"] = k
+            # Lists do not say which gradients were not finite.
+            description["nonfinite"] = self.work.nonfinite
             description["summed"] = entries
             folder = open_folder(self.out, description, self._ids(), self.resume)
             problem = lists.restore(self.out)
@@ -283,6 +287,19 @@ class _Run:
         )  # fmt: skip
         bar.close()
         return lists.lists
+
+    def _check_held(
+        self, tiles: Tiles, done: np.ndarray, train: Checkpoint, query: Checkpoint | None
+    ) -> None:
+        """Raise where an earlier call has left squared norms that this one would not."""
+        sides = (
+            ("train_sqnorm", self.train, 1, train, "training"),
+            ("query_sqnorm", self.query, 0, query or train, "query"),
+        )
+        for name, data, axis, checkpoint, role in sides:
+            held = np.repeat(done.any(axis), data.sizes)
+            norms = tiles.view(name)[held]
+            self.work.check_finite(norms, data.ids[held], checkpoint.name, role)
 
     def _partial(self, tiles: Tiles) -> Partial:
         products, rows, columns = (

@@ -127,12 +127,6 @@ def self_influence(
                 work,
             )
             pending = np.flatnonzero(~done[:, 0]).tolist()
-            if number == 0:
-                announce = partial(
-                    _announce, work, data, len(checkpoints), out, tiles, pending, measure
-                )
-                _ranks.together(partial(announce, checkpoint))
-            bar.update(data.batches - len(pending))
 
             def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
                 for batch_number, batch in data.read(_ranks.share(pending)):
@@ -143,6 +137,15 @@ def self_influence(
                     bar.update(min(_ranks.size(), bar.total - bar.n))
 
             try:
+                held = np.repeat(done[:, 0], data.sizes)
+                sqnorms = tiles.view("values")[held, 1]
+                work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
+                if number == 0:
+                    announce = partial(
+                        _announce, work, data, len(checkpoints), out, tiles, pending, measure
+                    )
+                    _ranks.together(partial(announce, checkpoint))
+                bar.update(data.batches - len(pending))
                 _ranks.together(fill)
             finally:
                 tiles.close()

@@ -288,6 +288,42 @@ def test_losses_that_are_not_finite_are_recognised(tmp_path):
     assert np.array_equal(changed(tmp_path / "scores", **options), scores, equal_nan=True)
 
 
+def test_kept_gradients_that_are_not_finite_are_raised_by_the_next_call(tmp_path):
+    setting = make_setting()
+    setting.train[0][9, 0] = float("nan")
+    checkpoints = gs.Checkpoints(setting.states, lr=list(RATES))
+
+    def table(nonfinite):
+        return gs.self_influence(
+            setting.model, setting.train_batches, loss_fn, checkpoints, out=tmp_path / "table",
+            nonfinite=nonfinite, progress=False,
+        )  # fmt: skip
+
+    def matrix(nonfinite, **sides):
+        options = {"train": setting.train_batches, "nonfinite": nonfinite, **sides}
+        return changed(tmp_path / ("queries" if sides else "scores"), **options)
+
+    kept = np.asarray(matrix("keep"))
+    assert np.isnan(table("keep").self_influence).nonzero()[0].tolist() == [9]
+    for run in (table, matrix):
+        with pytest.raises(gs.NonFiniteGradientError, match=r"training examples with ids \[9\]"):
+            run("raise")
+    assert np.array_equal(matrix("keep"), kept, equal_nan=True)
+    swapped = {"train": setting.query_batches, "query": setting.train_batches}
+    matrix("keep", **swapped)
+    with pytest.raises(gs.NonFiniteGradientError, match=r"the query examples with ids \[9\]"):
+        matrix("raise", **swapped)
+
+
+def test_lists_with_what_is_not_finite_are_not_gone_on_with(tmp_path):
+    setting = make_setting()
+    setting.train[0][9, 0] = float("nan")
+    options = {"train": setting.train_batches, "top_k": 2}
+    changed(tmp_path / "scores", nonfinite="keep", **options)
+    with pytest.raises(gs.StoreError, match="nonfinite: on disk 'keep', now 'raise'"):
+        changed(tmp_path / "scores", **options)
+
+
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 def test_coarse_losses_agree_up_to_rounding(tmp_path, dtype, apart):
     """√eps of the largest loss: 3.5e-4 and 0.088."""
