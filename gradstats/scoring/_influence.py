@@ -75,8 +75,9 @@ def influence(
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
-            batches. Under torch.distributed every process passes the whole data; the train side is
-            divided between them and the result is the same.
+            batches; the same batches in each pass, which is checked. Under torch.distributed every
+            process passes the whole data; the train side is divided between them and the result is
+            the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints

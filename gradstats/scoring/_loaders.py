@@ -14,6 +14,9 @@ from gradstats.scoring._batches import pick
 from gradstats.scoring._content import ContentHash
 from gradstats.statistics._loss import infer_batch_size
 
+# Batches are compared at every reading, larger tensors by about so many of their elements.
+COMPARED = 1 << 18
+
 IdSource = str | int | Callable[[Any], Any] | None
 
 
@@ -35,6 +38,7 @@ class Data:
             self._index_lists = _index_lists(loader, named=ids is not None)
             self._check_sequential(ids)
         content = ContentHash()
+        self._hashes: dict[int, str] = {}
         if self._index_lists is not None and ids is None:
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
@@ -46,8 +50,9 @@ class Data:
             self.ids = np.array([i for each in self._index_lists for i in each])
         else:
             sizes, named = [], []
-            for batch in self._all():
+            for number, batch in enumerate(self._all()):
                 sizes.append(infer_batch_size(batch, batch_dim))
+                self._compare(number, batch)
                 content.add(batch)
                 if ids is not None:
                     named.extend(pick(batch, ids))
@@ -113,6 +118,7 @@ class Data:
                     f"{self.sizes[number]} as when it was first read. Give a loader that yields "
                     "the same batches each time; for another example axis pass batch_dim=."
                 )
+            self._compare(number, batch)
             count += 1
             yield number, batch
             if count == len(wanted):
@@ -128,6 +134,19 @@ class Data:
         number = int(np.searchsorted(np.cumsum(self.sizes), position, side="right"))
         ((_, batch),) = self.read([number])
         return batch, position - self.spans[number].start
+
+    def _compare(self, number: int, batch: Any) -> None:
+        """Raise unless a batch holds what it held when it was first read."""
+        content = ContentHash(COMPARED)
+        content.add(batch)
+        if self._hashes.setdefault(number, content.hexdigest()) != content.hexdigest():
+            raise LoaderError(
+                f"batch {number} of the {self._role} loader holds other data than when it was "
+                "first read, so a score would be of different data at different checkpoints. Give "
+                "a loader that yields the same batches each time, without shuffling and random "
+                "augmentation, or read it once and pass list(loader); and a loss_fn that does not "
+                "write into the batch."
+            )
 
     def _all(self) -> Iterable[Any]:
         if self._index_lists is not None:

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstats as gs
 from gradstats.scoring._loaders import Data
-from tests.scoring.setting import loss_fn, make_setting
+from tests.scoring.setting import batches, loss_fn, make_setting
 
 
 @pytest.fixture
@@ -164,17 +164,97 @@ def test_loaders_that_are_read_from_the_start(setting):
     np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
+class Changing:
+    """Other batches in the passes after the first."""
+
+    def __init__(self, first, then):
+        self.passes = [first, then]
+
+    def __iter__(self):
+        return iter(self.passes.pop(0) if len(self.passes) > 1 else self.passes[0])
+
+
 def test_a_loader_that_changes_is_an_error(setting):
-    class Growing:
-        def __init__(self):
-            self.passes = 0
+    whole = setting.train_batches
+    cases = [
+        (whole[:2], r"gave 2 of the 3 batches"),
+        (whole[1:], r"batch 0 .* holds other data than when it was first read"),
+        (batches(setting.train, 3), r"batch 0 .* has 3 examples, expected 4"),
+    ]
+    for then, message in cases:
+        with pytest.raises(gs.LoaderError, match=message):
+            score(setting, Changing(whole, then))
 
-        def __iter__(self):
-            self.passes += 1
-            return iter(setting.train_batches[self.passes - 1 :])
 
-    with pytest.raises(gs.LoaderError, match=r"2 has|gave 2 of the 3|batch 1 .* has 3 examples"):
-        score(setting, Growing())
+class Shuffling(IterableDataset):
+    """Examples in another order in each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter([tuple(each[i] for each in self.data) for i in torch.randperm(11).tolist()])
+
+
+class Augmenting(Dataset):
+    """Examples with noise of their own in each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data[0])
+
+    def __getitem__(self, index):
+        x, y = (each[index] for each in self.data)
+        return x + 1e-9 * torch.randn_like(x), y
+
+
+class Reordering:
+    """No DataLoader at all."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        order = torch.randperm(11)
+        return iter([tuple(each[part] for each in self.data) for part in order.split(4)])
+
+
+@pytest.mark.parametrize("make", [
+    lambda data: DataLoader(Shuffling(data), 4),
+    lambda data: DataLoader(Augmenting(data), 4),
+    Reordering,
+])  # fmt: skip
+def test_a_loader_that_yields_other_data_in_each_pass_is_refused(setting, make):
+    message = "batch 0 of the (training|train) loader holds other data than when it was first read"
+    with pytest.raises(gs.LoaderError, match=message):
+        score(setting, make(setting.train))
+    with pytest.raises(gs.LoaderError, match=message):
+        gs.influence(
+            setting.model, make(setting.train), setting.query_batches, loss_fn,
+            gs.Checkpoints(setting.states, lr=0.1), progress=False,
+        )  # fmt: skip
+
+
+def test_large_batches_are_compared_by_some_of_their_elements(setting, monkeypatch):
+    from gradstats.scoring import _loaders
+
+    monkeypatch.setattr(_loaders, "COMPARED", 3)
+    with pytest.raises(gs.LoaderError, match="holds other data"):
+        score(setting, Reordering(setting.train))
+    np.testing.assert_array_equal(
+        score(setting, setting.train_batches).self_influence, reference(setting)
+    )
+
+
+def test_a_loss_that_writes_into_the_batch_is_refused(setting):
+    def writing(model, batch):
+        batch[0].mul_(2)
+        return loss_fn(model, batch)
+
+    with pytest.raises(gs.LoaderError, match="does not write into the batch"):
+        score(setting, setting.train_batches, writing)
 
 
 @pytest.mark.parametrize(
