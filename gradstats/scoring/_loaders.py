@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ class Data:
         _check_order(loader, role, ids)
         self._index_lists: list[list[int]] | None = None
         if _is_indexable(loader):
-            self._index_lists = _index_lists(loader, named=ids is not None)
+            self._index_lists = _index_lists(loader, role, named=ids is not None)
             self._check_sequential(ids)
         content = ContentHash()
         self._hashes: dict[int, str] = {}
@@ -172,18 +174,47 @@ def _is_indexable(loader: Any) -> bool:
     )
 
 
-def _index_lists(loader: DataLoader, named: bool) -> list[list[int]]:
+def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
     """Return which examples stand in which batch.
 
     Where the examples carry their names, a shuffled loader is read in the order of its data set, so
     that another process can go on.
     """
-    lists = [list(indices) for indices in loader.batch_sampler]  # type: ignore[union-attr]
-    if named and type(loader.batch_sampler) is BatchSampler:
-        indices = sorted(index for each in lists for index in each)
-        size = loader.batch_sampler.batch_size
-        return [indices[start : start + size] for start in range(0, len(indices), size)]
-    return lists
+    batches = loader.batch_sampler
+    assert batches is not None
+    if not named or type(batches) is not BatchSampler:
+        with _undrawn(loader):
+            return [list(indices) for indices in batches]
+    with _undrawn(loader):
+        indices, others = (sorted(i for each in batches for i in each) for _ in range(2))
+    if indices != others:
+        raise LoaderError(
+            f"the {role} loader draws other examples in each pass (its sampler is "
+            f"{type(batches.sampler).__name__}, drop_last={batches.drop_last}), so another call "
+            "could not go on with their scores. Give a DataLoader of the examples that you mean, "
+            "such as one with torch.utils.data.Subset, with shuffle=False or drop_last=False."
+        )
+    size = batches.batch_size
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+@contextmanager
+def _undrawn(loader: DataLoader) -> Iterator[None]:
+    """Leave the random numbers that a sampler draws as they would be without it."""
+    batches = loader.batch_sampler
+    holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}
+    generators = [each for each in found.values() if isinstance(each, torch.Generator)]
+    states = [each.get_state() for each in generators]
+    python, legacy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -80,6 +82,47 @@ def test_a_shuffled_loader_with_ids(setting, ids):
     found = dict(zip(table.ids.tolist(), table.self_influence, strict=True))
     for number, value in enumerate(reference(setting)):
         assert found[100 + number] == pytest.approx(value, rel=1e-12)
+
+
+def test_random_numbers_stay_as_they_would_be(setting):
+    """Those of PyTorch, NumPy and Python, and of the generators of the loader and its sampler."""
+
+    class Own(RandomSampler):
+        def __iter__(self):
+            random.random(), np.random.rand()
+            return super().__iter__()
+
+    data = Numbered(setting.train)
+    own = torch.Generator()
+    for loader in (
+        DataLoader(data, 4, shuffle=True),
+        DataLoader(data, 4, shuffle=True, generator=own),
+        DataLoader(data, 4, sampler=Own(data, generator=own)),
+        DataLoader(data, batch_sampler=BatchSampler(Own(data), 4, drop_last=False)),
+    ):
+        before = torch.get_rng_state(), own.get_state(), np.random.get_state(), random.getstate()
+        score(setting, loader, dict_loss, ids="number")
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(own.get_state(), before[1])
+        np.testing.assert_equal(np.random.get_state(), before[2])
+        assert random.getstate() == before[3]
+
+
+def test_a_sampler_that_draws_other_examples_each_time_is_refused(setting, tmp_path):
+    data = Numbered(setting.train)
+    own = torch.Generator().manual_seed(0)
+    weighted = WeightedRandomSampler([1.0] * 11, 6, replacement=False, generator=own)
+    for loader in (
+        DataLoader(data, 4, shuffle=True, drop_last=True, generator=own),
+        DataLoader(data, 4, sampler=RandomSampler(data, num_samples=5, generator=own)),
+        DataLoader(data, 4, sampler=weighted),
+    ):
+        with pytest.raises(gs.LoaderError, match=r"other examples in each pass .*drop_last=False"):
+            score(setting, loader, dict_loss, ids="number", out=tmp_path / "scores")
+    # Nothing is dropped of 11 batches of one.
+    loader = DataLoader(data, 1, shuffle=True, drop_last=True)
+    table = score(setting, loader, dict_loss, ids="number")
+    np.testing.assert_allclose(table.self_influence, reference(setting), rtol=1e-12)
 
 
 def test_batches_of_similar_length_with_ids(setting):
