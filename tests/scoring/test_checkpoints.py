@@ -151,9 +151,61 @@ def test_rates_that_cannot_be_known_are_errors(setting):
     score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}), parameters="0.*")
 
 
+def with_rates(setting, rates):
+    """Checkpoints as a schedule leaves them."""
+    contents = []
+    for state, rate in zip(setting.states, rates, strict=True):
+        optimizer = torch.optim.SGD(setting.model.parameters(), lr=rate)
+        contents.append({"model": state, "optimizer": optimizer.state_dict()})
+    return contents
+
+
+@pytest.mark.parametrize("given", ["optimizer", "list", "patterns"])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_a_checkpoint_at_rate_zero_is_warned_about(setting, given, top_k):
+    """As a linear decay's last one; where all are, nothing is computed."""
+
+    def checkpoints(rates):
+        if given == "optimizer":
+            return gs.Checkpoints(with_rates(setting, rates), lr="optimizer")
+        lr = list(rates) if given == "list" else [{"*": rate} for rate in rates]
+        return gs.Checkpoints(setting.states, lr=lr)
+
+    message = "learning rate of every parameter is zero in state dict 1, so it adds nothing"
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        got = score(setting, checkpoints([0.1, 0.0]))
+    np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.1]), rtol=1e-10)
+    sides = setting.train_batches, setting.query_batches
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        scores = gs.influence(
+            setting.model, *sides, loss_fn, checkpoints([0.1, 0.0]), top_k=top_k, progress=False
+        )
+    alone = gs.influence(
+        setting.model, *sides, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1), top_k=top_k,
+        progress=False,
+    )  # fmt: skip
+    np.testing.assert_array_equal(scores.proponents(1, 2).scores, alone.proponents(1, 2).scores)
+
+    def unseen(model, batch):
+        raise AssertionError("nothing should be computed")
+
+    with pytest.raises(gs.CheckpointError, match="every learning rate is zero"):
+        gs.self_influence(
+            setting.model, setting.train_batches, unseen, checkpoints([0.0, 0.0]), progress=False
+        )
+
+
+def test_rates_of_parameters_that_are_left_out_do_not_count(setting):
+    checkpoints = gs.Checkpoints(setting.states, lr={"0.*": 0.1, "[23].*": 0.0})
+    with pytest.raises(gs.CheckpointError, match="every learning rate is zero"):
+        score(setting, checkpoints, parameters="3.*")
+
+
 @pytest.mark.parametrize(
     ("lr", "message"),
     [
+        (np.array(-0.1), r"is -0.1, expected a finite number"),
+        (np.array([0.1, 0.2, 0.3]), "lists 3 learning rates"),
         (None, r"no learning rates \(lr=None\)"),
         ("cosine", "is 'cosine', expected a number"),
         (True, "is True, expected a number"),
@@ -184,6 +236,14 @@ def test_missing_or_impossible_rates(setting, lr, message):
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+
+
+def test_rates_in_arrays(setting):
+    want = expected(setting, setting.states, [0.1, 0.1])
+    tensor = torch.tensor(0.1, dtype=torch.float64)
+    for lr in (np.array(0.1), tensor, np.array([0.1, 0.1]), np.float64(0.1)):
+        got = score(setting, gs.Checkpoints(setting.states, lr=lr))
+        np.testing.assert_allclose(got, want, rtol=1e-10)
 
 
 def test_a_file_listed_twice_is_refused(setting, tmp_path, monkeypatch):
