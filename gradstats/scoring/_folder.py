@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstats.errors import StoreError
+from gradstats.errors import GradStatsWarning, StoreError
 from gradstats.scoring._tiles import Tiles, cannot_write
 
 MANIFEST = "manifest.json"
@@ -52,21 +55,25 @@ class Folder:
         description = {"format": FORMAT, **json.loads(json.dumps(description))}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if (path / MANIFEST).exists():
-                self.manifest = read_manifest(path)
-                self._check(description, resume)
-            elif any(each.name != _beside(path / MANIFEST).name for each in path.iterdir()):
+            own = (_lock(path).name, _beside(path / MANIFEST).name)
+            others = [each.name for each in path.iterdir() if each.name not in own]
+            # Asked last: files of a folder that another process makes follow its manifest.
+            if others and not (path / MANIFEST).exists():
                 raise StoreError(
                     f"{path} is not empty and has no {MANIFEST}, so it holds something else than "
                     "scores. Name another folder with out=."
                 )
-            else:
-                self.manifest = {**description, "checkpoints": {}}
-                self._write()
-            # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
-            for name, values in ids.items():
-                if not (path / f"{name}.npy").exists():
-                    write_whole(path / f"{name}.npy", partial(_save, values))
+            with locked(path):
+                if (path / MANIFEST).exists():
+                    self.manifest = read_manifest(path)
+                    self._check(description, resume)
+                else:
+                    self.manifest = {**description, "checkpoints": {}}
+                    self._write()
+                # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
+                for name, values in ids.items():
+                    if not (path / f"{name}.npy").exists():
+                        write_whole(path / f"{name}.npy", partial(_save, values))
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
@@ -86,7 +93,12 @@ class Folder:
             entry: name, weights, query_weights, rates, first_losses.
             make: the tiles of a folder.
         """
-        entry = json.loads(json.dumps(entry))
+        with locked(self.path):
+            # Other calls may have added checkpoints.
+            self.manifest = read_manifest(self.path)
+            return self._prepare(json.loads(json.dumps(entry)), make)
+
+    def _prepare(self, entry: dict[str, Any], make: Callable[[Path], Tiles]) -> Tiles:
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
         if folder in known:
@@ -124,6 +136,26 @@ class Folder:
         write_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time change what a folder is; a killed one lets go of its lock."""
+    try:
+        file = _lock(path).open("ab")
+    except OSError as error:
+        raise cannot_write(_lock(path), error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            warnings.warn(
+                f"the file system of {path} has no locks ({error.strerror}): let only one process "
+                "at a time add to this folder.",
+                GradStatsWarning,
+                stacklevel=2,
+            )
+        yield
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a folder's manifest says."""
     try:
@@ -155,6 +187,10 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
         beside.replace(path)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def _lock(path: Path) -> Path:
+    return path / f".{MANIFEST}.lock"
 
 
 def _beside(path: Path) -> Path:

@@ -86,8 +86,8 @@ def influence(
         normalize: None or "cosine": which form the result shows first.
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
-            same bits; further checkpoints add to what is there; other data, models or options are
-            refused with the difference. Data are recognised by their sizes and a hash of their
+            same bits; further checkpoints add to what is there, also from several calls at once;
+            other data, models or options are refused with the difference. Data are recognised by their sizes and a hash of their
             contents; of a DataLoader whose data set is no TensorDataset the hash covers the first,
             the middle and the last batch. Model and loss are recognised by their names and shapes
             and, at checkpoints that are there, by the losses of the first training batch up to

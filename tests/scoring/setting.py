@@ -74,6 +74,15 @@ def make_setting(seed: int = 0) -> Setting:
     )
 
 
+def setting_state(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return a model's weights with noise that follows from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
+
+
 def gradients_at(setting: Setting, state: dict[str, Tensor], data) -> dict[str, Tensor]:
     """Return name → (N, d) per-example gradients at a checkpoint."""
     model = copy.deepcopy(setting.model)

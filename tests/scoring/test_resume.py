@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -20,7 +21,13 @@ from torch.nn import functional
 
 import gradstats as gs
 from tests.scoring.processes import arrays, call
-from tests.scoring.setting import RATES, loss_fn, make_setting, oracle_influence
+from tests.scoring.setting import (
+    RATES,
+    loss_fn,
+    make_setting,
+    oracle_influence,
+    setting_state,
+)
 
 ROOT = Path(__file__).parents[2]
 TILES = 3 * 2
@@ -271,14 +278,6 @@ def test_losses_and_models_are_told_apart_by_what_they_do(tmp_path, kind):
     assert np.array_equal(run(sloped(0.1), rounding, states), expected)
 
 
-def setting_state(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
-        for name, value in model.state_dict().items()
-    }
-
-
 def test_losses_that_are_not_finite_are_recognised(tmp_path):
     setting = make_setting()
     setting.train[0][1, 0] = float("nan")
@@ -349,6 +348,53 @@ def test_coarse_losses_agree_up_to_rounding(tmp_path, dtype, apart):
     scale = 1 + 10 * apart
     with pytest.raises(gs.StoreError, match="first_losses"):
         run()
+
+
+def test_calls_that_share_a_folder_keep_each_others_checkpoints(tmp_path):
+    """A second call adds its checkpoint while the first one is under way."""
+    out = tmp_path / "scores"
+    first, second = make_setting().states
+    reads = []
+
+    class Batches(list):
+        def __getitem__(self, number):
+            reads.append(number)
+            if len(reads) == 5:
+                changed(out, states=[second], lr=0.3)
+            return super().__getitem__(number)
+
+    third = setting_state(make_setting().model, 5)
+    train = Batches(make_setting().train_batches)
+    changed(out, train=train, states=[first, third], lr=[0.1, 0.2])
+    assert len(reads) == 2 * (1 + 3)
+    loaded = gs.InfluenceScores.load(out)
+    assert len(loaded.checkpoints) == 3
+    expected = oracle_influence(setting_of([first, second, third]), [0.1, 0.3, 0.2])
+    np.testing.assert_allclose(np.asarray(loaded), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_processes_fill_one_folder_at_once(tmp_path):
+    """Each with checkpoints of its own, and one is killed while it writes the manifest."""
+    codes, said = run_process("beside", tmp_path / "scores", 4)
+    assert codes == [0, 0, 0, -signal.SIGKILL], said
+    states = [setting_state(make_setting().model, number) for number in range(3 * 4)]
+    counting = Counting()
+    whole = changed(tmp_path / "scores", states=states, lr=0.1, loss=counting)
+    assert len(gs.InfluenceScores.load(tmp_path / "scores").checkpoints) == 12
+    expected = oracle_influence(setting_of(states), [0.1] * 12)
+    np.testing.assert_allclose(np.asarray(whole), expected, rtol=1e-9, atol=1e-12)
+    # Nine checkpoints were complete; the killed process left at most three to compute.
+    assert sum(counting.sizes) - 12 * 4 <= 3 * (11 + 6)
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(gs.GradStatsWarning, match=r"has no locks \(Function not .*one process"):
+        scores = call("matrix", tmp_path / "scores")
+    assert_same("matrix", scores, call("matrix", None))
 
 
 def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
