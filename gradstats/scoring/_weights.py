@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
@@ -26,16 +27,18 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     tensors = _tensors(model)
     memory = [tensor.data for tensor in tensors]
-    try:
-        model.eval()
-        # What a forward writes are buffers; parameters move when a checkpoint is loaded.
-        _move(tensors, {id(_local(buffer)) for buffer in model.buffers()})
-        yield
-    finally:
-        for tensor, own in zip(tensors, memory, strict=True):
-            tensor.data = own
-        for module, training in modes:
-            module.training = training
+    # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            model.eval()
+            # What a forward writes are buffers; parameters move when a checkpoint is loaded.
+            _move(tensors, {id(_local(buffer)) for buffer in model.buffers()})
+            yield
+        finally:
+            for tensor, own in zip(tensors, memory, strict=True):
+                tensor.data = own
+            for module, training in modes:
+                module.training = training
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tests.scoring.setting import (
     loss_fn,
     make_setting,
     oracle_influence,
+    setting_state,
 )
 
 
@@ -290,6 +293,34 @@ def test_the_model_comes_back_after_an_exception(setting):
         )  # fmt: skip
     assert_unchanged(setting.model, state)
     assert calls == [False] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
+    """What autograd has saved is as it was, and it knows."""
+    model = nn.Sequential(setting.model, nn.Linear(3, 3), nn.BatchNorm1d(3).eval()).double()
+    expected = torch.autograd.grad(loss_fn(model, setting.train).sum(), [*model.parameters()])
+    recorded = loss_fn(model, setting.train).sum()
+    states = [setting_state(model, seed) for seed in range(2)]
+    states[0]["2.running_var"].abs_(), states[1]["2.running_var"].abs_()
+    if fails:
+        states[1].pop("1.bias")
+    checkpoints = gs.Checkpoints(states, lr=0.1)
+    for call in (
+        lambda: gs.self_influence(
+            model, setting.train_batches, loss_fn, checkpoints, progress=False
+        ),
+        lambda: gs.influence(
+            model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
+            progress=False,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(gs.CheckpointError) if fails else contextlib.nullcontext():
+            call()
+    for got, want in zip(
+        torch.autograd.grad(recorded, [*model.parameters()]), expected, strict=True
+    ):
+        assert torch.equal(got, want)
 
 
 def test_buffers_come_back():
