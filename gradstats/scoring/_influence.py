@@ -32,6 +32,7 @@ from gradstats.scoring._work import (
     amount,
     check_checkpoints,
     duration,
+    folder_path,
     open_folder,
     open_tiles,
     plural,
@@ -137,10 +138,11 @@ def influence(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
+    folder = folder_path(out)
     pairs = _Pairs(checkpoints, query_checkpoints, work)
     train = Data(train_loader, "train", train_ids, batch_dim)
     query = Data(query_loader, "query", query_ids, batch_dim)
-    run = _Run(work, pairs, train, query, budget, None if out is None else Path(out), resume)
+    run = _Run(work, pairs, train, query, budget, folder, resume)
     scores: InfluenceScores | TopScores
     with borrowed(work.model):
         if k is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -240,7 +240,12 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
 
 
 def _check_order(loader: Any, role: str, ids: IdSource) -> None:
-    if not hasattr(loader, "__iter__"):
+    single = _single_batch(loader)
+    if single is not None:
+        raise LoaderError(
+            f"the {role} loader is a single batch ({single}). Wrap it in a list: [batch]."
+        )
+    if not hasattr(loader, "__iter__") or isinstance(loader, str):
         raise LoaderError(
             f"the {role} loader is {type(loader).__name__}, expected a DataLoader or a list of "
             "batches."
@@ -255,6 +260,20 @@ def _check_order(loader: Any, role: str, ids: IdSource) -> None:
     if ids is None and sampler is not None and not iterable:
         if not isinstance(sampler, SequentialSampler):
             raise _unordered(role, f"its sampler is {type(sampler).__name__}")
+
+
+def _single_batch(loader: Any) -> str | None:
+    """Return what kind of batch was passed as a loader; None where it may well be a loader."""
+    name = type(loader).__name__
+    if isinstance(loader, (torch.Tensor, Mapping)):
+        return name
+    if not isinstance(loader, (tuple, list)) or not loader:
+        return None
+    if not all(isinstance(each, torch.Tensor) for each in loader):
+        return None
+    # Batches of one loader are of one kind; inputs and labels are of two.
+    kinds = {(each.dtype, each.dim()) for each in loader}
+    return f"{name} of tensors" if len(kinds) > 1 else None
 
 
 def _unordered(role: str, reason: str) -> LoaderError:

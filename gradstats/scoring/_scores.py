@@ -73,6 +73,10 @@ class Rankings:
         self.checkpoints = tuple(checkpoints)
         self._data = data
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the loaders behind, which only ``plot`` asks for pictures."""
+        return {**self.__dict__, "_data": None}
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, Q)."""

@@ -32,6 +32,7 @@ from gradstats.scoring._work import (
     amount,
     check_checkpoints,
     duration,
+    folder_path,
     open_folder,
     open_tiles,
     plural,
@@ -101,21 +102,22 @@ def self_influence(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
+    path = folder_path(out)
     data = Data(loader, "training", ids, batch_dim)
     folder = None
-    if out is not None:
+    if path is not None:
         description = {
             "kind": "self-influence",
             "settings": work.description(),
             "data": data.description(),
         }
-        folder = open_folder(Path(out), description, {"ids": data.ids}, resume)
+        folder = open_folder(path, description, {"ids": data.ids}, resume)
     watch = CrossEntropyWatch()
     measure = _Measurement(work, watch, Halving("examples", batch_dim))
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
-    recognition = Recognition(work, None if out is None else data)
+    recognition = Recognition(work, None if path is None else data)
     with borrowed(work.model):
         bar = work.bar(len(checkpoints) * data.batches, "self-influence")
         for number in range(len(checkpoints)):
@@ -143,7 +145,7 @@ def self_influence(
                 work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
                 if number == 0:
                     announce = partial(
-                        _announce, work, data, len(checkpoints), out, tiles, pending, measure
+                        _announce, work, data, len(checkpoints), path, tiles, pending, measure
                     )
                     _ranks.together(partial(announce, checkpoint))
                 bar.update(data.batches - len(pending))
@@ -202,7 +204,7 @@ def _announce(
     work: Work,
     data: Data,
     checkpoints: int,
-    out: str | Path | None,
+    path: Path | None,
     tiles: Tiles,
     pending: list[int],
     measure: _Measurement,
@@ -218,7 +220,7 @@ def _announce(
         once = seconds(lambda: measure(batch, size, checkpoint))
         left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
         time = f"about {duration(left)}"
-    where = "in memory" if out is None else f"in {out}"
+    where = "in memory" if path is None else f"in {path}"
     work.say(
         f"self-influence of {plural(data.examples, 'example')} at "
         f"{plural(checkpoints, 'checkpoint')}: {amount(tiles.nbytes * checkpoints)} {where}, {time}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradstats.capture._selection import select_parameters
-from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
+from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError, TrackingError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder
@@ -49,6 +50,18 @@ class Work:
     @classmethod
     def of(cls, model, loss_fn, *, nonfinite: str, progress: bool, **options) -> Work:
         """Return the work of a call, its options checked."""
+        if not isinstance(model, nn.Module):
+            raise TrackingError(f"model is {type(model).__name__}, expected a torch.nn.Module.")
+        if not callable(loss_fn):
+            raise TrackingError(
+                f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) "
+                "-> (B,) unreduced losses."
+            )
+        if torch.is_inference_mode_enabled():
+            raise TrackingError(
+                "scores are made of gradients, which PyTorch does not record under "
+                "torch.inference_mode(). Call from outside of it; torch.no_grad() does no harm."
+            )
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         if nonfinite not in ("raise", "keep"):
@@ -105,6 +118,13 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
             "gs.Checkpoints([model.state_dict()], lr=...)."
         )
     return checkpoints
+
+
+def folder_path(out: Any) -> Path | None:
+    """Return where results go, None for memory, or raise where out= is something else."""
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise StoreError(f"out is {out!r}, expected the path of a folder, or None.")
+    return None if out is None else Path(out)
 
 
 def open_folder(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import gradstats as gs
 from gradstats.scoring._memory import Halving
@@ -253,6 +254,58 @@ def test_a_query_that_is_none_is_refused(setting, query):
 def test_bad_options_are_refused(setting, options, message):
     with pytest.raises(gs.ScoreError, match=message):
         run(setting, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": [1]}, gs.TrackingError, r"model is list, expected a torch\.nn\.Module"),
+        ({"loss_fn": None}, gs.TrackingError, r"loss_fn is NoneType, expected a function"),
+        ({"out": 3}, gs.StoreError, r"out is 3, expected the path of a folder"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["self", "matrix"])
+def test_arguments_of_other_kinds_are_named(setting, kind, changes, error, message):
+    arguments = {
+        "model": setting.model, "loss_fn": loss_fn, "progress": False,
+        "checkpoints": gs.Checkpoints(setting.states, lr=0.1), **changes,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        if kind == "self":
+            gs.self_influence(loader=setting.train_batches, **arguments)
+        else:
+            gs.influence(
+                train_loader=setting.train_batches, query_loader=setting.query_batches, **arguments
+            )
+
+
+def test_inference_mode_is_refused(setting):
+    with torch.inference_mode():
+        with pytest.raises(gs.TrackingError, match=r"under torch\.inference_mode\(\)"):
+            run(setting)
+    with torch.no_grad():
+        scores = run(setting)
+    assert_scores(scores, oracle_influence(setting))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"out": "scores"}])
+def test_scores_can_be_pickled(setting, tmp_path, monkeypatch, options):
+    """Without the loaders, which may hold what cannot be."""
+    monkeypatch.chdir(tmp_path)
+    loader = DataLoader(
+        TensorDataset(*setting.train), 4, collate_fn=lambda rows: default_collate(rows)
+    )
+    scores = gs.influence(
+        setting.model, loader, setting.query_batches, loss_fn,
+        gs.Checkpoints(setting.states, lr=0.1), progress=False, **options,
+    )  # fmt: skip
+    copied = pickle.loads(pickle.dumps(scores))
+    for query in range(6):
+        for form in ("raw", "cosine"):
+            got, expected = (getattr(each, form).opponents(query, 3) for each in (copied, scores))
+            np.testing.assert_array_equal(got.ids, expected.ids)
+            np.testing.assert_array_equal(got.scores, expected.scores)
+    assert len(copied.plot(2, k=3).axes[0].get_yticklabels()) == 6
 
 
 def test_parameters_and_exclude(setting):

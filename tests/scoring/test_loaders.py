@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -306,11 +306,28 @@ def test_a_loss_that_writes_into_the_batch_is_refused(setting):
         (iter([]), "is an iterator .*can be read once"),
         ([], "is empty: it gives no batch"),
         (3, "is int, expected a DataLoader"),
+        ("abc", "is str, expected a DataLoader"),
+        (make_setting().train, r"is a single batch \(tuple of tensors\)\. Wrap it in a list"),
+        (list(make_setting().train), r"is a single batch \(list of tensors\)"),
+        (make_setting().train[0], r"is a single batch \(Tensor\)"),
+        ({"x": torch.ones(2)}, r"is a single batch \(dict\)"),
+        (nn.Linear(1, 1), "is Linear, expected a DataLoader"),
     ],
 )
 def test_loaders_that_are_none(setting, loader, message):
     with pytest.raises(gs.LoaderError, match=message):
         score(setting, loader)
+
+
+def test_a_list_of_batches_that_are_tensors(setting):
+    def squared(model, batch):
+        return model(batch).square().sum(1)
+
+    got = score(setting, list(setting.train[0].split(4)), squared).self_influence
+    expected = score(
+        setting, [(x,) for x in setting.train[0].split(4)], lambda m, b: squared(m, *b)
+    )
+    np.testing.assert_array_equal(got, expected.self_influence)
 
 
 @pytest.mark.parametrize(
