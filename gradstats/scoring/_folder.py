@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,54 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "another folder with out=."
         ) from error
     return manifest
+
+
+def read_results(
+    path: Path, kind: str, function: str, ids: Sequence[str], arrays: Sequence[str]
+) -> tuple[tuple[str, ...], list[np.ndarray], list[list[np.ndarray]]]:
+    """Return the names of a folder's checkpoints, its ids, and the arrays of each, memory mapped.
+
+    Args:
+        path: the folder.
+        kind: of results, as the manifest calls them.
+        function: what writes these.
+        ids, arrays: names of the files.
+
+    Raises:
+        StoreError: if the folder holds something else, or a checkpoint that is not complete.
+    """
+    manifest = read_manifest(path)
+    if manifest.get("kind") != kind:
+        raise StoreError(
+            f"{path} holds {manifest.get('kind')}, expected what {function}(out=...) writes."
+        )
+    if not manifest["checkpoints"]:
+        raise StoreError(
+            f"{path} holds no checkpoint yet. Call {function} with the same arguments again to go "
+            "on."
+        )
+    try:
+        held = []
+        for name in manifest["checkpoints"]:
+            if not bool((np.load(path / name / "done.npy", allow_pickle=False) != 0).all()):
+                raise StoreError(
+                    f"{path / name} is not complete. Call {function} with the same arguments "
+                    "again to go on."
+                )
+            held.append(
+                [
+                    np.load(path / name / f"{array}.npy", mmap_mode="r", allow_pickle=False)
+                    for array in arrays
+                ]
+            )
+        named = [np.load(path / f"{name}.npy", allow_pickle=False) for name in ids]
+    except (OSError, ValueError, EOFError) as error:
+        raise StoreError(
+            f"{path} cannot be read: {error}. Call {function} with the same arguments again to "
+            "repair it."
+        ) from error
+    names = tuple(entry["name"] for entry in manifest["checkpoints"].values())
+    return names, named, held
 
 
 def _save(values: np.ndarray, file: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.errors import ScoreError
+from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
 from gradstats.scoring._requirements import require
 from gradstats.scoring._scores import check_k
@@ -70,6 +71,20 @@ class SelfInfluence:
         self.predicted = _whole(field["predicted"][-1])
         shown = bool(np.isnan(field["label"]).any())
         self.reason = (reason or "the loss showed no classification") if shown else None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> SelfInfluence:
+        """Return what ``gs.self_influence(out=folder)`` left, over all its checkpoints.
+
+        These are in the order in which they were added to the folder.
+
+        Raises:
+            StoreError: if the folder holds something else, or a checkpoint that is not complete.
+        """
+        names, (ids,), held = read_results(
+            Path(folder), "self-influence", "gs.self_influence", ("ids",), ("values",)
+        )
+        return cls(ids, names, np.stack([values for (values,) in held]), None)
 
     def __len__(self) -> int:
         return len(self.ids)

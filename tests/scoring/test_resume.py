@@ -476,6 +476,31 @@ def test_ids_are_kept_beside_the_scores(tmp_path):
     assert best.ids[0] == loaded.train_ids[best.positions[0]]
 
 
+def test_a_table_is_loaded_again(tmp_path):
+    setting = make_setting()
+    named = [(x, y, x[:, 0].mul(1e6).long()) for x, y in setting.train_batches]
+    table = gs.self_influence(
+        setting.model, named, lambda m, b: loss_fn(m, b[:2]),
+        gs.Checkpoints(setting.states, lr=list(RATES)), ids=2, out=tmp_path / "table",
+        progress=False,
+    )  # fmt: skip
+    loaded = gs.SelfInfluence.load(tmp_path / "table")
+    assert loaded.checkpoints == table.checkpoints
+    assert np.array_equal(loaded._values, table._values)
+    assert str(loaded) == str(table)
+    call("matrix", tmp_path / "scores")
+    with pytest.raises(gs.StoreError, match=r"holds influence, expected .* gs.self_influence\(out"):
+        gs.SelfInfluence.load(tmp_path / "scores")
+    with pytest.raises(gs.StoreError, match=r"holds self-influence, expected .* gs.influence\(out"):
+        gs.InfluenceScores.load(tmp_path / "table")
+    done = next((tmp_path / "table").glob("checkpoint-*")) / "done.npy"
+    os.truncate(done, done.stat().st_size - 8)
+    with pytest.raises(
+        gs.StoreError, match=r"cannot be read.*Call gs.self_influence with the same"
+    ):
+        gs.SelfInfluence.load(tmp_path / "table")
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(gs.StoreError, match=r"is not empty and has no manifest\.json"):
