@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradstats.errors import LoaderError
-from gradstats.scoring._weights import update
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any) -> Any:
@@ -63,23 +62,6 @@ def example_range(batch: Any, start: int, stop: int, size: int, batch_dim: int) 
         return leaf.narrow(axis, start, stop - start)
 
     return map_leaves(cut, batch)
-
-
-def feed(digest, batch: Any) -> None:
-    """Feed everything in a batch to a hash."""
-    if isinstance(batch, Mapping):
-        for key in batch:
-            digest.update(repr(key).encode())
-            feed(digest, batch[key])
-    elif isinstance(batch, (tuple, list)):
-        digest.update(str(len(batch)).encode())
-        for item in batch:
-            feed(digest, item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            feed(digest, getattr(batch, field.name))
-    else:
-        update(digest, batch)
 
 
 def pick(batch: Any, ids: str | int | Callable[[Any], Any]) -> list:

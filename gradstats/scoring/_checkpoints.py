@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from gradstats.errors import CheckpointError
+from gradstats.errors import CheckpointError, GradStatsWarning
 from gradstats.scoring._checkpoint_files import Content, find_files, parse, read_file
-from gradstats.scoring._rates import REMEDY, Rates, check_rate, from_groups, from_patterns
+from gradstats.scoring._rates import (
+    REMEDY,
+    Rates,
+    check_rate,
+    from_groups,
+    from_patterns,
+    is_zero,
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,13 @@ class Checkpoints:
         lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state at the time
-            the checkpoint was written.
+            the checkpoint was written. A checkpoint whose rates are all zero is warned about.
 
     Raises:
-        CheckpointError: if no file matches, or a learning rate is missing. When a checkpoint is
-            loaded: if it cannot be read, does not fit the model, or lacks the rate asked for.
+        CheckpointError: if no file matches, a file is listed twice, or a learning rate is missing.
+            When a checkpoint is loaded: if it cannot be read, does not fit the model, lacks the
+            rate asked for, or holds the weights of another of the list, which would count twice;
+            or if every rate is zero.
 
     Source:
         The sum over checkpoints weighted by learning rates: Pruthi et al., arXiv 2002.08484.
@@ -58,6 +69,7 @@ class Checkpoints:
     def __init__(self, sources: Any, *, lr: Any = None):
         self._sources = _listed(sources)
         self.names = tuple(name for name, _ in self._sources)
+        _check_once(self._sources)
         if lr is None:
             raise CheckpointError(f"the checkpoints have no learning rates (lr=None). {REMEDY}")
         self._rates = _rates_of(lr, self.names)
@@ -71,15 +83,32 @@ class Checkpoints:
     def load(self, index: int, model: nn.Module, names: Sequence[str]) -> Checkpoint:
         """Return one checkpoint with the rates of the named parameters of a model."""
         checkpoint, content = load_weights(self._sources[index])
-        rate = self._rates[index]
-        rates: Rates
-        if rate == "optimizer":
-            rates = from_groups(content.groups, model, names, checkpoint)
-        elif isinstance(rate, Mapping):
-            rates = from_patterns(rate, names, checkpoint)
-        else:
-            rates = rate
+        rates = self._rates_at(index, content, model, names)
+        if is_zero(rates):
+            others = (
+                self._rates_at(other, load_weights(self._sources[other])[1], model, names)
+                for other in range(len(self))
+                if other != index
+            )
+            if all(map(is_zero, others)):
+                raise _all_zero()
+            warnings.warn(
+                f"the learning rate of every parameter is zero in {checkpoint}, so it adds nothing "
+                "to any score. Leave it out, or pass the rates of the steps before it with lr=.",
+                GradStatsWarning,
+                stacklevel=3,
+            )
         return Checkpoint(checkpoint, content.weights, rates)
+
+    def _rates_at(
+        self, index: int, content: Content, model: nn.Module, names: Sequence[str]
+    ) -> Rates:
+        name, rate = self.names[index], self._rates[index]
+        if rate == "optimizer":
+            return from_groups(content.groups, model, names, name)
+        if isinstance(rate, Mapping):
+            return from_patterns(rate, names, name)
+        return rate
 
 
 class WeightsOnly:
@@ -130,9 +159,23 @@ def _listed(sources: Any) -> list[tuple[str, Any]]:
     return listed
 
 
+def _check_once(sources: Sequence[tuple[str, Any]]) -> None:
+    seen: dict[Path, str] = {}
+    for name, held in sources:
+        if isinstance(held, Path):
+            file = held.resolve()
+            if file in seen:
+                also = "" if seen[file] == name else f", as {seen[file]} too"
+                raise CheckpointError(
+                    f"the checkpoint {name} is listed more than once{also}, so it would count more "
+                    "than once. List each file once, with globs that do not overlap."
+                )
+            seen[file] = name
+
+
 def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
     """Return one entry for each checkpoint: a float, a mapping, or "optimizer"."""
-    if isinstance(lr, Tensor):
+    if isinstance(lr, (Tensor, np.ndarray)):
         lr = lr.tolist()
     if isinstance(lr, (str, Mapping)) or not hasattr(lr, "__iter__"):
         entries = [lr] * len(names)
@@ -152,5 +195,9 @@ def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
         else:
             checked.append(check_rate(entry, name))
     if all(rate == 0 for rate in checked):
-        raise CheckpointError(f"every learning rate is zero, so every score would be. {REMEDY}")
+        raise _all_zero()
     return checked
+
+
+def _all_zero() -> CheckpointError:
+    return CheckpointError(f"every learning rate is zero, so every score would be. {REMEDY}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstats.errors import StoreError
+from gradstats.errors import GradStatsWarning, StoreError
 from gradstats.scoring._tiles import Tiles, cannot_write
 
 MANIFEST = "manifest.json"
@@ -52,21 +55,25 @@ class Folder:
         description = {"format": FORMAT, **json.loads(json.dumps(description))}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if (path / MANIFEST).exists():
-                self.manifest = read_manifest(path)
-                self._check(description, resume)
-            elif any(each.name != _beside(path / MANIFEST).name for each in path.iterdir()):
+            own = (_lock(path).name, _beside(path / MANIFEST).name)
+            others = [each.name for each in path.iterdir() if each.name not in own]
+            # Asked last: files of a folder that another process makes follow its manifest.
+            if others and not (path / MANIFEST).exists():
                 raise StoreError(
                     f"{path} is not empty and has no {MANIFEST}, so it holds something else than "
                     "scores. Name another folder with out=."
                 )
-            else:
-                self.manifest = {**description, "checkpoints": {}}
-                self._write()
-            # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
-            for name, values in ids.items():
-                if not (path / f"{name}.npy").exists():
-                    write_whole(path / f"{name}.npy", partial(_save, values))
+            with locked(path):
+                if (path / MANIFEST).exists():
+                    self.manifest = read_manifest(path)
+                    self._check(description, resume)
+                else:
+                    self.manifest = {**description, "checkpoints": {}}
+                    self._write()
+                # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
+                for name, values in ids.items():
+                    if not (path / f"{name}.npy").exists():
+                        write_whole(path / f"{name}.npy", partial(_save, values))
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
@@ -83,16 +90,19 @@ class Folder:
         """Return the tiles of a checkpoint, made or checked; one process does this for all.
 
         Args:
-            entry: name, weights, query_weights, rates.
+            entry: name, weights, query_weights, rates, first_losses.
             make: the tiles of a folder.
         """
-        entry = json.loads(json.dumps(entry))
+        with locked(self.path):
+            # Other calls may have added checkpoints.
+            self.manifest = read_manifest(self.path)
+            return self._prepare(json.loads(json.dumps(entry)), make)
+
+    def _prepare(self, entry: dict[str, Any], make: Callable[[Path], Tiles]) -> Tiles:
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
-        if entry.get("query_weights"):
-            folder += f"-{entry['query_weights'][:12]}"
         if folder in known:
-            held = {key: known[folder][key] for key in entry if key != "name"}
+            held = {key: known[folder].get(key) for key in entry if key != "name"}
             self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])
         tiles = make(self.path / folder)
         tiles.create_or_check()
@@ -126,6 +136,26 @@ class Folder:
         write_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time change what a folder is; a killed one lets go of its lock."""
+    try:
+        file = _lock(path).open("ab")
+    except OSError as error:
+        raise cannot_write(_lock(path), error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            warnings.warn(
+                f"the file system of {path} has no locks ({error.strerror}): let only one process "
+                "at a time add to this folder.",
+                GradStatsWarning,
+                stacklevel=2,
+            )
+        yield
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a folder's manifest says."""
     try:
@@ -140,6 +170,54 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "another folder with out=."
         ) from error
     return manifest
+
+
+def read_results(
+    path: Path, kind: str, function: str, ids: Sequence[str], arrays: Sequence[str]
+) -> tuple[tuple[str, ...], list[np.ndarray], list[list[np.ndarray]]]:
+    """Return the names of a folder's checkpoints, its ids, and the arrays of each, memory mapped.
+
+    Args:
+        path: the folder.
+        kind: of results, as the manifest calls them.
+        function: what writes these.
+        ids, arrays: names of the files.
+
+    Raises:
+        StoreError: if the folder holds something else, or a checkpoint that is not complete.
+    """
+    manifest = read_manifest(path)
+    if manifest.get("kind") != kind:
+        raise StoreError(
+            f"{path} holds {manifest.get('kind')}, expected what {function}(out=...) writes."
+        )
+    if not manifest["checkpoints"]:
+        raise StoreError(
+            f"{path} holds no checkpoint yet. Call {function} with the same arguments again to go "
+            "on."
+        )
+    try:
+        held = []
+        for name in manifest["checkpoints"]:
+            if not bool((np.load(path / name / "done.npy", allow_pickle=False) != 0).all()):
+                raise StoreError(
+                    f"{path / name} is not complete. Call {function} with the same arguments "
+                    "again to go on."
+                )
+            held.append(
+                [
+                    np.load(path / name / f"{array}.npy", mmap_mode="r", allow_pickle=False)
+                    for array in arrays
+                ]
+            )
+        named = [np.load(path / f"{name}.npy", allow_pickle=False) for name in ids]
+    except (OSError, ValueError, EOFError) as error:
+        raise StoreError(
+            f"{path} cannot be read: {error}. Call {function} with the same arguments again to "
+            "repair it."
+        ) from error
+    names = tuple(entry["name"] for entry in manifest["checkpoints"].values())
+    return names, named, held
 
 
 def _save(values: np.ndarray, file: Any) -> None:
@@ -159,6 +237,10 @@ def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
         raise cannot_write(path, error) from error
 
 
+def _lock(path: Path) -> Path:
+    return path / f".{MANIFEST}.lock"
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
@@ -166,9 +248,35 @@ def _beside(path: Path) -> Path:
 def _differences(held: Any, now: Any, place: str = "") -> list[str]:
     """Return one line for each value that differs, with its place."""
     if isinstance(held, dict) and isinstance(now, dict):
+        if "tolerance" in held and "tolerance" in now:
+            return _measured_differences(held, now, place)
         return [
             line
             for key in dict.fromkeys([*held, *now])
             for line in _differences(held.get(key), now.get(key), f"{place}.{key}".lstrip("."))
         ]
-    return [] if held == now else [f"{place}: on disk {held!r}, now {now!r}"]
+    if held == now:
+        return []
+    return [f"{place}: on disk {_shortened(held)}, now {_shortened(now)}"]
+
+
+def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
+    """Return one line for numbers that differ by more than rounding: of ``values``, in one text."""
+    one, other = (np.array(each["values"].split(), dtype=np.float64) for each in (held, now))
+    if one.shape != other.shape:
+        return [f"{place}: on disk {len(one)} numbers, now {len(other)}"]
+    finite = np.abs([one, other])[np.isfinite([one, other])]
+    scale = max(held["tolerance"], now["tolerance"]) * finite.max(initial=0.0)
+    apart = np.flatnonzero(~np.isclose(one, other, rtol=0, atol=scale, equal_nan=True))
+    if not len(apart):
+        return []
+    first = apart[0]
+    return [
+        f"{place}: on disk {one[first]:.9g}, now {other[first]:.9g}, for example {first} and "
+        f"{len(apart) - 1} others of the first training batch"
+    ]
+
+
+def _shortened(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -15,6 +15,7 @@ from gradstats.errors import CheckpointError, ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
 from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import (
     InfluenceScores,
     Partial,
@@ -25,12 +26,13 @@ from gradstats.scoring._scores import (
 from gradstats.scoring._stream import Stream
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._top import Chunk, TopLists, chunks, fill_lists
-from gradstats.scoring._weights import borrowed, weights_hash
+from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import (
     Work,
     amount,
     check_checkpoints,
     duration,
+    folder_path,
     open_folder,
     open_tiles,
     plural,
@@ -74,20 +76,24 @@ def influence(
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
-            batches. Under torch.distributed every process passes the whole data; the train side is
-            divided between them and the result is the same.
+            batches; the same batches in each pass, which is checked. Under torch.distributed every
+            process passes the whole data; the train side is divided between them and the result is
+            the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
-            (their rates play no part), or files or state dicts. Scores are then
+            (their rates play no part), or files or state dicts, which may repeat. Scores are then
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
         normalize: None or "cosine": which form the result shows first.
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
-            same bits; further checkpoints add to what is there; other data, models or options are
-            refused with the difference. Data are recognised by their sizes and a hash of their
-            contents; of a DataLoader whose data set is no TensorDataset the hash covers the first,
-            the middle and the last batch.
+            same bits; further checkpoints add to what is there, also from several calls at once;
+            other data, models or options are refused with the difference. Data are recognised by
+            their sizes and a hash of their contents; of a DataLoader whose data set is no
+            TensorDataset the hash covers the first, the middle and the last batch. Model and loss
+            are recognised by their names and shapes and, at checkpoints that are there, by the
+            losses of the first training batch up to rounding (√eps): a difference that leaves these
+            as they are is not seen, nor one by which only a further checkpoint differs.
         resume: False refuses a folder that holds results.
         top_k: keep only so many proponents and opponents of every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
@@ -98,7 +104,8 @@ def influence(
         batch_dim: the example axis of the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give;
+            the same for each call on one folder with ``top_k``.
         progress: print an estimate of the work and show a progress bar, on standard error.
 
     Returns:
@@ -113,10 +120,12 @@ def influence(
     Cost:
         For each checkpoint and each time the budget is full, a forward and a backward of every
         training example without weight gradients; the products as in gs.inner_products. Batches
-        that do not fit into memory are halved. With ``top_k``, checkpoints are loaded once for
-        each chunk of training data whose scores fit the budget. Memory: the factors of the kept
-        queries, which fit the budget, and of one training batch; a tile of gradients; and, unless
-        the checkpoint is the model's own state dict, a second copy of the weights on their device.
+        that do not fit into memory are halved. With ``top_k``, checkpoints are loaded once
+        beforehand and once for each chunk of training data whose scores fit the budget; with
+        ``out``, each has a forward of the first training batch more. Memory: the factors of the
+        kept queries, which fit the budget, and of one training batch; a tile of gradients; and,
+        unless the checkpoint is the model's own state dict, a second copy of the weights on their
+        device.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):
@@ -131,10 +140,11 @@ def influence(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
+    folder = folder_path(out)
     pairs = _Pairs(checkpoints, query_checkpoints, work)
     train = Data(train_loader, "train", train_ids, batch_dim)
     query = Data(query_loader, "query", query_ids, batch_dim)
-    run = _Run(work, pairs, train, query, budget, None if out is None else Path(out), resume)
+    run = _Run(work, pairs, train, query, budget, folder, resume)
     scores: InfluenceScores | TopScores
     with borrowed(work.model):
         if k is None:
@@ -158,6 +168,7 @@ class _Pairs:
         self.names = checkpoints.names
         self._train = checkpoints
         self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
+        self.two_sided = self._query is not None
         self._work = work
         if self._query is not None and len(self._query) != len(checkpoints):
             raise CheckpointError(
@@ -172,20 +183,6 @@ class _Pairs:
         """Return the checkpoints of both sides; None where the query side's is the train side's."""
         train = self._train.load(number, self._work.model, self._work.names)
         return train, None if self._query is None else self._query.load(number)
-
-    def hashes(self) -> list[dict[str, Any]]:
-        """Return what says that a checkpoint is the same, for a manifest."""
-        found = []
-        for number in range(len(self)):
-            train, query = self.load(number)
-            found.append(
-                {
-                    "weights": weights_hash(train.weights),
-                    "query_weights": None if query is None else weights_hash(query.weights),
-                    "rates": train.rates,
-                }
-            )
-        return found
 
 
 class _Run:
@@ -204,11 +201,15 @@ class _Run:
         self.work, self.pairs, self.train, self.query = work, pairs, train, query
         self.budget, self.out, self.resume = budget, out, resume
         self.stream = Stream(work, train, query, budget)
+        self.recognition = Recognition(work, None if out is None else train)
         self.tiles_each = train.batches * query.batches
 
     def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
         """Compute the whole matrix; return it, or where its parts are on disk."""
-        folder = open_folder(self.out, self._description("influence"), self._ids(), self.resume)
+        folder = None
+        if self.out is not None:
+            description = self._description("influence")
+            folder = open_folder(self.out, description, self._ids(), self.resume)
         arrays = {
             "products": Array(("row", "column"), self.work.dtype),
             "train_sqnorm": Array(("row",), np.dtype(np.float64)),
@@ -217,22 +218,21 @@ class _Run:
         bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
         partials: list[Partial] = []
         sums: dict[str | None, np.ndarray] = {}
-        seen: dict[tuple[str, str | None], str] = {}
         for number in range(len(self.pairs)):
             pair = self.pairs.load(number)
             self.stream.move_to(*pair)
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, self.train.spans, self.query.spans),
-                *pair,
+                self.recognition.entry(*pair),
                 self.work,
-                seen,
             )
             pending = ~done
-            if number == 0:
-                _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
-            bar.update(int(done.sum()))
             try:
+                self._check_held(tiles, done, *pair)
+                if number == 0:
+                    _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
+                bar.update(int(done.sum()))
                 _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
             finally:
                 tiles.close()
@@ -250,10 +250,19 @@ class _Run:
         """Compute the lists of the strongest examples without the matrix."""
         lists = TopLists(self.query.examples, k)
         folder = None
+        # Checkpoints are met again in every chunk, so they are told apart beforehand.
+        entries = {}
+        for number in range(len(self.pairs)):
+            pair = self.pairs.load(number)
+            self.stream.move_to(*pair)
+            entries[str(number)] = self.recognition.entry(*pair)
+            del entries[str(number)]["name"]
         if self.out is not None:
             description = self._description("strongest influence")
             description["top_k"] = k
-            description["summed"] = self.pairs.hashes()
+            # Lists do not say which gradients were not finite.
+            description["nonfinite"] = self.work.nonfinite
+            description["summed"] = entries
             folder = open_folder(self.out, description, self._ids(), self.resume)
             problem = lists.restore(self.out)
             if problem is not None:
@@ -284,6 +293,19 @@ class _Run:
         bar.close()
         return lists.lists
 
+    def _check_held(
+        self, tiles: Tiles, done: np.ndarray, train: Checkpoint, query: Checkpoint | None
+    ) -> None:
+        """Raise where an earlier call has left squared norms that this one would not."""
+        sides = (
+            ("train_sqnorm", self.train, 1, train, "training"),
+            ("query_sqnorm", self.query, 0, query or train, "query"),
+        )
+        for name, data, axis, checkpoint, role in sides:
+            held = np.repeat(done.any(axis), data.sizes)
+            norms = tiles.view(name)[held]
+            self.work.check_finite(norms, data.ids[held], checkpoint.name, role)
+
     def _partial(self, tiles: Tiles) -> Partial:
         products, rows, columns = (
             tiles.view(name) for name in ("products", "train_sqnorm", "query_sqnorm")
@@ -299,14 +321,12 @@ class _Run:
         return {"train_ids": self.train.ids, "query_ids": self.query.ids}
 
     def _description(self, kind: str) -> dict[str, Any]:
-        def side(data: Data) -> dict[str, Any]:
-            return {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint}
-
         return {
             "kind": kind,
             "settings": self.work.description(),
-            "train": side(self.train),
-            "query": side(self.query),
+            "train": self.train.description(),
+            "query": self.query.description(),
+            "query_checkpoints": self.pairs.two_sided,
         }
 
     def _room(self, nbytes: int) -> tuple[int, str]:

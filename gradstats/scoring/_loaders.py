@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from gradstats.errors import LoaderError
-from gradstats.scoring._batches import feed, pick
+from gradstats.scoring._batches import pick
+from gradstats.scoring._content import ContentHash
 from gradstats.statistics._loss import infer_batch_size
+
+# Batches are compared at every reading, larger tensors by about so many of their elements.
+COMPARED = 1 << 18
 
 IdSource = str | int | Callable[[Any], Any] | None
 
@@ -23,9 +28,6 @@ class Data:
     Attributes:
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
-        fingerprint: SHA-256 over the sizes and the contents: of every batch where all had to be
-            read to count them or to collect ids and of a TensorDataset, else of the first, the
-            middle and the last batch.
     """
 
     def __init__(self, loader: Any, role: str, ids: IdSource, batch_dim: int):
@@ -35,31 +37,52 @@ class Data:
         _check_order(loader, role, ids)
         self._index_lists: list[list[int]] | None = None
         if _is_indexable(loader):
-            self._index_lists = _index_lists(loader, named=ids is not None)
+            self._index_lists = _index_lists(loader, role, named=ids is not None)
             self._check_sequential(ids)
-        digest = hashlib.sha256()
+        content = ContentHash()
+        self._hashes: dict[int, str] = {}
         if self._index_lists is not None and ids is None:
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
             if type(loader.dataset) is TensorDataset:
-                feed(digest, loader.dataset.tensors)
+                content.add(loader.dataset.tensors)
             last = len(self.sizes) - 1
             for _, batch in self.read(sorted({0, last // 2, last})):
-                feed(digest, batch)
+                content.add(batch)
             self.ids = np.array([i for each in self._index_lists for i in each])
         else:
             sizes, named = [], []
-            for batch in self._all():
+            for number, batch in enumerate(self._all()):
                 sizes.append(infer_batch_size(batch, batch_dim))
-                feed(digest, batch)
+                self._compare(number, batch)
+                content.add(batch)
                 if ids is not None:
                     named.extend(pick(batch, ids))
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
             self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
-        digest.update(self.sizes.tobytes())
-        digest.update(repr(self.ids.tolist()).encode())
-        self.fingerprint = digest.hexdigest()
+        content.add([self.sizes, self.ids])
+        self._fingerprint, self._unread = content.hexdigest(), content.unread
+
+    def description(self) -> dict[str, Any]:
+        """Return what says that data are the same, for a manifest.
+
+        The hash covers the sizes, the ids and the contents: of every batch where all had to be read
+        to count them or to collect ids and of a TensorDataset, else of the first, the middle and
+        the last batch.
+
+        Raises:
+            LoaderError: if the batches hold objects whose contents are not known.
+        """
+        if self._unread:
+            raise LoaderError(
+                f"the batches of the {self._role} loader hold objects of type "
+                f"{', '.join(sorted(self._unread))}, whose contents are not known, so results on "
+                "disk could not be told from those of other data. Let batches be nested tuples, "
+                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or leave "
+                "out= away."
+            )
+        return {"examples": self.examples, "batches": self.batches, "hash": self._fingerprint}
 
     @property
     def examples(self) -> int:
@@ -97,6 +120,7 @@ class Data:
                     f"{self.sizes[number]} as when it was first read. Give a loader that yields "
                     "the same batches each time; for another example axis pass batch_dim=."
                 )
+            self._compare(number, batch)
             count += 1
             yield number, batch
             if count == len(wanted):
@@ -112,6 +136,19 @@ class Data:
         number = int(np.searchsorted(np.cumsum(self.sizes), position, side="right"))
         ((_, batch),) = self.read([number])
         return batch, position - self.spans[number].start
+
+    def _compare(self, number: int, batch: Any) -> None:
+        """Raise unless a batch holds what it held when it was first read."""
+        content = ContentHash(COMPARED)
+        content.add(batch)
+        if self._hashes.setdefault(number, content.hexdigest()) != content.hexdigest():
+            raise LoaderError(
+                f"batch {number} of the {self._role} loader holds other data than when it was "
+                "first read, so a score would be of different data at different checkpoints. Give "
+                "a loader that yields the same batches each time, without shuffling and random "
+                "augmentation, or read it once and pass list(loader); and a loss_fn that does not "
+                "write into the batch."
+            )
 
     def _all(self) -> Iterable[Any]:
         if self._index_lists is not None:
@@ -137,18 +174,47 @@ def _is_indexable(loader: Any) -> bool:
     )
 
 
-def _index_lists(loader: DataLoader, named: bool) -> list[list[int]]:
+def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
     """Return which examples stand in which batch.
 
     Where the examples carry their names, a shuffled loader is read in the order of its data set, so
     that another process can go on.
     """
-    lists = [list(indices) for indices in loader.batch_sampler]  # type: ignore[union-attr]
-    if named and type(loader.batch_sampler) is BatchSampler:
-        indices = sorted(index for each in lists for index in each)
-        size = loader.batch_sampler.batch_size
-        return [indices[start : start + size] for start in range(0, len(indices), size)]
-    return lists
+    batches = loader.batch_sampler
+    assert batches is not None
+    if not named or type(batches) is not BatchSampler:
+        with _undrawn(loader):
+            return [list(indices) for indices in batches]
+    with _undrawn(loader):
+        indices, others = (sorted(i for each in batches for i in each) for _ in range(2))
+    if indices != others:
+        raise LoaderError(
+            f"the {role} loader draws other examples in each pass (its sampler is "
+            f"{type(batches.sampler).__name__}, drop_last={batches.drop_last}), so another call "
+            "could not go on with their scores. Give a DataLoader of the examples that you mean, "
+            "such as one with torch.utils.data.Subset, with shuffle=False or drop_last=False."
+        )
+    size = batches.batch_size
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+@contextmanager
+def _undrawn(loader: DataLoader) -> Iterator[None]:
+    """Leave the random numbers that a sampler draws as they would be without it."""
+    batches = loader.batch_sampler
+    holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}
+    generators = [each for each in found.values() if isinstance(each, torch.Generator)]
+    states = [each.get_state() for each in generators]
+    python, legacy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
@@ -174,7 +240,12 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
 
 
 def _check_order(loader: Any, role: str, ids: IdSource) -> None:
-    if not hasattr(loader, "__iter__"):
+    single = _single_batch(loader)
+    if single is not None:
+        raise LoaderError(
+            f"the {role} loader is a single batch ({single}). Wrap it in a list: [batch]."
+        )
+    if not hasattr(loader, "__iter__") or isinstance(loader, str):
         raise LoaderError(
             f"the {role} loader is {type(loader).__name__}, expected a DataLoader or a list of "
             "batches."
@@ -189,6 +260,20 @@ def _check_order(loader: Any, role: str, ids: IdSource) -> None:
     if ids is None and sampler is not None and not iterable:
         if not isinstance(sampler, SequentialSampler):
             raise _unordered(role, f"its sampler is {type(sampler).__name__}")
+
+
+def _single_batch(loader: Any) -> str | None:
+    """Return what kind of batch was passed as a loader; None where it may well be a loader."""
+    name = type(loader).__name__
+    if isinstance(loader, (torch.Tensor, Mapping)):
+        return name
+    if not isinstance(loader, (tuple, list)) or not loader:
+        return None
+    if not all(isinstance(each, torch.Tensor) for each in loader):
+        return None
+    # Batches of one loader are of one kind; inputs and labels are of two.
+    kinds = {(each.dtype, each.dim()) for each in loader}
+    return f"{name} of tensors" if len(kinds) > 1 else None
 
 
 def _unordered(role: str, reason: str) -> LoaderError:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradstats.errors import GradStatsWarning, ScoreError, StoreError
-from gradstats.scoring._folder import read_manifest
+from gradstats.errors import GradStatsWarning, ScoreError
+from gradstats.scoring._folder import read_results
 from gradstats.scoring._loaders import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NORMALIZATIONS = (None, "cosine")
+# The files of a checkpoint's part, in the order of Partial's attributes.
+PARTS = ("products", "train_sqnorm", "query_sqnorm")
 # Two queries of different kinds share few of their strongest examples; above this share the lists
 # say more about the training data than about the query.
 OVERLAP = 0.5
@@ -72,6 +74,10 @@ class Rankings:
         self.normalize = normalize
         self.checkpoints = tuple(checkpoints)
         self._data = data
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the loaders behind, which only ``plot`` asks for pictures."""
+        return {**self.__dict__, "_data": None}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -199,26 +205,11 @@ class InfluenceScores(Rankings):
         Raises:
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
-        folder, check = Path(folder), check_normalize(normalize)
-        manifest = read_manifest(folder)
-        if manifest.get("kind") != "influence":
-            raise StoreError(
-                f"{folder} holds {manifest.get('kind')}, expected the scores that "
-                "gs.influence(out=...) writes."
-            )
-        try:
-            partials = [read_partial(folder / name) for name in manifest["checkpoints"]]
-            ids = [
-                np.load(folder / f"{side}_ids.npy", allow_pickle=False)
-                for side in ("train", "query")
-            ]
-        except (OSError, ValueError, EOFError) as error:
-            raise StoreError(
-                f"{folder} cannot be read: {error}. Call gs.influence with the same arguments "
-                "again to repair it."
-            ) from error
-        names = [entry["name"] for entry in manifest["checkpoints"].values()]
-        return cls(partials, ids[0], ids[1], check, names)
+        check = check_normalize(normalize)
+        names, ids, held = read_results(
+            Path(folder), "influence", "gs.influence", ("train_ids", "query_ids"), PARTS
+        )
+        return cls([Partial(*each) for each in held], ids[0], ids[1], check, names)
 
     @property
     def raw(self) -> InfluenceScores:
@@ -351,18 +342,6 @@ def mean_overlap(lists: Sequence[np.ndarray]) -> float:
         for other in sets[:number]
     ]
     return float(np.mean(shares)) if shares else 0.0
-
-
-def read_partial(folder: Path) -> Partial:
-    """Return one checkpoint's part, memory mapped."""
-    if not bool((np.load(folder / "done.npy", allow_pickle=False) != 0).all()):
-        raise StoreError(
-            f"{folder} is not complete. Call gs.influence with the same arguments again to go on."
-        )
-    names = ("products", "train_sqnorm", "query_sqnorm")
-    return Partial(
-        *(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names)
-    )
 
 
 def check_k(k: Any) -> int:

@@ -23,6 +23,7 @@ from gradstats.scoring._confidence import (
 from gradstats.scoring._loaders import Data, IdSource
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
+from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SelfInfluence
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._weights import borrowed, load_weights
@@ -31,6 +32,7 @@ from gradstats.scoring._work import (
     amount,
     check_checkpoints,
     duration,
+    folder_path,
     open_folder,
     open_tiles,
     plural,
@@ -63,15 +65,17 @@ def self_influence(
 
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
-        loader: a DataLoader in the order of its data set, or a list of batches. Under
-            torch.distributed every process passes the whole data and takes its share of it.
+        loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
+            each pass, which is checked. Under torch.distributed every process passes the whole data
+            and takes its share of it.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
             batch; one more pass over the data. By default an example's position is its id.
         out: a folder to keep results in; with ``resume`` a call that was killed goes on there,
-            and further checkpoints add to what is there.
+            and further checkpoints add to what is there. What belongs to a folder is recognised as
+            by gs.influence.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
         parameters, exclude: fnmatch patterns over parameter names.
@@ -98,19 +102,22 @@ def self_influence(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
+    path = folder_path(out)
     data = Data(loader, "training", ids, batch_dim)
-    description = {
-        "kind": "self-influence",
-        "settings": work.description(),
-        "data": {"examples": data.examples, "batches": data.batches, "hash": data.fingerprint},
-    }
-    folder = open_folder(out, description, {"ids": data.ids}, resume)
+    folder = None
+    if path is not None:
+        description = {
+            "kind": "self-influence",
+            "settings": work.description(),
+            "data": data.description(),
+        }
+        folder = open_folder(path, description, {"ids": data.ids}, resume)
     watch = CrossEntropyWatch()
     measure = _Measurement(work, watch, Halving("examples", batch_dim))
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
-    seen: dict[tuple[str, str | None], str] = {}
+    recognition = Recognition(work, None if path is None else data)
     with borrowed(work.model):
         bar = work.bar(len(checkpoints) * data.batches, "self-influence")
         for number in range(len(checkpoints)):
@@ -119,18 +126,10 @@ def self_influence(
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, data.spans, columns),
-                checkpoint,
-                None,
+                recognition.entry(checkpoint, None),
                 work,
-                seen,
             )
             pending = np.flatnonzero(~done[:, 0]).tolist()
-            if number == 0:
-                announce = partial(
-                    _announce, work, data, len(checkpoints), out, tiles, pending, measure
-                )
-                _ranks.together(partial(announce, checkpoint))
-            bar.update(data.batches - len(pending))
 
             def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
                 for batch_number, batch in data.read(_ranks.share(pending)):
@@ -141,6 +140,15 @@ def self_influence(
                     bar.update(min(_ranks.size(), bar.total - bar.n))
 
             try:
+                held = np.repeat(done[:, 0], data.sizes)
+                sqnorms = tiles.view("values")[held, 1]
+                work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
+                if number == 0:
+                    announce = partial(
+                        _announce, work, data, len(checkpoints), path, tiles, pending, measure
+                    )
+                    _ranks.together(partial(announce, checkpoint))
+                bar.update(data.batches - len(pending))
                 _ranks.together(fill)
             finally:
                 tiles.close()
@@ -196,7 +204,7 @@ def _announce(
     work: Work,
     data: Data,
     checkpoints: int,
-    out: str | Path | None,
+    path: Path | None,
     tiles: Tiles,
     pending: list[int],
     measure: _Measurement,
@@ -212,7 +220,7 @@ def _announce(
         once = seconds(lambda: measure(batch, size, checkpoint))
         left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
         time = f"about {duration(left)}"
-    where = "in memory" if out is None else f"in {out}"
+    where = "in memory" if path is None else f"in {path}"
     work.say(
         f"self-influence of {plural(data.examples, 'example')} at "
         f"{plural(checkpoints, 'checkpoint')}: {amount(tiles.nbytes * checkpoints)} {where}, {time}"

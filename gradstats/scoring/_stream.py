@@ -67,8 +67,12 @@ class Stream:
         self._query_at: Checkpoint | None = None
 
     def move_to(self, train: Checkpoint, query: Checkpoint | None) -> None:
-        """Say at which weights the two sides are from now on; the train side's by default."""
+        """Say at which weights the two sides are from now on; the train side's by default.
+
+        The model has the train side's when this returns.
+        """
         self._train_at, self._query_at = train, train if query is None else query
+        self._use(train)
 
     def fill(
         self, pending: np.ndarray, write: Callable[[int, int, Tile], None], bar: tqdm | None

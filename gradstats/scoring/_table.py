@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats.errors import ScoreError
+from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
 from gradstats.scoring._requirements import require
+from gradstats.scoring._scores import check_k
 
 if TYPE_CHECKING:
     import pandas
@@ -70,6 +72,20 @@ class SelfInfluence:
         shown = bool(np.isnan(field["label"]).any())
         self.reason = (reason or "the loss showed no classification") if shown else None
 
+    @classmethod
+    def load(cls, folder: str | Path) -> SelfInfluence:
+        """Return what ``gs.self_influence(out=folder)`` left, over all its checkpoints.
+
+        These are in the order in which they were added to the folder.
+
+        Raises:
+            StoreError: if the folder holds something else, or a checkpoint that is not complete.
+        """
+        names, (ids,), held = read_results(
+            Path(folder), "self-influence", "gs.self_influence", ("ids",), ("values",)
+        )
+        return cls(ids, names, np.stack([values for (values,) in held]), None)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -89,9 +105,7 @@ class SelfInfluence:
 
     def top(self, k: int = 20) -> SelfInfluence:
         """Return the k rows of largest self-influence, the largest first."""
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise ScoreError(f"k is {k!r}, expected a positive number of examples.")
-        order = np.argsort(-self.self_influence, kind="stable")[:k]
+        order = np.argsort(-self.self_influence, kind="stable")[: check_k(k)]
         return SelfInfluence(
             self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
         )
@@ -100,11 +114,15 @@ class SelfInfluence:
         """Return how well each score finds examples that are known to be bad.
 
         Args:
-            known_bad: (N,) bool, or a list of ids.
+            known_bad: (N,) bool, or ids, each once, in a list, set or array.
 
         Returns:
             DetectionReport: AUROC, average precision and recall at the noise rate of self-influence
-            and, each in its own row, of the baselines that the same pass yields.
+            and, each in its own row, of the baselines that the same pass yields. Scores that are
+            not finite for some example rank nothing and are left out with the reason.
+
+        Raises:
+            ScoreError: if known_bad names no examples of the table, or none or all of them.
         """
         bad = self._mask(known_bad)
         scores = {
@@ -114,13 +132,20 @@ class SelfInfluence:
             "mean margin": -self.margin,
             "mean EL2N": self.el2n,
         }
-        rows = {
-            name: detect(values, bad)
-            for name, values in scores.items()
-            if not np.isnan(values).any()
-        }
-        missing = [name for name in scores if name not in rows]
-        return DetectionReport(rows, missing, self.reason, int(bad.sum()), self._warnings(bad))
+        rows, missing = {}, {}
+        for name, values in scores.items():
+            unknown = np.isnan(values)
+            if not unknown.any():
+                rows[name] = detect(values, bad)
+            elif name in ("mean margin", "mean EL2N") and self.reason is not None:
+                missing[name] = self.reason
+            else:
+                ids = self.ids[unknown]
+                missing[name] = (
+                    f"not finite for the examples with ids {ids[:8].tolist()}"
+                    f"{' …' if len(ids) > 8 else ''}"
+                )
+        return DetectionReport(rows, missing, len(self), int(bad.sum()), self._warnings(bad))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the table as a pandas DataFrame."""
@@ -163,7 +188,7 @@ class SelfInfluence:
         return f"SelfInfluence(examples={len(self)}, self_influence={low:.4g}…{high:.4g})"
 
     def _mask(self, known_bad: Any) -> np.ndarray:
-        given = np.asarray(known_bad)
+        given = np.asarray(list(known_bad) if isinstance(known_bad, Set) else known_bad)
         if given.dtype == bool:
             if given.shape != self.ids.shape:
                 raise ScoreError(
@@ -172,6 +197,17 @@ class SelfInfluence:
                 )
             mask = given
         else:
+            if given.ndim != 1:
+                raise ScoreError(
+                    f"known_bad has shape {given.shape}, expected one axis: ids, or one bool for "
+                    "each example."
+                )
+            values, counts = np.unique(given, return_counts=True)
+            if (counts > 1).any():
+                raise ScoreError(
+                    f"known_bad lists {values[counts > 1][:4].tolist()} more than once, expected "
+                    "each id once. For a mask of zeros and ones pass known_bad.astype(bool)."
+                )
             unknown = ~np.isin(given, self.ids)
             if unknown.any():
                 raise ScoreError(
@@ -224,21 +260,20 @@ class DetectionReport:
 
     Attributes:
         rows: score → Detection, with ``auroc``, ``average_precision``, ``recall_at_noise_rate``.
-        missing: scores that could not be computed.
-        reason: why.
+        missing: score → why it could not be computed.
+        examples: number of examples.
         bad: number of known bad examples.
         warnings: what makes a checkpoint's scores doubtful.
     """
 
     rows: dict[str, Detection]
-    missing: Sequence[str]
-    reason: str | None
+    missing: dict[str, str]
+    examples: int
     bad: int
     warnings: list[str]
 
     def __str__(self) -> str:
-        total = int(next(iter(self.rows.values())).inspected[-1])
-        lines = [f"{self.bad} known bad among {total:,} examples"]
+        lines = [f"{self.bad} known bad among {self.examples:,} examples"]
         table = [["score", "AUROC", "average precision", "recall at noise rate"]]
         for name, detection in self.rows.items():
             numbers = (
@@ -246,8 +281,9 @@ class DetectionReport:
             )  # fmt: skip
             table.append([name, *(f"{number:.4f}" for number in numbers)])
         lines += _aligned(table)
-        if self.missing:
-            lines.append(f"no {', '.join(self.missing)}: {self.reason}")
+        for reason in dict.fromkeys(self.missing.values()):
+            names = [name for name, why in self.missing.items() if why == reason]
+            lines.append(f"no {', '.join(names)}: {reason}")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
+from gradstats.scoring._content import ContentHash
 
 
 @contextmanager
@@ -25,39 +27,60 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     tensors = _tensors(model)
     memory = [tensor.data for tensor in tensors]
-    try:
-        model.eval()
-        # What a forward writes are buffers; parameters move when a checkpoint is loaded.
-        _move(tensors, {id(_local(buffer)) for buffer in model.buffers()})
-        yield
-    finally:
-        for tensor, own in zip(tensors, memory, strict=True):
-            tensor.data = own
-        for module, training in modes:
-            module.training = training
+    # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            model.eval()
+            # What a forward writes are buffers; parameters move when a checkpoint is loaded.
+            _move(tensors, {id(_local(buffer)) for buffer in model.buffers()})
+            yield
+        finally:
+            for tensor, own in zip(tensors, memory, strict=True):
+                tensor.data = own
+            for module, training in modes:
+                module.training = training
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the borrowed model a checkpoint's weights; every name and shape must agree."""
-    held = {clean_name(name): value for name, value in checkpoint.weights.items()}
+    held, state = fitted(model, checkpoint), model.state_dict()
+    if all(_place(held[name]) == _place(state[name]) for name in state):
+        return
+    tensors = _tensors(model)
+    _move(tensors, {id(tensor) for tensor in tensors})
+    try:
+        model.load_state_dict(held)
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.name} does not fit the model: {error}") from error
+
+
+def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's values by the names of the model's state dict, or raise.
+
+    A name may be missing where the model's tensor is another name's too: safetensors files hold
+    tied weights once.
+    """
+    values = {clean_name(name): value for name, value in checkpoint.weights.items()}
     state = model.state_dict()
-    own = {clean_name(name): name for name in state}
-    missing = [name for name in own if name not in held]
-    unexpected = [name for name in held if name not in own]
+    held = {name: values[clean_name(name)] for name in state if clean_name(name) in values}
+    places = {_place(state[name]): name for name in held}
+    missing = []
+    for name in state:
+        if name not in held:
+            other = places.get(_place(state[name]))
+            if other is None:
+                missing.append(clean_name(name))
+            else:
+                held[name] = held[other]
+    own = set(map(clean_name, state))
+    unexpected = [name for name in values if name not in own]
     if missing or unexpected:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: it lacks {_some(missing)}, and holds "
             f"{_some(unexpected)}, which the model does not have. Expected the state dict of a "
             "model of the same architecture."
         )
-    if all(_same(held[name], state[own[name]]) for name in own):
-        return
-    tensors = _tensors(model)
-    _move(tensors, {id(tensor) for tensor in tensors})
-    try:
-        model.load_state_dict({own[name]: held[name] for name in own})
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.name} does not fit the model: {error}") from error
+    return {name: held[name] for name in state}
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -72,12 +95,13 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local()  # type: ignore[no-any-return]
 
 
-def _same(held: Any, own: Any) -> bool:
-    """Whether both are one view of one memory."""
-    if not isinstance(held, Tensor) or not isinstance(own, Tensor) or held.dtype != own.dtype:
-        return False
-    held, own = _local(held), _local(own)
-    return held.is_set_to(own) if held.layout == own.layout == torch.strided else False
+def _place(value: Any) -> tuple:
+    """Return which view of which memory a tensor is; what has no memory is a place of its own."""
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        local = _local(value)
+        if local.data_ptr() != 0:
+            return local.data_ptr(), local.dtype, local.shape, local.stride(), local.device
+    return (id(value),)
 
 
 def _move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
@@ -101,25 +125,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
 
 
-def weights_hash(weights: Mapping[str, Any]) -> str:
-    """Return a SHA-256 over names, shapes, dtypes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(clean_name(name).encode())
-        update(digest, weights[name])
-    return digest.hexdigest()
-
-
-def update(digest, value: Any) -> None:
-    """Feed a tensor, or a plain value, to a hash."""
-    if isinstance(value, Tensor):
-        digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    elif isinstance(value, (str, int, float, bool, bytes, type(None))):
-        digest.update(repr(value).encode())
-    else:
-        digest.update(type(value).__name__.encode())
+def weights_hash(model: nn.Module, checkpoint: Checkpoint) -> str:
+    """Return a SHA-256 over names, shapes, dtypes and values of a checkpoint of a model."""
+    content = ContentHash()
+    held = fitted(model, checkpoint)
+    content.add({clean_name(name): held[name] for name in sorted(held, key=clean_name)})
+    return content.hexdigest()
 
 
 def architecture_hash(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradstats.capture._selection import select_parameters
-from gradstats.errors import CheckpointError, NonFiniteGradientError, TrackingError
+from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError, TrackingError
 from gradstats.scoring import _ranks
-from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
+from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder
 from gradstats.scoring._tiles import MemoryTiles, Tiles
-from gradstats.scoring._weights import architecture_hash, weights_hash
+from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._loss import check_batch_dim
 
 
@@ -49,6 +50,18 @@ class Work:
     @classmethod
     def of(cls, model, loss_fn, *, nonfinite: str, progress: bool, **options) -> Work:
         """Return the work of a call, its options checked."""
+        if not isinstance(model, nn.Module):
+            raise TrackingError(f"model is {type(model).__name__}, expected a torch.nn.Module.")
+        if not callable(loss_fn):
+            raise TrackingError(
+                f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) "
+                "-> (B,) unreduced losses."
+            )
+        if torch.is_inference_mode_enabled():
+            raise TrackingError(
+                "scores are made of gradients, which PyTorch does not record under "
+                "torch.inference_mode(). Call from outside of it; torch.no_grad() does no harm."
+            )
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         if nonfinite not in ("raise", "keep"):
@@ -107,16 +120,17 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
     return checkpoints
 
 
+def folder_path(out: Any) -> Path | None:
+    """Return where results go, None for memory, or raise where out= is something else."""
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise StoreError(f"out is {out!r}, expected the path of a folder, or None.")
+    return None if out is None else Path(out)
+
+
 def open_folder(
-    out: str | Path | None,
-    description: dict[str, Any],
-    ids: dict[str, np.ndarray],
-    resume: bool,
-) -> Folder | None:
-    """Return the folder of a call, the same for every process; None without one."""
-    if out is None:
-        return None
-    path = Path(out)
+    path: Path, description: dict[str, Any], ids: dict[str, np.ndarray], resume: bool
+) -> Folder:
+    """Return the folder of a call, the same for every process."""
 
     def first() -> dict[str, Any]:
         return Folder(path, description, ids, resume).manifest
@@ -127,35 +141,20 @@ def open_folder(
 def open_tiles(
     folder: Folder | None,
     make: Callable[[type, Path], Tiles],
-    checkpoint: Checkpoint,
-    query: Checkpoint | None,
+    entry: dict[str, Any],
     work: Work,
-    seen: dict[tuple[str, str | None], str],
 ) -> tuple[Tiles, np.ndarray]:
     """Return a checkpoint's tiles, and which of them are done, the same in every process.
 
     Args:
         folder: of the call, None for results in memory.
         make: the tiles of a folder.
-        checkpoint, query: of the two sides.
+        entry: of the checkpoint.
         work: the call.
-        seen: names of the checkpoints so far by their weights; this one is added.
     """
     if folder is None:
         tiles = make(MemoryTiles, Path())
         return tiles, tiles.done
-    entry: dict[str, Any] = {
-        "name": checkpoint.name,
-        "weights": weights_hash(checkpoint.weights),
-        "query_weights": None if query is None else weights_hash(query.weights),
-        "rates": checkpoint.rates,
-    }
-    other = seen.setdefault((entry["weights"], entry["query_weights"]), checkpoint.name)
-    if other != checkpoint.name:
-        raise CheckpointError(
-            f"{checkpoint.name} and {other} hold the same weights, so one would count twice. List "
-            "each checkpoint once."
-        )
 
     def first() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, lambda path: make(Tiles, path))

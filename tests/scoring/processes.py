@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from torch import distributed
 
 import gradstats as gs
-from tests.scoring.setting import RATES, loss_fn, make_setting
+from tests.scoring.setting import RATES, loss_fn, make_setting, setting_state
 
 CALLS = ("matrix", "top", "self")
 
@@ -99,6 +100,27 @@ def kill_at(count: int, kind: str, out: Path) -> None:
     call(kind, out)
 
 
+def beside(number: int, size: int, out: Path) -> None:
+    """Add three checkpoints to a folder that others fill too; the last process is killed."""
+    setting = make_setting()
+    states = [setting_state(setting.model, 3 * number + each) for each in range(3)]
+    fsync = os.fsync
+
+    def slow_fsync(descriptor):
+        # Long enough for another process to come in between.
+        time.sleep(0.02)
+        return fsync(descriptor)
+
+    os.fsync = slow_fsync
+    for each in range(3):
+        if number == size - 1 and each == 1:
+            os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+        gs.influence(
+            setting.model, setting.train_batches, setting.query_batches, loss_fn,
+            gs.Checkpoints(states[each : each + 1], lr=0.1), out=out, progress=False,
+        )  # fmt: skip
+
+
 def limit_at(count: int, out: Path) -> None:
     """Make a call whose files may not grow or be written any more from its count-th write on."""
     writes = 0
@@ -169,6 +191,10 @@ def main() -> None:
         ]
     elif command == "limit":
         codes = [ended(fork(lambda: limit_at(int(arguments[0]), folder)))]
+    elif command == "beside":
+        size = int(arguments[0])
+        children = [fork(lambda each=each: beside(each, size, folder)) for each in range(size)]
+        codes = [ended(child) for child in children]
     else:
         size = int(arguments[0])
         children = [fork(lambda rank=rank: share(rank, size, folder)) for rank in range(size)]

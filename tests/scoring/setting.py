@@ -74,6 +74,17 @@ def make_setting(seed: int = 0) -> Setting:
     )
 
 
+def setting_state(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return a model's weights with noise that follows from the seed; integers stay."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        if value.is_floating_point()
+        else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
 def gradients_at(setting: Setting, state: dict[str, Tensor], data) -> dict[str, Tensor]:
     """Return name → (N, d) per-example gradients at a checkpoint."""
     model = copy.deepcopy(setting.model)

@@ -7,12 +7,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from gradstats.scoring._checkpoint_files import find_files
-from tests.oracle import assert_unchanged, snapshot
+from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import gradients_at, loss_fn, make_setting
 
 
@@ -150,9 +151,61 @@ def test_rates_that_cannot_be_known_are_errors(setting):
     score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}), parameters="0.*")
 
 
+def with_rates(setting, rates):
+    """Checkpoints as a schedule leaves them."""
+    contents = []
+    for state, rate in zip(setting.states, rates, strict=True):
+        optimizer = torch.optim.SGD(setting.model.parameters(), lr=rate)
+        contents.append({"model": state, "optimizer": optimizer.state_dict()})
+    return contents
+
+
+@pytest.mark.parametrize("given", ["optimizer", "list", "patterns"])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_a_checkpoint_at_rate_zero_is_warned_about(setting, given, top_k):
+    """As a linear decay's last one; where all are, nothing is computed."""
+
+    def checkpoints(rates):
+        if given == "optimizer":
+            return gs.Checkpoints(with_rates(setting, rates), lr="optimizer")
+        lr = list(rates) if given == "list" else [{"*": rate} for rate in rates]
+        return gs.Checkpoints(setting.states, lr=lr)
+
+    message = "learning rate of every parameter is zero in state dict 1, so it adds nothing"
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        got = score(setting, checkpoints([0.1, 0.0]))
+    np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.1]), rtol=1e-10)
+    sides = setting.train_batches, setting.query_batches
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        scores = gs.influence(
+            setting.model, *sides, loss_fn, checkpoints([0.1, 0.0]), top_k=top_k, progress=False
+        )
+    alone = gs.influence(
+        setting.model, *sides, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1), top_k=top_k,
+        progress=False,
+    )  # fmt: skip
+    np.testing.assert_array_equal(scores.proponents(1, 2).scores, alone.proponents(1, 2).scores)
+
+    def unseen(model, batch):
+        raise AssertionError("nothing should be computed")
+
+    with pytest.raises(gs.CheckpointError, match="every learning rate is zero"):
+        gs.self_influence(
+            setting.model, setting.train_batches, unseen, checkpoints([0.0, 0.0]), progress=False
+        )
+
+
+def test_rates_of_parameters_that_are_left_out_do_not_count(setting):
+    checkpoints = gs.Checkpoints(setting.states, lr={"0.*": 0.1, "[23].*": 0.0})
+    with pytest.raises(gs.CheckpointError, match="every learning rate is zero"):
+        score(setting, checkpoints, parameters="3.*")
+
+
 @pytest.mark.parametrize(
     ("lr", "message"),
     [
+        (np.array(-0.1), r"is -0.1, expected a finite number"),
+        (np.array([0.1, 0.2, 0.3]), "lists 3 learning rates"),
         (None, r"no learning rates \(lr=None\)"),
         ("cosine", "is 'cosine', expected a number"),
         (True, "is True, expected a number"),
@@ -183,6 +236,50 @@ def test_missing_or_impossible_rates(setting, lr, message):
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+
+
+def test_rates_in_arrays(setting):
+    want = expected(setting, setting.states, [0.1, 0.1])
+    tensor = torch.tensor(0.1, dtype=torch.float64)
+    for lr in (np.array(0.1), tensor, np.array([0.1, 0.1]), np.float64(0.1)):
+        got = score(setting, gs.Checkpoints(setting.states, lr=lr))
+        np.testing.assert_allclose(got, want, rtol=1e-10)
+
+
+def test_a_file_listed_twice_is_refused(setting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        torch.save(setting.states[0], f"e-{number}.pt")
+    os.symlink("e-1.pt", "last.pt")
+    with pytest.raises(
+        gs.CheckpointError, match=r"checkpoint e-2\.pt is listed more than once, so"
+    ):
+        gs.Checkpoints(["e-*.pt", "e-2.pt"], lr=1.0)
+    for other in (tmp_path / "e-1.pt", "last.pt"):
+        with pytest.raises(gs.CheckpointError, match=r"listed more than once, as e-1\.pt too"):
+            gs.Checkpoints(["e-1.pt", other], lr=1.0)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("kind", ["self", "matrix", "top"])
+@pytest.mark.parametrize("source", ["file", "memory"])
+def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
+    first, second = setting.states
+    sources = [first, second, {f"module.{name}": value for name, value in first.items()}]
+    if source == "file":
+        for number, content in enumerate(sources):
+            torch.save(content, tmp_path / f"{number}.pt")
+        sources = [tmp_path / f"{number}.pt" for number in range(3)]
+    checkpoints = gs.Checkpoints(sources, lr=0.1)
+    options = {"progress": False, "out": tmp_path / "scores" if on_disk else None}
+    with pytest.raises(gs.CheckpointError, match=r"2.* and .*0.* hold the same weights"):
+        if kind == "self":
+            score(setting, checkpoints, out=options["out"])
+        else:
+            gs.influence(
+                setting.model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
+                top_k=3 if kind == "top" else None, **options,
+            )  # fmt: skip
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
@@ -255,6 +352,78 @@ def test_each_checkpoint_is_loaded_once(setting, tmp_path, monkeypatch):
         budget=1, out=tmp_path / "scores", progress=False,
     )  # fmt: skip
     assert len(paths) == 4
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too; the head first in the state dict or last."""
+
+    def __init__(self, head_first):
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(4, 9, bias=False)
+        self.embedding = nn.Embedding(9, 4)
+        self.middle = nn.Linear(4, 4)
+        if not head_first:
+            self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.middle(self.embedding(ids))))
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
+def test_tied_weights_stored_once(tmp_path, kept, head_first):
+    """As safetensors' save_model and Hugging Face's save_pretrained store them."""
+    model, other = (Tied(head_first).double() for _ in range(2))
+    state = other.state_dict()
+    dropped = {"embedding.weight": "head.weight", "head.weight": "embedding.weight"}[kept]
+    save_file({k: v for k, v in state.items() if k != dropped}, tmp_path / "1.safetensors")
+    save_model(other, tmp_path / "2.safetensors")
+    data = [(torch.randint(9, (5,)), torch.randint(9, (5,)))]
+    sqnorms = sum(oracle_sqnorms(other, data[0], loss_fn).values())
+    before = snapshot(model)
+    for number in (1, 2):
+        checkpoints = gs.Checkpoints(tmp_path / f"{number}.safetensors", lr=0.5)
+        table = gs.self_influence(model, data, loss_fn, checkpoints, progress=False)
+        np.testing.assert_allclose(table.self_influence, 0.5 * sqnorms.numpy(), rtol=1e-10)
+        scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+        np.testing.assert_allclose(np.diag(scores), 0.5 * sqnorms.numpy(), rtol=1e-10)
+        assert_unchanged(model, before)
+    with pytest.raises(gs.CheckpointError, match="hold the same weights"):
+        both = gs.Checkpoints([tmp_path / "1.safetensors", state], lr=0.5)
+        gs.self_influence(model, data, loss_fn, both, progress=False)
+
+
+def test_tied_weights_that_are_nowhere_are_missing():
+    model = Tied(False)
+    content = {"middle.weight": torch.ones(4, 4), "middle.bias": torch.ones(4)}
+    data = [(torch.randint(9, (5,)), torch.randint(9, (5,)))]
+    with pytest.raises(gs.CheckpointError, match=r"lacks 'embedding\.weight', 'head\.weight', and"):
+        gs.self_influence(model, data, loss_fn, gs.Checkpoints([content], lr=1.0), progress=False)
+
+
+def test_a_tied_transformer_as_saved_by_its_library(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=13, n_positions=7,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model, other = (transformers.GPT2LMHeadModel(config).double().eval() for _ in range(2))
+    other.save_pretrained(tmp_path)
+    tokens = torch.randint(13, (4, 6))
+
+    def next_token(model, batch):
+        logits = model(input_ids=batch[0]).logits[:, :-1]
+        losses = functional.cross_entropy(logits.transpose(1, 2), batch[0][:, 1:], reduction="none")
+        return losses.mean(1)
+
+    table = gs.self_influence(
+        model, [(tokens,)], next_token, gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5),
+        progress=False,
+    )  # fmt: skip
+    expected = sum(oracle_sqnorms(other, (tokens,), next_token).values())
+    np.testing.assert_allclose(table.self_influence, 0.5 * expected.numpy(), rtol=1e-9)
 
 
 def test_checkpoints_are_asked_for_by_name(setting):

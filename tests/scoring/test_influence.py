@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import gradstats as gs
 from gradstats.scoring._memory import Halving
@@ -19,6 +22,7 @@ from tests.scoring.setting import (
     loss_fn,
     make_setting,
     oracle_influence,
+    setting_state,
 )
 
 
@@ -252,6 +256,58 @@ def test_bad_options_are_refused(setting, options, message):
         run(setting, **options)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": [1]}, gs.TrackingError, r"model is list, expected a torch\.nn\.Module"),
+        ({"loss_fn": None}, gs.TrackingError, r"loss_fn is NoneType, expected a function"),
+        ({"out": 3}, gs.StoreError, r"out is 3, expected the path of a folder"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["self", "matrix"])
+def test_arguments_of_other_kinds_are_named(setting, kind, changes, error, message):
+    arguments = {
+        "model": setting.model, "loss_fn": loss_fn, "progress": False,
+        "checkpoints": gs.Checkpoints(setting.states, lr=0.1), **changes,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        if kind == "self":
+            gs.self_influence(loader=setting.train_batches, **arguments)
+        else:
+            gs.influence(
+                train_loader=setting.train_batches, query_loader=setting.query_batches, **arguments
+            )
+
+
+def test_inference_mode_is_refused(setting):
+    with torch.inference_mode():
+        with pytest.raises(gs.TrackingError, match=r"under torch\.inference_mode\(\)"):
+            run(setting)
+    with torch.no_grad():
+        scores = run(setting)
+    assert_scores(scores, oracle_influence(setting))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"out": "scores"}])
+def test_scores_can_be_pickled(setting, tmp_path, monkeypatch, options):
+    """Without the loaders, which may hold what cannot be."""
+    monkeypatch.chdir(tmp_path)
+    loader = DataLoader(
+        TensorDataset(*setting.train), 4, collate_fn=lambda rows: default_collate(rows)
+    )
+    scores = gs.influence(
+        setting.model, loader, setting.query_batches, loss_fn,
+        gs.Checkpoints(setting.states, lr=0.1), progress=False, **options,
+    )  # fmt: skip
+    copied = pickle.loads(pickle.dumps(scores))
+    for query in range(6):
+        for form in ("raw", "cosine"):
+            got, expected = (getattr(each, form).opponents(query, 3) for each in (copied, scores))
+            np.testing.assert_array_equal(got.ids, expected.ids)
+            np.testing.assert_array_equal(got.scores, expected.scores)
+    assert len(copied.plot(2, k=3).axes[0].get_yticklabels()) == 6
+
+
 def test_parameters_and_exclude(setting):
     rates = {name: float(name == "3.bias") for name, _ in setting.model.named_parameters()}
     assert_scores(
@@ -290,6 +346,34 @@ def test_the_model_comes_back_after_an_exception(setting):
         )  # fmt: skip
     assert_unchanged(setting.model, state)
     assert calls == [False] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
+    """What autograd has saved is as it was, and it knows."""
+    model = nn.Sequential(setting.model, nn.Linear(3, 3), nn.BatchNorm1d(3).eval()).double()
+    expected = torch.autograd.grad(loss_fn(model, setting.train).sum(), [*model.parameters()])
+    recorded = loss_fn(model, setting.train).sum()
+    states = [setting_state(model, seed) for seed in range(2)]
+    states[0]["2.running_var"].abs_(), states[1]["2.running_var"].abs_()
+    if fails:
+        states[1].pop("1.bias")
+    checkpoints = gs.Checkpoints(states, lr=0.1)
+    for call in (
+        lambda: gs.self_influence(
+            model, setting.train_batches, loss_fn, checkpoints, progress=False
+        ),
+        lambda: gs.influence(
+            model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
+            progress=False,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(gs.CheckpointError) if fails else contextlib.nullcontext():
+            call()
+    for got, want in zip(
+        torch.autograd.grad(recorded, [*model.parameters()]), expected, strict=True
+    ):
+        assert torch.equal(got, want)
 
 
 def test_buffers_come_back():

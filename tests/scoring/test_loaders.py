@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,12 +18,13 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 import gradstats as gs
 from gradstats.scoring._loaders import Data
-from tests.scoring.setting import loss_fn, make_setting
+from tests.scoring.setting import batches, loss_fn, make_setting
 
 
 @pytest.fixture
@@ -80,6 +82,47 @@ def test_a_shuffled_loader_with_ids(setting, ids):
     found = dict(zip(table.ids.tolist(), table.self_influence, strict=True))
     for number, value in enumerate(reference(setting)):
         assert found[100 + number] == pytest.approx(value, rel=1e-12)
+
+
+def test_random_numbers_stay_as_they_would_be(setting):
+    """Those of PyTorch, NumPy and Python, and of the generators of the loader and its sampler."""
+
+    class Own(RandomSampler):
+        def __iter__(self):
+            random.random(), np.random.rand()
+            return super().__iter__()
+
+    data = Numbered(setting.train)
+    own = torch.Generator()
+    for loader in (
+        DataLoader(data, 4, shuffle=True),
+        DataLoader(data, 4, shuffle=True, generator=own),
+        DataLoader(data, 4, sampler=Own(data, generator=own)),
+        DataLoader(data, batch_sampler=BatchSampler(Own(data), 4, drop_last=False)),
+    ):
+        before = torch.get_rng_state(), own.get_state(), np.random.get_state(), random.getstate()
+        score(setting, loader, dict_loss, ids="number")
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(own.get_state(), before[1])
+        np.testing.assert_equal(np.random.get_state(), before[2])
+        assert random.getstate() == before[3]
+
+
+def test_a_sampler_that_draws_other_examples_each_time_is_refused(setting, tmp_path):
+    data = Numbered(setting.train)
+    own = torch.Generator().manual_seed(0)
+    weighted = WeightedRandomSampler([1.0] * 11, 6, replacement=False, generator=own)
+    for loader in (
+        DataLoader(data, 4, shuffle=True, drop_last=True, generator=own),
+        DataLoader(data, 4, sampler=RandomSampler(data, num_samples=5, generator=own)),
+        DataLoader(data, 4, sampler=weighted),
+    ):
+        with pytest.raises(gs.LoaderError, match=r"other examples in each pass .*drop_last=False"):
+            score(setting, loader, dict_loss, ids="number", out=tmp_path / "scores")
+    # Nothing is dropped of 11 batches of one.
+    loader = DataLoader(data, 1, shuffle=True, drop_last=True)
+    table = score(setting, loader, dict_loss, ids="number")
+    np.testing.assert_allclose(table.self_influence, reference(setting), rtol=1e-12)
 
 
 def test_batches_of_similar_length_with_ids(setting):
@@ -164,17 +207,97 @@ def test_loaders_that_are_read_from_the_start(setting):
     np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
+class Changing:
+    """Other batches in the passes after the first."""
+
+    def __init__(self, first, then):
+        self.passes = [first, then]
+
+    def __iter__(self):
+        return iter(self.passes.pop(0) if len(self.passes) > 1 else self.passes[0])
+
+
 def test_a_loader_that_changes_is_an_error(setting):
-    class Growing:
-        def __init__(self):
-            self.passes = 0
+    whole = setting.train_batches
+    cases = [
+        (whole[:2], r"gave 2 of the 3 batches"),
+        (whole[1:], r"batch 0 .* holds other data than when it was first read"),
+        (batches(setting.train, 3), r"batch 0 .* has 3 examples, expected 4"),
+    ]
+    for then, message in cases:
+        with pytest.raises(gs.LoaderError, match=message):
+            score(setting, Changing(whole, then))
 
-        def __iter__(self):
-            self.passes += 1
-            return iter(setting.train_batches[self.passes - 1 :])
 
-    with pytest.raises(gs.LoaderError, match=r"2 has|gave 2 of the 3|batch 1 .* has 3 examples"):
-        score(setting, Growing())
+class Shuffling(IterableDataset):
+    """Examples in another order in each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter([tuple(each[i] for each in self.data) for i in torch.randperm(11).tolist()])
+
+
+class Augmenting(Dataset):
+    """Examples with noise of their own in each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data[0])
+
+    def __getitem__(self, index):
+        x, y = (each[index] for each in self.data)
+        return x + 1e-9 * torch.randn_like(x), y
+
+
+class Reordering:
+    """No DataLoader at all."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        order = torch.randperm(11)
+        return iter([tuple(each[part] for each in self.data) for part in order.split(4)])
+
+
+@pytest.mark.parametrize("make", [
+    lambda data: DataLoader(Shuffling(data), 4),
+    lambda data: DataLoader(Augmenting(data), 4),
+    Reordering,
+])  # fmt: skip
+def test_a_loader_that_yields_other_data_in_each_pass_is_refused(setting, make):
+    message = "batch 0 of the (training|train) loader holds other data than when it was first read"
+    with pytest.raises(gs.LoaderError, match=message):
+        score(setting, make(setting.train))
+    with pytest.raises(gs.LoaderError, match=message):
+        gs.influence(
+            setting.model, make(setting.train), setting.query_batches, loss_fn,
+            gs.Checkpoints(setting.states, lr=0.1), progress=False,
+        )  # fmt: skip
+
+
+def test_large_batches_are_compared_by_some_of_their_elements(setting, monkeypatch):
+    from gradstats.scoring import _loaders
+
+    monkeypatch.setattr(_loaders, "COMPARED", 3)
+    with pytest.raises(gs.LoaderError, match="holds other data"):
+        score(setting, Reordering(setting.train))
+    np.testing.assert_array_equal(
+        score(setting, setting.train_batches).self_influence, reference(setting)
+    )
+
+
+def test_a_loss_that_writes_into_the_batch_is_refused(setting):
+    def writing(model, batch):
+        batch[0].mul_(2)
+        return loss_fn(model, batch)
+
+    with pytest.raises(gs.LoaderError, match="does not write into the batch"):
+        score(setting, setting.train_batches, writing)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +306,28 @@ def test_a_loader_that_changes_is_an_error(setting):
         (iter([]), "is an iterator .*can be read once"),
         ([], "is empty: it gives no batch"),
         (3, "is int, expected a DataLoader"),
+        ("abc", "is str, expected a DataLoader"),
+        (make_setting().train, r"is a single batch \(tuple of tensors\)\. Wrap it in a list"),
+        (list(make_setting().train), r"is a single batch \(list of tensors\)"),
+        (make_setting().train[0], r"is a single batch \(Tensor\)"),
+        ({"x": torch.ones(2)}, r"is a single batch \(dict\)"),
+        (nn.Linear(1, 1), "is Linear, expected a DataLoader"),
     ],
 )
 def test_loaders_that_are_none(setting, loader, message):
     with pytest.raises(gs.LoaderError, match=message):
         score(setting, loader)
+
+
+def test_a_list_of_batches_that_are_tensors(setting):
+    def squared(model, batch):
+        return model(batch).square().sum(1)
+
+    got = score(setting, list(setting.train[0].split(4)), squared).self_influence
+    expected = score(
+        setting, [(x,) for x in setting.train[0].split(4)], lambda m, b: squared(m, *b)
+    )
+    np.testing.assert_array_equal(got, expected.self_influence)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +347,7 @@ def test_ids_that_name_nothing(setting, ids, message):
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
     def fingerprint(batches, ids=None):
-        return Data(batches, "train", ids, 0).fingerprint
+        return Data(batches, "train", ids, 0).description()["hash"]
 
     first = fingerprint(setting.train_batches)
     assert first == fingerprint(setting.train_batches)
@@ -224,7 +364,8 @@ def test_every_example_of_a_tensor_dataset_counts(setting):
     for change in (0.0, 1e-12):
         x, y = setting.train
         x[6, 1] += change
-        prints.append(Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0).fingerprint)
+        data = Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0)
+        prints.append(data.description()["hash"])
     assert prints[0] != prints[1]
 
 

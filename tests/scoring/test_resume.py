@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import fcntl
+import functools
 import json
 import os
 import signal
@@ -12,13 +15,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from tests.scoring.processes import arrays, call
-from tests.scoring.setting import RATES, loss_fn, make_setting
+from tests.scoring.setting import (
+    RATES,
+    loss_fn,
+    make_setting,
+    oracle_influence,
+    setting_state,
+)
 
 ROOT = Path(__file__).parents[2]
 TILES = 3 * 2
+# What the loss sees where everything is done: the first train batch at both checkpoints.
+RECOGNISED = [4, 4]
 
 
 def run_process(*arguments) -> tuple[list[int], str]:
@@ -69,15 +83,11 @@ def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
     resumed = call(kind, out, loss=counting)
     fresh = Counting()
     assert_same(kind, resumed, call(kind, None, loss=fresh))
-    assert 0 < sum(counting.sizes) < sum(fresh.sizes), "nothing was taken from the disk"
-    assert_same(kind, call(kind, out, loss=None_called), resumed)
-
-
-def None_called(model, batch):
-    raise AssertionError("everything was done, and is computed again")
-
-
-None_called.__qualname__ = loss_fn.__qualname__
+    computed = sum(counting.sizes) - sum(RECOGNISED)
+    assert 0 < computed < sum(fresh.sizes), "nothing was taken from the disk"
+    counting = Counting()
+    assert_same(kind, call(kind, out, loss=counting), resumed)
+    assert counting.sizes == RECOGNISED
 
 
 def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
@@ -90,8 +100,9 @@ def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
     assert done.sum() == 3, done
     counting = Counting()
     call("matrix", out, loss=counting)
-    # Both query batches are kept again; train batch 0 is done, and half of 1.
-    assert counting.sizes[:4] == [4, 2, 4, 3]
+    # The results are recognised by the first batch; both query batches are kept again; train batch
+    # 0 is done, and half of 1.
+    assert counting.sizes[:5] == [4, 4, 2, 4, 3]
 
 
 def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
@@ -136,7 +147,7 @@ def test_truncated_files_are_repaired(tmp_path, capsys, name, size, left):
     assert f"{damaged} is " in capsys.readouterr().err
     assert_same("matrix", repaired, expected)
     # The other checkpoint is not touched: 11 train and 6 query examples, and the trial's 8.
-    assert sum(counting.sizes) <= 11 + 6 + 8
+    assert sum(counting.sizes) <= 11 + 6 + 8 + sum(RECOGNISED)
 
 
 def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
@@ -152,7 +163,7 @@ def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
     assert "tile 2, 1 fails its checksum: computing it again" in capsys.readouterr().err
     assert_same("matrix", repaired, expected)
     # The last two query examples and the last three train examples, for the trial and in earnest.
-    assert sorted(counting.sizes) in ([2, 3], [2, 2, 3, 3])
+    assert sorted(counting.sizes) in ([2, 3, *RECOGNISED], [2, 2, 3, 3, *RECOGNISED])
 
 
 def test_a_missing_file_is_made_again(tmp_path):
@@ -182,6 +193,9 @@ def test_a_damaged_list_is_computed_again(tmp_path, capsys):
     assert_same("top", again, call("top", None))
 
 
+OPTIONS = ("parameters", "exclude", "resume", "top_k", "query_checkpoints", "nonfinite")
+
+
 def changed(out, kind="matrix", **changes):
     """Make a call that differs from the one that filled a folder."""
     setting = make_setting()
@@ -189,7 +203,7 @@ def changed(out, kind="matrix", **changes):
         "model": setting.model, "train": setting.train_batches, "query": setting.query_batches,
         "loss": loss_fn, "states": setting.states, "lr": list(RATES), **changes,
     }  # fmt: skip
-    extra = {k: v for k, v in options.items() if k in ("parameters", "exclude", "resume", "top_k")}
+    extra = {k: v for k, v in options.items() if k in OPTIONS}
     return gs.influence(
         options["model"], options["train"], options["query"], options["loss"],
         gs.Checkpoints(options["states"], lr=options["lr"]), out=out, progress=False, **extra,
@@ -223,6 +237,166 @@ def None_called_other(model, batch):
     raise AssertionError("the call should have been refused")
 
 
+def scaled_loss(model, batch, temperature):
+    inputs, labels = batch
+    return functional.cross_entropy(model(inputs) / temperature, labels, reduction="none")
+
+
+def sloped(slope):
+    """Two models of one architecture, told apart by what they do alone."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LeakyReLU(slope), nn.Linear(7, 3)).double()
+
+
+@pytest.mark.parametrize("kind", ["self", "matrix", "top"])
+def test_losses_and_models_are_told_apart_by_what_they_do(tmp_path, kind):
+    setting = make_setting()
+
+    def run(model, loss, states, **options):
+        checkpoints = gs.Checkpoints(states, lr=0.1)
+        options = {"progress": False, "out": tmp_path / "scores", **options}
+        if kind == "self":
+            train = setting.train_batches
+            return gs.self_influence(model, train, loss, checkpoints, **options).self_influence
+        if kind == "top":
+            options["top_k"] = 2
+        scores = gs.influence(
+            model, setting.train_batches, setting.query_batches, loss, checkpoints, **options
+        )
+        return scores.proponents(0, 2).scores
+
+    states = [sloped(0.0).state_dict(), setting_state(sloped(0.0), 1)]
+    first = functools.partial(scaled_loss, temperature=1.0)
+    expected = run(sloped(0.1), first, states)
+    message = r"first_losses: on disk [\d.]+, now [\d.]+, for example 0 and 3 others of the first"
+    with pytest.raises(gs.StoreError, match=message):
+        run(sloped(0.1), functools.partial(scaled_loss, temperature=1.01), states)
+    with pytest.raises(gs.StoreError, match=message):
+        run(sloped(0.2), first, states)
+    # Rounding as on another machine does not count, and another name of one loss does not either.
+    rounding = functools.partial(scaled_loss, temperature=1 + 1e-12)
+    assert np.array_equal(run(sloped(0.1), rounding, states), expected)
+
+
+def test_losses_that_are_not_finite_are_recognised(tmp_path):
+    setting = make_setting()
+    setting.train[0][1, 0] = float("nan")
+    options = {"train": setting.train_batches, "nonfinite": "keep"}
+    scores = np.asarray(changed(tmp_path / "scores", **options))
+    assert np.isnan(scores[1]).all() and not np.isnan(np.delete(scores, 1, 0)).any()
+    assert np.array_equal(changed(tmp_path / "scores", **options), scores, equal_nan=True)
+
+
+def test_kept_gradients_that_are_not_finite_are_raised_by_the_next_call(tmp_path):
+    setting = make_setting()
+    setting.train[0][9, 0] = float("nan")
+    checkpoints = gs.Checkpoints(setting.states, lr=list(RATES))
+
+    def table(nonfinite):
+        return gs.self_influence(
+            setting.model, setting.train_batches, loss_fn, checkpoints, out=tmp_path / "table",
+            nonfinite=nonfinite, progress=False,
+        )  # fmt: skip
+
+    def matrix(nonfinite, **sides):
+        options = {"train": setting.train_batches, "nonfinite": nonfinite, **sides}
+        return changed(tmp_path / ("queries" if sides else "scores"), **options)
+
+    kept = np.asarray(matrix("keep"))
+    assert np.isnan(table("keep").self_influence).nonzero()[0].tolist() == [9]
+    for run in (table, matrix):
+        with pytest.raises(gs.NonFiniteGradientError, match=r"training examples with ids \[9\]"):
+            run("raise")
+    assert np.array_equal(matrix("keep"), kept, equal_nan=True)
+    swapped = {"train": setting.query_batches, "query": setting.train_batches}
+    matrix("keep", **swapped)
+    with pytest.raises(gs.NonFiniteGradientError, match=r"the query examples with ids \[9\]"):
+        matrix("raise", **swapped)
+
+
+def test_lists_with_what_is_not_finite_are_not_gone_on_with(tmp_path):
+    setting = make_setting()
+    setting.train[0][9, 0] = float("nan")
+    options = {"train": setting.train_batches, "top_k": 2}
+    changed(tmp_path / "scores", nonfinite="keep", **options)
+    with pytest.raises(gs.StoreError, match="nonfinite: on disk 'keep', now 'raise'"):
+        changed(tmp_path / "scores", **options)
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_coarse_losses_agree_up_to_rounding(tmp_path, dtype, apart):
+    """√eps of the largest loss: 3.5e-4 and 0.088."""
+    setting = make_setting()
+    setting.model.to(dtype)
+    train, query = (
+        [(x.to(dtype), y) for x, y in side]
+        for side in (setting.train_batches, setting.query_batches)
+    )
+    scale = 1.0
+
+    def loss(model, batch):
+        return scale * functional.cross_entropy(model(batch[0]).float(), batch[1], reduction="none")
+
+    def run():
+        return changed(
+            tmp_path / "scores", model=setting.model, train=train, query=query, loss=loss
+        )
+
+    kept = np.asarray(run())
+    scale = 1 + apart
+    assert np.array_equal(run(), kept)
+    scale = 1 + 10 * apart
+    with pytest.raises(gs.StoreError, match="first_losses"):
+        run()
+
+
+def test_calls_that_share_a_folder_keep_each_others_checkpoints(tmp_path):
+    """A second call adds its checkpoint while the first one is under way."""
+    out = tmp_path / "scores"
+    first, second = make_setting().states
+    reads = []
+
+    class Batches(list):
+        def __getitem__(self, number):
+            reads.append(number)
+            if len(reads) == 5:
+                changed(out, states=[second], lr=0.3)
+            return super().__getitem__(number)
+
+    third = setting_state(make_setting().model, 5)
+    train = Batches(make_setting().train_batches)
+    changed(out, train=train, states=[first, third], lr=[0.1, 0.2])
+    assert len(reads) == 2 * (1 + 3)
+    loaded = gs.InfluenceScores.load(out)
+    assert len(loaded.checkpoints) == 3
+    expected = oracle_influence(setting_of([first, second, third]), [0.1, 0.3, 0.2])
+    np.testing.assert_allclose(np.asarray(loaded), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_processes_fill_one_folder_at_once(tmp_path):
+    """Each with checkpoints of its own, and one is killed while it writes the manifest."""
+    codes, said = run_process("beside", tmp_path / "scores", 4)
+    assert codes == [0, 0, 0, -signal.SIGKILL], said
+    states = [setting_state(make_setting().model, number) for number in range(3 * 4)]
+    counting = Counting()
+    whole = changed(tmp_path / "scores", states=states, lr=0.1, loss=counting)
+    assert len(gs.InfluenceScores.load(tmp_path / "scores").checkpoints) == 12
+    expected = oracle_influence(setting_of(states), [0.1] * 12)
+    np.testing.assert_allclose(np.asarray(whole), expected, rtol=1e-9, atol=1e-12)
+    # Nine checkpoints were complete; the killed process left at most three to compute.
+    assert sum(counting.sizes) - 12 * 4 <= 3 * (11 + 6)
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(gs.GradStatsWarning, match=r"has no locks \(Function not .*one process"):
+        scores = call("matrix", tmp_path / "scores")
+    assert_same("matrix", scores, call("matrix", None))
+
+
 def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
     out = tmp_path / "scores"
     call("matrix", out)
@@ -243,20 +417,45 @@ def test_a_checkpoint_added_later(tmp_path):
     changed(out, states=setting.states[:1], lr=0.1)
     counting = Counting()
     both = changed(out, loss=counting)
-    assert sum(counting.sizes) == 11 + 6
+    assert sum(counting.sizes) == 11 + 6 + sum(RECOGNISED)
     assert_same("matrix", both, call("matrix", None))
-    alone = changed(out, states=setting.states[1:], lr=0.3, loss=None_called)
+    counting = Counting()
+    alone = changed(out, states=setting.states[1:], lr=0.3, loss=counting)
     np.testing.assert_allclose(np.asarray(both) - np.asarray(alone), changed(
-        out, states=setting.states[:1], lr=0.1, loss=None_called
+        out, states=setting.states[:1], lr=0.1, loss=counting
     ), rtol=1e-9, atol=1e-12)  # fmt: skip
+    assert counting.sizes == RECOGNISED
     assert_same("matrix", gs.InfluenceScores.load(out), both)
     assert gs.InfluenceScores.load(out, "cosine").normalize == "cosine"
 
 
-def test_the_same_checkpoint_twice_is_refused(tmp_path):
-    state = make_setting().states[0]
-    with pytest.raises(gs.CheckpointError, match="hold the same weights"):
-        changed(tmp_path / "scores", states=[state, state])
+def test_one_folder_holds_scores_of_one_kind_of_queries(tmp_path):
+    """Each checkpoint of the train side goes with one of the query side, for all calls."""
+    first, second = make_setting().states
+    message = r"query_checkpoints: on disk (False|True), now (True|False)"
+    alone, paired = tmp_path / "alone", tmp_path / "paired"
+    changed(alone, states=[first], lr=0.1)
+    kept = np.asarray(changed(paired, states=[first], lr=0.1, query_checkpoints=[second]))
+    np.testing.assert_allclose(
+        kept, oracle_influence(setting_of([first]), [0.1], [second]), rtol=1e-10
+    )
+    for states in ([first], [second]):
+        with pytest.raises(gs.StoreError, match=message):
+            changed(alone, states=states, lr=0.1, query_checkpoints=[second])
+        with pytest.raises(gs.StoreError, match=message):
+            changed(paired, states=states, lr=0.1)
+    with pytest.raises(gs.StoreError, match=r"state dict 0:\n  query_weights: on disk '\w+', now"):
+        changed(paired, states=[first], lr=0.1, query_checkpoints=[first])
+    assert np.array_equal(gs.InfluenceScores.load(paired), kept)
+    # One checkpoint of the query side may go with each of the train side.
+    both = changed(paired, states=[first, second], query_checkpoints=[second, second])
+    expected = oracle_influence(make_setting(), query_states=[second, second])
+    np.testing.assert_allclose(np.asarray(both), expected, rtol=1e-10, atol=1e-12)
+    assert np.array_equal(gs.InfluenceScores.load(paired), both)
+
+
+def setting_of(states):
+    return dataclasses.replace(make_setting(), states=states)
 
 
 def test_ids_are_kept_beside_the_scores(tmp_path):
@@ -275,6 +474,31 @@ def test_ids_are_kept_beside_the_scores(tmp_path):
     assert loaded.train_ids[4] == "n1-0"
     best = loaded.proponents(0, 1)
     assert best.ids[0] == loaded.train_ids[best.positions[0]]
+
+
+def test_a_table_is_loaded_again(tmp_path):
+    setting = make_setting()
+    named = [(x, y, x[:, 0].mul(1e6).long()) for x, y in setting.train_batches]
+    table = gs.self_influence(
+        setting.model, named, lambda m, b: loss_fn(m, b[:2]),
+        gs.Checkpoints(setting.states, lr=list(RATES)), ids=2, out=tmp_path / "table",
+        progress=False,
+    )  # fmt: skip
+    loaded = gs.SelfInfluence.load(tmp_path / "table")
+    assert loaded.checkpoints == table.checkpoints
+    assert np.array_equal(loaded._values, table._values)
+    assert str(loaded) == str(table)
+    call("matrix", tmp_path / "scores")
+    with pytest.raises(gs.StoreError, match=r"holds influence, expected .* gs.self_influence\(out"):
+        gs.SelfInfluence.load(tmp_path / "scores")
+    with pytest.raises(gs.StoreError, match=r"holds self-influence, expected .* gs.influence\(out"):
+        gs.InfluenceScores.load(tmp_path / "table")
+    done = next((tmp_path / "table").glob("checkpoint-*")) / "done.npy"
+    os.truncate(done, done.stat().st_size - 8)
+    with pytest.raises(
+        gs.StoreError, match=r"cannot be read.*Call gs.self_influence with the same"
+    ):
+        gs.SelfInfluence.load(tmp_path / "table")
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -309,7 +533,9 @@ def test_two_processes_share_the_work(tmp_path):
     counts = [int((tmp_path / f"examples-{rank}").read_text()) for rank in range(2)]
     # In memory and on disk, at two checkpoints: the train side once, for the lists once for each of
     # two query batches; the query side in each process, for the lists once for each train batch.
-    assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6)
+    # On disk the first train batch once more at each checkpoint, in the first process.
+    recognised = 3 * sum(RECOGNISED)
+    assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6) + recognised
     assert "ValueError: only here" == (tmp_path / "error-1").read_text()
     assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
     for rank in range(2):

@@ -80,6 +80,7 @@ def test_top(setting):
     for name in table.columns:
         np.testing.assert_array_equal(best.columns[name], table.columns[name][order[:4]])
     assert len(table.top(100)) == 11
+    assert table.top(np.int64(4)).ids.tolist() == best.ids.tolist()
     for k in (0, -1, 2.0, True):
         with pytest.raises(gs.ScoreError, match="k is"):
             table.top(k)
@@ -166,7 +167,38 @@ def test_report_puts_every_baseline_in_its_row(setting):
         assert report.rows[name].recall_at_noise_rate == pytest.approx(bad[top].mean())
         assert f"{report.rows[name].auroc:.4f}" in str(report)
     assert report.bad == 3 and "3 known bad among 11 examples" in str(report)
-    assert str(table.report([2, 5, 7])) == str(report)
+    for ids in ([2, 5, 7], {2, 5, 7}, frozenset([2, 5, 7]), {2: 0, 5: 0, 7: 0}.keys(),
+                torch.tensor([7, 5, 2])):  # fmt: skip
+        assert str(table.report(ids)) == str(report)
+
+
+def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
+    setting.train[0][9, 0] = float("nan")
+    report = run(setting, nonfinite="keep").report([2, 5])
+    assert list(report.rows) == [] and report.examples == 11
+    assert list(report.missing) == [
+        "self-influence", "mean gradient norm", "mean loss", "mean margin", "mean EL2N",
+    ]  # fmt: skip
+    text = str(report)
+    assert text.splitlines()[0] == "2 known bad among 11 examples"
+    assert "mean gradient norm, mean loss: not finite for the examples with ids [9]" in text
+    assert "no mean margin, mean EL2N: some logits are not finite" in text
+
+    def finite_loss(model, batch):
+        return loss_fn(model, (batch[0].nan_to_num(), batch[1]))
+
+    def root(model, batch):
+        """Of infinite slope where the input is zero."""
+        outputs = model[0](batch[0].nan_to_num())
+        return (outputs - outputs.detach()).abs().sum(1).sqrt() + finite_loss(model, batch)
+
+    table = run(setting, root, nonfinite="keep")
+    report = table.report([2, 5])
+    assert list(report.rows) == ["mean loss", "mean margin", "mean EL2N"]
+    assert "no self-influence, mean gradient norm: not finite for the examples with ids [" in str(
+        report
+    )
+    assert len(table.plot([2, 5]).axes) == 2
 
 
 def test_average_precision():
@@ -188,6 +220,11 @@ def test_average_precision():
         (np.zeros(11, dtype=bool), "marks 0 of 11"),
         (np.ones(11, dtype=bool), "marks 11 of 11"),
         ([3, 99], r"lists \[99\], which are not ids"),
+        (np.eye(11, dtype=int)[4], r"lists \[0\] more than once.*known_bad.astype\(bool\)"),
+        (torch.eye(11, dtype=torch.int64)[4], r"lists \[0\] more than once"),
+        ([1, 2, 5, 2, 5], r"lists \[2, 5\] more than once"),
+        ([[1], [2]], r"has shape \(2, 1\), expected one axis"),
+        (3, r"has shape \(\), expected one axis"),
     ],
 )
 def test_a_mask_that_tells_nothing_apart(setting, bad, message):

@@ -1,0 +1,88 @@
+"""Telling checkpoints, models and losses apart by what they are and do, not by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats.errors import CheckpointError
+from gradstats.scoring import _ranks
+from gradstats.scoring._batches import to_device
+from gradstats.scoring._checkpoints import Checkpoint
+from gradstats.scoring._loaders import Data
+from gradstats.scoring._memory import Halving
+from gradstats.scoring._weights import weights_hash
+from gradstats.scoring._work import Work
+from gradstats.statistics._loss import check_losses, infer_batch_size
+
+
+class Recognition:
+    """Tells the checkpoints of one call apart, and whether results on disk belong to the call.
+
+    Args:
+        work: the call.
+        data: the training side where results go to the disk, None where they stay in memory.
+    """
+
+    def __init__(self, work: Work, data: Data | None):
+        self._work, self._data = work, data
+        self._seen: dict[str, str] = {}
+
+    def entry(self, checkpoint: Checkpoint, query: Checkpoint | None) -> dict[str, Any]:
+        """Return what says that a checkpoint is the same, for a manifest.
+
+        Two models or losses may have one name, and two names one model: so, beside the weights, the
+        losses of the first training batch are compared, which follow from all of them.
+
+        Args:
+            checkpoint: whose weights the model has now.
+            query: of the query side, None where it is the same.
+
+        Raises:
+            CheckpointError: if an earlier checkpoint holds the same weights.
+        """
+        model = self._work.model
+        weights = weights_hash(model, checkpoint)
+        if weights in self._seen:
+            raise CheckpointError(
+                f"{checkpoint.name} and {self._seen[weights]} hold the same weights, so these "
+                "would count twice. List each checkpoint once."
+            )
+        self._seen[weights] = checkpoint.name
+        entry = {
+            "name": checkpoint.name,
+            "weights": weights,
+            "query_weights": None if query is None else weights_hash(model, query),
+            "rates": checkpoint.rates,
+        }
+        if self._data is not None:
+            entry["first_losses"] = _ranks.on_first(self._first_losses)
+        return entry
+
+    def _first_losses(self) -> dict[str, Any]:
+        """Return the first training batch's losses, and how far those of another machine may be.
+
+        Half of the digits of the coarsest dtype have to agree, relative to the largest loss.
+        """
+        work = self._work
+        batch_dim = work.options["batch_dim"]
+
+        def part(batch: Any) -> Tensor:
+            with torch.enable_grad():
+                losses = work.loss_fn(work.model, batch)
+            return check_losses(losses, infer_batch_size(batch, batch_dim)).detach()
+
+        assert self._data is not None
+        ((number, batch),) = self._data.read([0])
+        size = int(self._data.sizes[number])
+        halving = Halving("training examples", batch_dim)
+        losses = torch.cat(halving.run(part, to_device(batch, work.device), size))
+        dtypes = {losses.dtype, *(each.dtype for each in work.model.parameters())}
+        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        return {
+            "tolerance": coarsest**0.5,
+            # One line of the manifest.
+            "values": " ".join(f"{loss:.9g}" for loss in losses.double().tolist()),
+        }
