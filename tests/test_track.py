@@ -73,6 +73,24 @@ def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_a_grad_scaler_that_is_updated_inside_the_context(model, batch, own_backward):
+    """The scale is the one at the backward."""
+    expected = oracle_sqnorms(model, batch, losses_of)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gs.track(model, batch_size=B, scaler=scaler) as tracker:
+        losses = losses_of(model, batch)
+        if own_backward:
+            scaler.scale(losses.mean()).backward()
+        else:
+            tracker.backward(losses)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2048
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_training_run_is_the_same_with_and_without(model, batch, fused):
     """Clipping and the optimizer run inside the context, for several steps."""

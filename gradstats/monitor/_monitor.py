@@ -42,7 +42,8 @@ class Monitor:
 
     Measured are the optimizer steps 0, ``every``, 2 · ``every``, …; in all others the context does
     nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
-    clipping, whatever runs inside the context after the backward. Gradients are what they are
+    clipping, loss scale and learning rates those at the backward, whatever runs inside the context
+    after it. Gradients are what they are
     without the monitor: to the bit with ``fused=False``, else up to the rounding of a reordered
     sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i, Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and
     N̄ = (1/N) Σ n_i, ``metrics()`` has
@@ -159,7 +160,7 @@ class Monitor:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in WATCHED}
         self._collector: Collector | None = None
         self._next = 0
-        self._pending: tuple[int, float, Pending] | None = None
+        self._pending: tuple[int, Pending] | None = None
         self._measured: Measured | None = None
         self._metrics: dict[str, float] = {}
 
@@ -314,7 +315,7 @@ class Monitor:
     def end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
-            self._pending = (self.steps, self._learning_rate(), self._collector.finish())
+            self._pending = (self.steps, self._collector.finish())
             self._collector = None
         self.steps += 1
 
@@ -322,7 +323,7 @@ class Monitor:
         """Take in the last measured step, if its numbers are still on the device."""
         if self._pending is None:
             return
-        (number, rate, pending), self._pending = self._pending, None
+        (number, pending), self._pending = self._pending, None
         measured = self._measured = pending.read()
         step = measured.step
         if measured.ids is not None and measured.influence is not None:
@@ -331,7 +332,7 @@ class Monitor:
         self._nonfinite_steps += bool(len(wrong))
         names = wrong if measured.ids is None else measured.ids[wrong]
         self._nonfinite.extend((number, int(name)) for name in names)
-        metrics = step_metrics(measured, self._clip, rate)
+        metrics = step_metrics(measured, self._clip)
         for prefix, gradients in {"": step, **measured.layers}.items():
             path = f"gns/{prefix}/" if prefix else "gns/"
             spread, gradient = gradients.noise_scale
@@ -388,13 +389,6 @@ class Monitor:
             layer=layer,
             share=share,
         )
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate, NaN if the optimizer's groups differ in it."""
-        if self.optimizer is None:
-            return math.nan
-        rates = {float(group["lr"]) for group in self.optimizer.param_groups}
-        return rates.pop() if len(rates) == 1 else math.nan
 
     def _ratio(self, name: str) -> RunningRatio:
         return self._ratios.setdefault(name, RunningRatio(self._decay))

@@ -3,7 +3,8 @@
 Everything stays on the model's device until the copy, in one float64 vector:
 
     header          how many micro-batches, the loss scale, flags
-    parameters      ‖G_p‖² of the gradient, and with an optimizer the learning rate η_p
+    parameters      ‖G_p‖² of the gradient
+    optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
 
@@ -27,6 +28,7 @@ from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
+from gradstats.statistics._loss import loss_scale
 from gradstats.statistics._norms import check_workspace, together_for
 from gradstats.statistics._training import StepGradients
 
@@ -67,6 +69,7 @@ class Measured:
         parts, names: (K, N) the squared norms n_i of each layer, of each parameter where no layers
             were asked for; and what these are called.
         influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
+        learning_rate: that of all groups of the optimizer, NaN if they differ or there are none.
         gram: stiffness and confusion, averaged over micro-batches, or None.
     """
 
@@ -78,6 +81,7 @@ class Measured:
     parts: np.ndarray
     names: Sequence[str]
     influence: np.ndarray | None
+    learning_rate: float
     gram: np.ndarray | None
 
     def largest_part(self, position: int) -> tuple[str, float]:
@@ -110,7 +114,9 @@ class Collector:
         self._parameters: list[nn.Parameter] = []
         self._batches: list[list[Tensor]] = []
         self._gradient: Tensor | None = None
+        self._scale: Tensor | float = 1.0
         self._rates: Tensor | None = None
+        self._groups: np.ndarray | None = None
         self._stale: Tensor | float = 0.0
         self._twice: Tensor | float = 0.0
         self._scalar: Tensor | None = None
@@ -148,8 +154,11 @@ class Collector:
         return tracker
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:
-        """Note the scalar, and whether an earlier gradient would mix with this step's."""
+        """Note what the backward starts from: the optimizer may step before the context closes."""
         self._scalar = losses[0].detach().sum(dtype=torch.float64)
+        self._scale = loss_scale(self.scaler, losses[0].device)
+        if self.optimizer is not None:
+            self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
         if self.reads_gradients and not self._started:
             earlier = gradient_sqnorms(self._parameters)
             self._stale = 0.0 if earlier is None else earlier.sum()
@@ -182,20 +191,15 @@ class Collector:
             parts.append(torch.stack(along))
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])
-        self._rates = self._learning_rates()
         self._twice = self._twice + tracker.reported_twice
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
         assert self.layers is not None
         device = self._batches[0][0].device
-        scale: Tensor | float = 1.0
-        if self.scaler is not None and self.scaler.is_enabled():
-            # Not get_scale(), which waits for the device.
-            scale = self.scaler.scale(torch.ones((), device=device))
         gradient = self._gradient
         measured = float(gradient is not None)
-        flags = [len(self._batches), measured, scale, self._stale, self._twice]
+        flags = [len(self._batches), measured, self._scale, self._stale, self._twice]
         if any(isinstance(flag, Tensor) for flag in flags):
             header = torch.cat(
                 [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
@@ -213,25 +217,23 @@ class Collector:
         if self.group is not None:
             ranks = torch.distributed.get_world_size(self.group)
             shared = [processes_with(parameter, ranks) for parameter in self._parameters]
-        has_rates = self._rates is not None
-        return Pending(vectors, self.options, self.layers, self.names, shared, has_rates)
+        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups)
 
-    def _learning_rates(self) -> Tensor | None:
-        """Return (P,) the learning rate of every parameter; zero where no optimizer moves it."""
-        if self.optimizer is None:
-            return None
-        rates = {
-            id(parameter): group["lr"]
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        found = [rates.get(id(parameter), 0.0) for parameter in self._parameters]
-        if not any(isinstance(rate, Tensor) for rate in found):
-            return torch.tensor(found, dtype=torch.float64)
-        device = next(rate.device for rate in found if isinstance(rate, Tensor))
-        return torch.cat(
-            [_column(torch.as_tensor(rate, dtype=torch.float64), device) for rate in found]
-        )
+    def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:
+        """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move.
+
+        Args:
+            groups: of the optimizer.
+        """
+        members = [set(map(id, group["params"])) for group in groups]
+        moves = np.array([[id(p) in group for p in self._parameters] for group in members])
+        rates = [group["lr"] for group in groups]
+        if not any(isinstance(rate, Tensor) for rate in rates):
+            return torch.tensor(rates, dtype=torch.float64), moves
+        device = next(rate.device for rate in rates if isinstance(rate, Tensor))
+        # A copy: schedulers write into rates that are tensors.
+        columns = [_column(torch.as_tensor(r, dtype=torch.float64), device) for r in rates]
+        return torch.cat(columns), moves
 
 
 def _column(part: Tensor, device: torch.device) -> Tensor:
@@ -276,7 +278,7 @@ class Pending:
         vectors: what every process collected.
         options, layers, names: of the monitor, and of the parameters.
         shared: how many processes hold each element of a parameter's gradient; None if alone.
-        has_rates: the vectors hold learning rates.
+        groups: (G, P) which group of the optimizer moves which parameter; None without one.
     """
 
     def __init__(
@@ -286,11 +288,11 @@ class Pending:
         layers: Layers,
         names: list[str],
         shared: list[float] | None,
-        has_rates: bool,
+        groups: np.ndarray | None,
     ):
         self._vectors, self._options = vectors, options
         self._layers, self._names, self._shared = layers, names, shared
-        self._has_rates = has_rates
+        self._groups = groups
 
     def read(self) -> Measured:
         """Copy everything to the host at once, and give it its units."""
@@ -306,8 +308,8 @@ class Pending:
             header = reader.take(H_TWICE + 1)
             headers.append(header)
             gradients.append(reader.take(len(self._names)))
-            if self._has_rates:
-                rates = reader.take(len(self._names))
+            if self._groups is not None:
+                rates = reader.take(len(self._groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
         self._check(headers, batches)
         gradient: np.ndarray | None = None
@@ -361,7 +363,7 @@ class Pending:
             scale: of the loss.
             ranks: number of processes.
             gradient: (P,) squared norms of the gradient, None where they follow from ``along``.
-            rates: (P,) learning rates, or None.
+            rates: (G,) learning rates, or None.
             batches: of all processes, in order.
         """
         sizes = np.stack([batch.sizes for batch in batches])
@@ -417,7 +419,10 @@ class Pending:
                 )
                 for layer, name in enumerate(names)
             }
-            influence = None if rates is None else rates @ sqnorm
+            influence, learning_rate = None, math.nan
+            if rates is not None:
+                influence = rates @ self._groups @ sqnorm
+                learning_rate = float(rates[0]) if (rates == rates[0]).all() else math.nan
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
         gram = None
         if self._options.gram:
@@ -436,6 +441,7 @@ class Pending:
             parts=parts,
             names=names or self._names,
             influence=influence,
+            learning_rate=learning_rate,
             gram=gram,
         )
 
