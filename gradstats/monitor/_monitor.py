@@ -48,7 +48,7 @@ class Monitor:
     sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i, Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and
     N̄ = (1/N) Σ n_i, ``metrics()`` has
 
-        grad_norm                         norm of the gradient that the optimizer is given
+        grad_norm                         norm of the whole step's gradient, measured parameters
         example_grad_norm/{mean,p05,p50,p95,max}   of √n_i, over the examples where it is finite
         gns/tr_sigma, gns/g2              Ŝ = N/(N−1) (N̄ − Ḡ²), Ĝ² = (N Ḡ² − N̄)/(N−1): unbiased
         gns/b_simple, gns/b_simple_se     average of Ŝ / average of Ĝ² over measured steps, and its
@@ -69,6 +69,10 @@ class Monitor:
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
     accumulated, p_i and what follows from it are taken within each micro-batch.
+
+    Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
+    So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
+    these are read from ``.grad``, after the hooks, and a warning says so.
 
     Args:
         model: any module; wrapped in DistributedDataParallel or sharded by ``fully_shard`` too.

@@ -15,6 +15,7 @@ operation of PyTorch costs tens of microseconds.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,8 @@ class Collector:
         self._rates: Tensor | None = None
         self._groups: np.ndarray | None = None
         self._stale: Tensor | float = 0.0
+        self._used: set[str] = set()
+        self._without: set[str] = set()
         self._twice: Tensor | float = 0.0
         self._scalar: Tensor | None = None
         self._started = False
@@ -146,11 +149,13 @@ class Collector:
             exclude=options.exclude,
         )
         tracker.listener = self
-        tracker.open()
         if self.layers is None:
             self.names = [root.name for root in tracker.roots]
             self._parameters = [root.parameter for root in tracker.roots]
             self.layers = Layers(self.names, options.layers)
+            if self.reads_gradients:
+                self._warn_of_hooks()
+        tracker.open()
         return tracker
 
     def before_backward(self, losses: Sequence[Tensor]) -> None:
@@ -159,7 +164,7 @@ class Collector:
         self._scale = loss_scale(self.scaler, losses[0].device)
         if self.optimizer is not None:
             self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
-        if self.reads_gradients and not self._started:
+        if not self._started:
             earlier = gradient_sqnorms(self._parameters)
             self._stale = 0.0 if earlier is None else earlier.sum()
         self._started = True
@@ -168,6 +173,8 @@ class Collector:
         """Read the gradients before anything clips them."""
         if self.reads_gradients and self._last:
             self._gradient = gradient_sqnorms(self._parameters)
+            named = zip(self.names, self._parameters, strict=True)
+            self._without = {name for name, parameter in named if parameter.grad is None}
 
     def add(self, tracker: Tracker, batch_size: int, ids, weights, divisor: float) -> None:
         """Take the statistics of a micro-batch whose context has closed."""
@@ -192,6 +199,8 @@ class Collector:
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])
         self._twice = self._twice + tracker.reported_twice
+        reports = ((root.name, root.result, root.compiled_report) for root in tracker.roots)
+        self._used |= {name for name, *results in reports if any(r is not None for r in results)}
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
@@ -217,7 +226,27 @@ class Collector:
         if self.group is not None:
             ranks = torch.distributed.get_world_size(self.group)
             shared = [processes_with(parameter, ranks) for parameter in self._parameters]
-        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups)
+        lost = [name for name in self.names if name in self._used & self._without]
+        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
+
+    def _warn_of_hooks(self) -> None:
+        """Say which gradients may be changed before they are read."""
+        named = zip(self.names, self._parameters, strict=True)
+        hooked = [
+            name
+            for name, parameter in named
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ]
+        if hooked:
+            warnings.warn(
+                f"hooks on {_listed(hooked)} may change gradients before gradstats.Monitor reads "
+                "them: then grad_norm is that of the changed gradient, and what compares it with "
+                "the examples' own (noise scale, coherence, diversity, norm test) has no meaning. "
+                "Hooks that only look do no harm. Otherwise remove them while measuring; or "
+                "measure with alignment=True, one micro-batch on one process, where the gradient "
+                "is taken before hooks.",
+                stacklevel=4,
+            )
 
     def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:
         """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move.
@@ -238,6 +267,10 @@ class Collector:
 
 def _column(part: Tensor, device: torch.device) -> Tensor:
     return part.to(device, torch.float64).reshape(-1)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
 
 
 def _checked_ids(ids, batch_size: int) -> Tensor:
@@ -279,6 +312,7 @@ class Pending:
         options, layers, names: of the monitor, and of the parameters.
         shared: how many processes hold each element of a parameter's gradient; None if alone.
         groups: (G, P) which group of the optimizer moves which parameter; None without one.
+        lost: names of the parameters whose gradients were gone when they were to be read.
     """
 
     def __init__(
@@ -289,10 +323,11 @@ class Pending:
         names: list[str],
         shared: list[float] | None,
         groups: np.ndarray | None,
+        lost: list[str],
     ):
         self._vectors, self._options = vectors, options
         self._layers, self._names, self._shared = layers, names, shared
-        self._groups = groups
+        self._groups, self._lost = groups, lost
 
     def read(self) -> Measured:
         """Copy everything to the host at once, and give it its units."""
@@ -342,6 +377,13 @@ class Pending:
                 "the parameters held a gradient when the first micro-batch's backward started, so "
                 "that the gradient of this step is not known. Call optimizer.zero_grad() before "
                 "it; to accumulate gradients, say so with accumulation=(k, K)."
+            )
+        if self._lost:
+            raise TrackingError(
+                f"the gradient of {_listed(self._lost)} was gone when the backward had ended, so "
+                "that the gradient of this step is not known. Expected it in .grad: let hooks "
+                "leave it there; or measure with alignment=True, one micro-batch on one process, "
+                "where it need not be read."
             )
         for batch in batches:
             if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -505,14 +506,73 @@ def test_bad_ids(model, ids):
     assert_unchanged(model, state)
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("factor", [1.0, math.nan])
-def test_a_gradient_from_before_is_refused(model, factor):
-    monitor = gs.Monitor(model, every=1, alignment=False)
+def test_a_gradient_from_before_is_refused(model, factor, alignment):
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
     (factor * losses_of(model, batch_of()).mean()).backward()
     with monitor.step(batch_size=B):
         losses_of(model, batch_of()).mean().backward()
     with pytest.raises(gs.TrackingError, match="zero_grad"):
         monitor.metrics()
+    model.zero_grad(set_to_none=False)
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+
+
+def test_hooks_that_change_gradients(model):
+    """With alignments statistics are those before hooks; where gradients are read, a warning."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    for parameter in model[0].parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    monitor = gs.Monitor(model, every=1, alignment=True, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    assert_metrics(monitor.metrics(), metrics_of(rows))
+    for options, accumulation in (({"alignment": False}, (0, 1)), ({}, (0, 2))):
+        model.zero_grad()
+        monitor = gs.Monitor(model, every=1, **options)
+        with pytest.warns(UserWarning, match=r"hooks on '0\.weight', '0\.bias' may change"):
+            with monitor.step(batch_size=B, accumulation=accumulation):
+                losses_of(model, batch).mean().backward()
+    model.zero_grad()
+    monitor = gs.Monitor(model, every=1, alignment=False, parameters="2.*")
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    size = sum(parameter.numel() for parameter in model[2].parameters())
+    assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)[-size:]))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_hooks_take_away(model, count):
+    """As optimizers do that step within the backward: with alignments none need be read."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+
+    def discard(parameter):
+        parameter.grad = None
+
+    for parameter in model[2].parameters():
+        parameter.register_post_accumulate_grad_hook(discard)
+    for alignment in ALIGNMENT:
+        monitor = gs.Monitor(model, every=1, alignment=alignment)
+        reads = count > 1 or not alignment
+        for k in range(count):
+            with contextlib.ExitStack() as stack:
+                if reads and k == 0:
+                    stack.enter_context(pytest.warns(UserWarning, match="may change"))
+                with monitor.step(batch_size=B, accumulation=(k, count)):
+                    losses_of(model, batch).mean().backward()
+        if reads:
+            with pytest.raises(gs.TrackingError, match=r"gradient of '2\.weight', '2\.bias' was"):
+                monitor.metrics()
+        else:
+            assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+        model.zero_grad()
 
 
 def test_bfloat16_autocast():

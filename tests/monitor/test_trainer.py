@@ -219,7 +219,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
 def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
     model, callback = Classifier(), GradStatsCallback(every=1)
     handle = model.net[0].weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="hooks on 'net.0.w"):
         trainer_for(model, [callback], tmp_path, Images(14))
     handle.remove()
     model.zero_grad()
