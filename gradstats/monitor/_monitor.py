@@ -220,7 +220,10 @@ class Monitor:
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Metric → its values at all measured steps, whose numbers are under "step"."""
+        """Metric → its values at all measured steps, whose numbers are under "step".
+
+        NaN where a metric was not among those measured: other options, other layers.
+        """
         self._settle()
         return self._history
 
@@ -286,21 +289,29 @@ class Monitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state; what was measured before is replaced.
+
+        What another choice of options left out of it starts anew.
+        """
         if state.get("version") != STATE_VERSION:
             raise TrackingError(
                 f"the monitor's state has version {state.get('version')!r}, expected "
                 f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
             )
-        self.steps = state["steps"]
-        self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
-        self._nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        ratios = {name: RunningRatio(self._decay) for name in state["ratios"]}
         for name, saved in state["ratios"].items():
-            self._ratio(name).load_state_dict(saved)
-        self._recent = {n: deque(v, maxlen=WINDOW) for n, v in state["recent"].items()}
-        self._spikes = [Spike.from_state(saved) for saved in state["spikes"]]
-        self._history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        self._self_influence.load_state_dict(state["self_influence"])
+            ratios[name].load_state_dict(saved)
+        self_influence = RunningSelfInfluence()
+        self_influence.load_state_dict(state["self_influence"])
+        recent = {name: deque(state["recent"][name], maxlen=WINDOW) for name in WATCHED}
+        spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
+        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        counts = state["steps"], state["undefined"], state["nonfinite_steps"]
+        # All of it was there: nothing is lost to a state that is not whole.
+        self.steps, self._undefined, self._nonfinite_steps = counts
+        self._ratios, self._recent, self._self_influence = ratios, recent, self_influence
+        self._spikes, self._history, self._nonfinite = spikes, history, nonfinite
         self._collector = self._pending = self._measured = None
         self._metrics, self._next = {}, 0
 
@@ -354,8 +365,11 @@ class Monitor:
         metrics["nonfinite/steps"] = float(self._nonfinite_steps)
         metrics["spike"] = float(self._look_for_spikes(number, metrics))
         self._metrics = metrics
-        for name, value in {"step": number, **metrics}.items():
-            self._history.setdefault(name, []).append(float(value))
+        row = {"step": number, **metrics}
+        before = len(self._history.get("step", ()))
+        for name in {**self._history, **row}:
+            values = self._history.setdefault(name, [math.nan] * before)
+            values.append(float(row.get(name, math.nan)))
 
     def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
         found = False

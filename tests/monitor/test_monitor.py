@@ -464,6 +464,57 @@ def test_a_resumed_monitor_continues_its_averages(model):
         second.load_state_dict({"version": 99})
 
 
+def take_steps(model, monitor, batches):
+    for batch in batches:
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            losses_of(model, batch).mean().backward()
+    return monitor.metrics()
+
+
+def test_a_state_replaces_all_that_was_measured(model):
+    """Averages that the state does not hold start anew, with the monitor's own decay."""
+    batches = [batch_of() for _ in range(6)]
+    used = gs.Monitor(model, every=1, layers="*")
+    take_steps(model, used, batches[:3])
+    fresh = gs.Monitor(model, every=1, layers="*")
+    used.load_state_dict(fresh.state_dict())
+    assert used.metrics() == used.histograms() == used.history == {} and used.examples() == []
+    np.testing.assert_equal(
+        take_steps(model, used, batches[3:]), take_steps(model, fresh, batches[3:])
+    )
+    np.testing.assert_equal(used.history, fresh.history)
+    state = used.state_dict()
+    del state["self_influence"]
+    with pytest.raises(KeyError):
+        used.load_state_dict({**state, "steps": 0})
+    np.testing.assert_equal(used.history, fresh.history)
+    assert used.steps == 3
+
+
+def test_a_history_over_other_options_is_aligned_with_its_steps(model):
+    """A metric is NaN at the steps at which it was not measured."""
+    batches = [batch_of() for _ in range(4)]
+    first = gs.Monitor(model, every=1, layers="0", clip=1.0)
+    second = gs.Monitor(model, every=1, alignment=False, layers="2")
+    take_steps(model, first, batches[:2])
+    before = {name: list(values) for name, values in first.history.items()}
+    second.load_state_dict(first.state_dict())
+    take_steps(model, second, batches[2:3])
+    take_steps(model, second, batches[3:])
+    history = second.history
+    assert history["step"] == [0, 1, 2, 3]
+    for name, values in history.items():
+        assert len(values) == 4
+        np.testing.assert_array_equal(values[:2], before.get(name, [math.nan] * 2))
+    last = second.metrics()
+    for name in before.keys() - last.keys() - {"step"}:
+        assert name.startswith(("align", "inner", "ortho", "clip")) or "/0" in name
+        assert all(math.isnan(value) for value in history[name][2:])
+    for name, value in last.items():
+        np.testing.assert_array_equal(history[name][3], value)
+
+
 def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
