@@ -233,11 +233,11 @@ class Monitor:
         return dict(self._metrics)
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """Return the last step's distributions over examples, for TensorBoard or W&B.
+        """Return the last measured step's distributions over examples, for TensorBoard or W&B.
 
         Returns:
             ``example_grad_norm`` (N,), and with alignments ``align/cos_to_mean`` (N,): finite
-            values; empty if the step was not measured.
+            values; empty while no step was measured.
         """
         self._settle()
         if self._measured is None:
@@ -318,7 +318,7 @@ class Monitor:
     def begin(self, single: bool) -> bool:
         """Start an optimizer step; return whether it is measured."""
         self._settle()
-        self._metrics, self._measured, self._collector = {}, None, None
+        self._metrics, self._collector = {}, None
         if self.steps % self.every:
             return False
         group = self._group if self._group is not None else group_of(self.model)

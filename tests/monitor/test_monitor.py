@@ -264,7 +264,7 @@ def test_off_steps_touch_nothing(model):
     batch = batch_of()
     with Operations() as plain:
         losses_of(model, batch).mean().backward()
-    seen = []
+    seen, examples, histograms = [], [], {}
     for step in range(7):
         model.zero_grad()
         before = snapshot(model)
@@ -277,10 +277,15 @@ def test_off_steps_touch_nothing(model):
         metrics = monitor.metrics()
         if step % 3:
             assert operations.names == plain.names
-            assert metrics == {} and monitor.histograms() == {} and monitor.examples() == []
+            assert metrics == {}
+            np.testing.assert_equal(monitor.histograms(), histograms)
+            assert monitor.examples() == examples and len(examples) == B
         else:
             assert operations.names != plain.names
             assert metrics["grad_norm"] > 0
+            histograms, examples = monitor.histograms(), monitor.examples()
+            assert sorted(record.id for record in examples) == list(range(B))
+            assert examples[0].norm == histograms["example_grad_norm"].max() > 0
         model.zero_grad()
         assert_unchanged(model, before)
     assert seen == [True, False, False, True, False, False, True]
