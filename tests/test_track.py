@@ -119,6 +119,52 @@ def test_a_training_run_is_the_same_with_and_without(model, batch, fused):
             assert torch.equal(got, want)
 
 
+def penalty_of(model):
+    return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda loss, penalty: loss + penalty,
+        lambda loss, penalty: penalty + loss,
+        lambda loss, penalty: torch.sub(loss, penalty),
+        lambda loss, penalty: loss.add_(penalty),
+        lambda loss, penalty: torch.stack([loss, penalty]).sum(),
+    ],
+)
+def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, join):
+    state = snapshot(model)
+    with (
+        pytest.raises(gs.ExampleAxisError, match=r"scalar .* parameters alone.*\(losses \+ penal"),
+        gs.track(model, batch_size=B),
+    ):
+        join(losses_of(model, batch).mean(), penalty_of(model)).backward()
+    assert_unchanged(model, state)
+
+
+def test_a_penalty_among_the_losses_and_outside_the_context(model, batch):
+    """The two ways on: each example's loss contains it, or none does."""
+
+    def penalised(model, batch):
+        return losses_of(model, batch) + penalty_of(model)
+
+    plain = copy.deepcopy(model)
+    penalised(plain, batch).mean().backward()
+    with gs.track(model, batch_size=B) as tracker:
+        penalised(model, batch).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, penalised), 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+    model.zero_grad()
+    with gs.track(model, batch_size=B) as tracker:
+        losses_of(model, batch).mean().backward()
+    penalty_of(model).backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, losses_of), 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
 def test_gradients_accumulate_over_contexts(model, batch):
     plain = copy.deepcopy(model)
     losses_of(plain, batch).mean().backward()
