@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,12 +60,9 @@ class MonitorStep:
             return
         check_batch_size(self._batch_size)
         if self._weights is not None:
-            loss_weights("mean", self._weights, self._batch_size)
-            if not bool((torch.as_tensor(self._weights) > 0).all()):
-                raise TrackingError(
-                    f"weights are {self._weights.tolist()}, expected positive numbers: statistics "
-                    "of a batch have no meaning where examples count negatively."
-                )
+            self._weights = checked_weights(self._weights, self._batch_size)
+        if self._ids is not None:
+            self._ids = checked_ids(self._ids, self._batch_size)
         self._context = collector.open(self._batch_size, self._last is not False)
         self.measured = True
 
@@ -95,3 +93,30 @@ class MonitorStep:
         self._monitor._collector, self._monitor._next = None, 0
         if context is not None:
             context.close()
+
+
+def checked_weights(weights, batch_size: int) -> Tensor:
+    """Return (B,) float64 positive weights, or raise."""
+    checked = loss_weights("mean", weights, batch_size)
+    assert isinstance(checked, Tensor)
+    if not bool((checked > 0).all()):
+        raise TrackingError(
+            f"weights are {checked.tolist()}, expected positive numbers: statistics of a batch "
+            "have no meaning where examples count negatively."
+        )
+    return checked
+
+
+def checked_ids(ids, batch_size: int) -> Tensor:
+    """Return (B,) integers, or raise; whether they are too large is seen on the host."""
+    expected = f"expected ({batch_size},) integers: one for each example"
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrackingError(
+            f"ids are {reprlib.repr(ids)} ({error}), {expected}. Number examples that have names."
+        ) from error
+    inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if tuple(ids.shape) != (batch_size,) or inexact:
+        raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
+    return ids

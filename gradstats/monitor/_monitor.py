@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from numbers import Real
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
 from gradstats.monitor._step import REDUCTIONS, Collector, Measured, Options, Pending
+from gradstats.statistics._norms import check_workspace
 from gradstats.statistics._training import RunningRatio, cosines_to_mean
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
@@ -134,17 +136,23 @@ class Monitor:
         workspace: int | None = None,
         process_group: Any = None,
     ):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrackingError(f"every is {every!r}, expected a positive integer: steps.")
-        if loss_reduction not in REDUCTIONS:
-            raise TrackingError(
-                f"loss_reduction is {loss_reduction!r}, expected one of {REDUCTIONS}; for anything "
-                "else pass weights= to monitor.step."
-            )
-        if not 0 <= decay < 1:
-            raise TrackingError(f"decay is {decay!r}, expected a number in [0, 1).")
-        if not spike > 1:
-            raise TrackingError(f"spike is {spike!r}, expected a factor above 1.")
+        reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
+        optimizes = optimizer is None or _is_object_with(optimizer, "param_groups")
+        scales = scaler is None or _is_object_with(scaler, "scale")
+        for name, value, is_good, expected in (
+            ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+            ("every", every, _is_count(every) and every > 0, "a positive integer: steps"),
+            ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
+            ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer, an object of it"),
+            ("scaler", scaler, scales, "a torch.amp.GradScaler, an object of it"),
+            ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
+            ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
+            ("top", top, _is_count(top), "a number of examples"),
+            ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
+        ):
+            if not is_good:
+                raise TrackingError(f"{name} is {value!r}, expected {expected}.")
+        check_workspace(workspace)
         self.model, self.every = model, every
         self.optimizer, self.scaler = optimizer, scaler
         self._options = Options(
@@ -152,7 +160,7 @@ class Monitor:
         )
         Layers(list(select_parameters(model, parameters, exclude)), layers)
         self._spike_factor, self._top, self._clip = spike, top, clip
-        self._group = process_group
+        self.process_group = process_group
         self.steps = 0
         self._spikes: list[Spike] = []
         self._self_influence = RunningSelfInfluence()
@@ -180,13 +188,16 @@ class Monitor:
 
         Args:
             batch_size: number of examples B of this micro-batch, on this process.
-            ids: (B,) integers that say which examples these are, in any order.
+            ids: (B,) integers that say which examples these are, in any order: for ``examples``,
+                ``spikes`` and ``nonfinite``, and, if the monitor was given the optimizer, for
+                ``self_influence``.
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
         """
-        index, count = accumulation
-        if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
+        is_pair = isinstance(accumulation, (tuple, list)) and len(accumulation) == 2
+        index, count = accumulation if is_pair else (None, None)
+        if not (_is_count(index) and _is_count(count) and index < count):
             raise TrackingError(
                 f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k "
                 "of K."
@@ -202,7 +213,10 @@ class Monitor:
 
     @property
     def self_influence(self) -> RunningSelfInfluence:
-        """Running self-influence by id, of the measured steps that were given ids."""
+        """Running self-influence by id, of the measured steps that were given ids.
+
+        Empty without ``optimizer=``, whose learning rates weigh it.
+        """
         self._settle()
         return self._self_influence
 
@@ -256,6 +270,8 @@ class Monitor:
             by: "norm" or "alignment".
         """
         self._settle()
+        if not _is_count(k):
+            raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
         if self._measured is None:
@@ -315,13 +331,23 @@ class Monitor:
         self._collector = self._pending = self._measured = None
         self._metrics, self._next = {}, 0
 
+    def continue_in(self, optimizer, scaler, process_group) -> None:
+        """Measure another run of the same model: all that was measured stays.
+
+        Args:
+            optimizer, scaler, process_group: those of that run, as for a new monitor.
+        """
+        self.optimizer, self.scaler, self.process_group = optimizer, scaler, process_group
+
     def begin(self, single: bool) -> bool:
         """Start an optimizer step; return whether it is measured."""
         self._settle()
         self._metrics, self._collector = {}, None
         if self.steps % self.every:
             return False
-        group = self._group if self._group is not None else group_of(self.model)
+        group = self.process_group
+        if group is None:
+            group = group_of(self.model)
         self._collector = Collector(
             self.model, self._options, self.optimizer, self.scaler, group, single
         )
@@ -410,3 +436,15 @@ class Monitor:
 
     def _ratio(self, name: str) -> RunningRatio:
         return self._ratios.setdefault(name, RunningRatio(self._decay))
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_object_with(value: Any, attribute: str) -> bool:
+    return not isinstance(value, type) and hasattr(value, attribute)

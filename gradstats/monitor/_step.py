@@ -176,8 +176,21 @@ class Collector:
             named = zip(self.names, self._parameters, strict=True)
             self._without = {name for name, parameter in named if parameter.grad is None}
 
-    def add(self, tracker: Tracker, batch_size: int, ids, weights, divisor: float) -> None:
-        """Take the statistics of a micro-batch whose context has closed."""
+    def add(
+        self,
+        tracker: Tracker,
+        batch_size: int,
+        ids: Tensor | None,
+        weights: Tensor | None,
+        divisor: float,
+    ) -> None:
+        """Take the statistics of a micro-batch whose context has closed.
+
+        Args:
+            tracker: the context.
+            batch_size, ids, weights: of the micro-batch, as its ``MonitorStep`` has checked them.
+            divisor: of its scalar.
+        """
         sqnorm = tracker.sqnorm_by_parameter()
         device = sqnorm.device
         weight: Any = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
@@ -185,10 +198,10 @@ class Collector:
         assert self._scalar is not None
         parts = [torch.tensor(sizes, dtype=torch.float64), self._scalar]
         if weights is not None:
-            weight = torch.as_tensor(weights).detach()
-            parts.append(weight)
+            weight = weights
+            parts.append(weights)
         if ids is not None:
-            parts.append(_checked_ids(ids, batch_size))
+            parts.append(ids)
         together: Any = tracker.settings.consumer
         if self.options.gram:
             parts.append(_gram_statistics(together.pairs, weight))
@@ -271,16 +284,6 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
-
-
-def _checked_ids(ids, batch_size: int) -> Tensor:
-    ids = torch.as_tensor(ids)
-    if tuple(ids.shape) != (batch_size,) or ids.is_floating_point() or ids.is_complex():
-        raise TrackingError(
-            f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected "
-            f"({batch_size},) integers: one for each example."
-        )
-    return ids
 
 
 @dataclass(frozen=True)

@@ -540,7 +540,21 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m, loss_reduction="max"), "loss_reduction is 'max'"),
         (lambda m: gs.Monitor(m, decay=1.0), "decay is 1.0"),
         (lambda m: gs.Monitor(m, spike=1.0), "spike is 1.0"),
+        (lambda m: gs.Monitor(m, decay="slow"), "decay is 'slow'"),
+        (lambda m: gs.Monitor(m, spike=None), "spike is None"),
+        (lambda m: gs.Monitor(m, top=-1), "top is -1"),
+        (lambda m: gs.Monitor(m, clip=-1), "clip is -1"),
+        (lambda m: gs.Monitor(m, workspace=0), "workspace is 0"),
+        (lambda m: gs.Monitor(None), "model is None, expected a torch.nn.Module"),
+        (lambda m: gs.Monitor(type(m)), "model is <class .*, expected a torch.nn.Module"),
+        (lambda m: gs.Monitor(m, optimizer=torch.optim.SGD), "optimizer is <class .*, expected a"),
+        (lambda m: gs.Monitor(m, optimizer=0.1), "optimizer is 0.1"),
+        (lambda m: gs.Monitor(m, scaler=torch.amp.GradScaler), "scaler is <class"),
+        (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(2, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=2), "accumulation is 2, expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=(0, 1, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).examples(-1), "k is -1"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(1, 2)), "micro-batch 0 was expected"),
         (lambda m: gs.Monitor(m).examples(by="loss"), "by is 'loss'"),
     ],
@@ -550,7 +564,33 @@ def test_bad_arguments(model, call, message):
         call(model)
 
 
-@pytest.mark.parametrize("ids", [torch.arange(3), torch.rand(B), torch.full((B,), 2**60)])
+def test_ids_are_looked_at_before_the_model_is_touched(model):
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(gs.TrackingError, match=r"ids .*expected \(6,\) integers"):
+        with monitor.step(batch_size=B, ids=["a"] * B):
+            raise AssertionError("not reached")
+    with pytest.raises(gs.TrackingError, match="positive numbers"):
+        with monitor.step(batch_size=B, weights=[-1.0] * B):
+            raise AssertionError("not reached")
+    batch = batch_of()
+    with monitor.step(batch_size=B, ids=np.arange(B), weights=[1 / B] * B):
+        losses_of(model, batch).mean().backward()
+    assert monitor.steps == 1 and monitor.examples(1)[0].id is not None
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(3),
+        torch.rand(B),
+        torch.full((B,), 2**60),
+        torch.ones(B, dtype=torch.bool),
+        [f"image-{number}" for number in range(B)],
+        [2**70] * B,
+        "abcdef",
+        (1, 2).index,
+    ],
+)
 def test_bad_ids(model, ids):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
