@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gradstats.capture._tracker import Tracker
-from gradstats.errors import TrackingError
-from gradstats.statistics._loss import check_batch_size, loss_weights
+from gradstats.monitor._arguments import checked_ids, checked_weights
+from gradstats.statistics._loss import check_batch_size
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
@@ -93,30 +91,3 @@ class MonitorStep:
         self._monitor._collector, self._monitor._next = None, 0
         if context is not None:
             context.close()
-
-
-def checked_weights(weights, batch_size: int) -> Tensor:
-    """Return (B,) float64 positive weights, or raise."""
-    checked = loss_weights("mean", weights, batch_size)
-    assert isinstance(checked, Tensor)
-    if not bool((checked > 0).all()):
-        raise TrackingError(
-            f"weights are {checked.tolist()}, expected positive numbers: statistics of a batch "
-            "have no meaning where examples count negatively."
-        )
-    return checked
-
-
-def checked_ids(ids, batch_size: int) -> Tensor:
-    """Return (B,) integers, or raise; whether they are too large is seen on the host."""
-    expected = f"expected ({batch_size},) integers: one for each example"
-    try:
-        ids = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TrackingError(
-            f"ids are {reprlib.repr(ids)} ({error}), {expected}. Number examples that have names."
-        ) from error
-    inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
-    if tuple(ids.shape) != (batch_size,) or inexact:
-        raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
-    return ids

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradstats.monitor._step import Measured
+from gradstats.monitor._measured import Measured
 from gradstats.statistics._training import (
     cosines_to_mean,
     fraction_against,

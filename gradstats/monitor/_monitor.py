@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from numbers import Real
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 
 from gradstats.capture._selection import select_parameters
 from gradstats.errors import TrackingError
+from gradstats.monitor._arguments import check_monitor, checked_accumulation, is_count
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._layers import Layers
+from gradstats.monitor._measured import Measured, Options, Pending
 from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
-from gradstats.monitor._step import REDUCTIONS, Collector, Measured, Options, Pending
-from gradstats.statistics._norms import check_workspace
+from gradstats.monitor._step import Collector
 from gradstats.statistics._training import RunningRatio, cosines_to_mean
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
@@ -136,23 +136,9 @@ class Monitor:
         workspace: int | None = None,
         process_group: Any = None,
     ):
-        reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
-        optimizes = optimizer is None or _is_object_with(optimizer, "param_groups")
-        scales = scaler is None or _is_object_with(scaler, "scale")
-        for name, value, is_good, expected in (
-            ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-            ("every", every, _is_count(every) and every > 0, "a positive integer: steps"),
-            ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
-            ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer, an object of it"),
-            ("scaler", scaler, scales, "a torch.amp.GradScaler, an object of it"),
-            ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
-            ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
-            ("top", top, _is_count(top), "a number of examples"),
-            ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
-        ):
-            if not is_good:
-                raise TrackingError(f"{name} is {value!r}, expected {expected}.")
-        check_workspace(workspace)
+        check_monitor(
+            model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace
+        )
         self.model, self.every = model, every
         self.optimizer, self.scaler = optimizer, scaler
         self._options = Options(
@@ -195,13 +181,7 @@ class Monitor:
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
         """
-        is_pair = isinstance(accumulation, (tuple, list)) and len(accumulation) == 2
-        index, count = accumulation if is_pair else (None, None)
-        if not (_is_count(index) and _is_count(count) and index < count):
-            raise TrackingError(
-                f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k "
-                "of K."
-            )
+        index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
             raise TrackingError(
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
@@ -270,7 +250,7 @@ class Monitor:
             by: "norm" or "alignment".
         """
         self._settle()
-        if not _is_count(k):
+        if not is_count(k):
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
@@ -436,15 +416,3 @@ class Monitor:
 
     def _ratio(self, name: str) -> RunningRatio:
         return self._ratios.setdefault(name, RunningRatio(self._decay))
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_object_with(value: Any, attribute: str) -> bool:
-    return not isinstance(value, type) and hasattr(value, attribute)
