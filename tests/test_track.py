@@ -73,6 +73,24 @@ def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_a_grad_scaler_that_is_updated_inside_the_context(model, batch, own_backward):
+    """The scale is the one at the backward."""
+    expected = oracle_sqnorms(model, batch, losses_of)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gs.track(model, batch_size=B, scaler=scaler) as tracker:
+        losses = losses_of(model, batch)
+        if own_backward:
+            scaler.scale(losses.mean()).backward()
+        else:
+            tracker.backward(losses)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2048
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_training_run_is_the_same_with_and_without(model, batch, fused):
     """Clipping and the optimizer run inside the context, for several steps."""
@@ -99,6 +117,52 @@ def test_a_training_run_is_the_same_with_and_without(model, batch, fused):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
         else:
             assert torch.equal(got, want)
+
+
+def penalty_of(model):
+    return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda loss, penalty: loss + penalty,
+        lambda loss, penalty: penalty + loss,
+        lambda loss, penalty: torch.sub(loss, penalty),
+        lambda loss, penalty: loss.add_(penalty),
+        lambda loss, penalty: torch.stack([loss, penalty]).sum(),
+    ],
+)
+def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, join):
+    state = snapshot(model)
+    with (
+        pytest.raises(gs.ExampleAxisError, match=r"scalar .* parameters alone.*\(losses \+ penal"),
+        gs.track(model, batch_size=B),
+    ):
+        join(losses_of(model, batch).mean(), penalty_of(model)).backward()
+    assert_unchanged(model, state)
+
+
+def test_a_penalty_among_the_losses_and_outside_the_context(model, batch):
+    """The two ways on: each example's loss contains it, or none does."""
+
+    def penalised(model, batch):
+        return losses_of(model, batch) + penalty_of(model)
+
+    plain = copy.deepcopy(model)
+    penalised(plain, batch).mean().backward()
+    with gs.track(model, batch_size=B) as tracker:
+        penalised(model, batch).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, penalised), 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+    model.zero_grad()
+    with gs.track(model, batch_size=B) as tracker:
+        losses_of(model, batch).mean().backward()
+    penalty_of(model).backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, losses_of), 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
 
 
 def test_gradients_accumulate_over_contexts(model, batch):

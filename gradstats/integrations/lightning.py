@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         options: all other arguments of ``gs.Monitor``.
 
     Attributes:
-        monitor: the Monitor, once training has started.
+        monitor: the Monitor, once training has started. Another fit of the same module continues
+            it.
 
     Raises:
         TrackingError: the module uses manual optimization.
@@ -71,6 +72,12 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         **options: Any,
     ):
         super().__init__()
+        if isinstance(ids, bool) or not (
+            ids is None or isinstance(ids, (str, int)) or callable(ids)
+        ):
+            raise TrackingError(
+                f"ids is {ids!r}, expected a key or index into the batch, or a function of it."
+            )
         self.every = every
         self.monitor: Monitor | None = None
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms
@@ -86,14 +93,16 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 "the module optimizes manually, so that the callback cannot know which backwards "
                 "make one optimizer step. Use gs.Monitor inside training_step instead."
             )
-        options = {"process_group": group_of(trainer.strategy.model), **self._options}
-        self.monitor = Monitor(
-            pl_module,
-            self.every,
-            optimizer=trainer.optimizers[0] if trainer.optimizers else None,
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
-            **options,
-        )
+        run = {
+            "optimizer": trainer.optimizers[0] if trainer.optimizers else None,
+            "scaler": getattr(trainer.precision_plugin, "scaler", None),
+            "process_group": group_of(trainer.strategy.model),
+            **self._options,
+        }
+        if self.monitor is not None and self.monitor.model is pl_module:
+            self.monitor.continue_in(run["optimizer"], run["scaler"], run["process_group"])
+        else:
+            self.monitor = Monitor(pl_module, self.every, **run)
         if self._saved is not None:
             self.monitor.load_state_dict(self._saved)
             self._saved = None
@@ -157,9 +166,20 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
     def _ids_of(self, batch) -> Tensor | None:
         if self._ids is None or callable(self._ids):
             return None if self._ids is None else self._ids(batch)
-        if isinstance(batch, Mapping) or isinstance(self._ids, int):
-            return batch[self._ids]
-        return getattr(batch, self._ids)
+        try:
+            if isinstance(batch, Mapping) or isinstance(self._ids, int):
+                return batch[self._ids]
+            return getattr(batch, self._ids)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            holds = f"a {type(batch).__name__}"
+            if isinstance(batch, Mapping):
+                holds += f" of {sorted(map(str, batch))}"
+            elif isinstance(batch, Sized):
+                holds += f" of {len(batch)}"
+            raise TrackingError(
+                f"the batch is {holds} and has no {self._ids!r}, which ids= names. Expected a key "
+                "or index into the batch, or a function of the batch: (B,) integers."
+            ) from error
 
 
 def _log_histograms(logger, columns: dict, step: int) -> None:

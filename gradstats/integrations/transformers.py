@@ -53,7 +53,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         options: all other arguments of ``gs.Monitor`` that can be written as JSON.
 
     Attributes:
-        monitor: the Monitor, once training has started.
+        monitor: the Monitor, once training has started. Another ``train()`` of the same model
+            continues it.
 
     An exception in a backward is not reported to callbacks: the model stays tracked until the next
     ``train()`` or ``close()``.
@@ -89,17 +90,23 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         group = group_of(model)
         if group is None and args.world_size > 1:
             group = torch.distributed.group.WORLD
-        self.monitor = Monitor(
-            model,
-            self.every,
-            optimizer=optimizer,
-            scaler=getattr(optimizer, "scaler", None),
-            **{"loss_reduction": "step_mean", "process_group": group, **self._options},
-        )
+        run = {
+            "optimizer": optimizer,
+            "scaler": getattr(optimizer, "scaler", None),
+            "process_group": group,
+            "loss_reduction": "step_mean",
+            **self._options,
+        }
+        monitor, resumes = self.monitor, state.global_step > 0
+        if monitor is not None and monitor.model is model:
+            monitor.continue_in(run["optimizer"], run["scaler"], run["process_group"])
+            resumes = False
+        else:
+            monitor = self.monitor = Monitor(model, self.every, **run)
         if self.saved is not None:
-            self.monitor.load_state_dict(_from_json(self.saved))
+            monitor.load_state_dict(_from_json(self.saved))
             self.saved = None
-        elif state.global_step > 0 and not args.restore_callback_states_from_checkpoint:
+        elif resumes and not args.restore_callback_states_from_checkpoint:
             warnings.warn(
                 "the run resumes from a checkpoint but gradstats' averages and self-influence "
                 "start anew: set restore_callback_states_from_checkpoint=True to restore them.",

@@ -1,13 +1,15 @@
 """Gradient statistics of a training run.
 
-_layers    groups of parameters by a pattern
-_ranks     what several processes tell each other
-_step      one optimizer step being measured, until it goes to the host in one copy
-_context   the context around one forward and backward
-_metrics   the metrics of one step
-_records   what is said about single examples
-_monitor   the public face: which steps are measured, averages over steps, spikes, state
-_plot      pictures of a run
+_layers     groups of parameters by a pattern
+_ranks      what several processes tell each other
+_measured   one measured optimizer step on the host
+_arguments  what a caller may pass
+_step       one optimizer step being measured, until it goes to the host in one copy
+_context    the context around one forward and backward
+_metrics    the metrics of one step
+_records    what is said about single examples
+_monitor    the public face: which steps are measured, averages over steps, spikes, state
+_plot       pictures of a run
 """
 
 from gradstats.monitor._monitor import Monitor as Monitor

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gradstats.capture._tracker import Tracker
-from gradstats.errors import TrackingError
-from gradstats.statistics._loss import check_batch_size, loss_weights
+from gradstats.monitor._arguments import checked_ids, checked_weights
+from gradstats.statistics._loss import check_batch_size
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
@@ -59,12 +58,9 @@ class MonitorStep:
             return
         check_batch_size(self._batch_size)
         if self._weights is not None:
-            loss_weights("mean", self._weights, self._batch_size)
-            if not bool((torch.as_tensor(self._weights) > 0).all()):
-                raise TrackingError(
-                    f"weights are {self._weights.tolist()}, expected positive numbers: statistics "
-                    "of a batch have no meaning where examples count negatively."
-                )
+            self._weights = checked_weights(self._weights, self._batch_size)
+        if self._ids is not None:
+            self._ids = checked_ids(self._ids, self._batch_size)
         self._context = collector.open(self._batch_size, self._last is not False)
         self.measured = True
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradstats.monitor._step import Measured
+from gradstats.monitor._measured import Measured
 from gradstats.statistics._training import (
     cosines_to_mean,
     fraction_against,
@@ -18,13 +18,12 @@ from gradstats.statistics._training import (
 )
 
 
-def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -> dict[str, float]:
+def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
     """Return name → number; the formulas stand at ``Monitor`` and in ``_training``.
 
     Args:
         measured: the step.
         clip: threshold of ``clip/frac``, or None to leave it out.
-        learning_rate: for ``cabs``; NaN without one.
     """
     step = measured.step
     diversity = gradient_diversity(step)
@@ -40,7 +39,7 @@ def step_metrics(measured: Measured, clip: float | None, learning_rate: float) -
         "norm_test/theta": norm_test(step),
         "nonfinite/examples": float(len(norm) - len(finite)),
         "batch_loss": measured.loss,
-        "cabs": learning_rate * step.noise_scale[0] / measured.loss
+        "cabs": measured.learning_rate * step.noise_scale[0] / measured.loss
         if measured.loss > 0
         else math.nan,
     }

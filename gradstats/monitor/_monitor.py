@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from gradstats.capture._selection import select_parameters
 from gradstats.errors import TrackingError
+from gradstats.monitor._arguments import check_monitor, checked_accumulation, is_count
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._layers import Layers
+from gradstats.monitor._measured import Measured, Options, Pending
 from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
-from gradstats.monitor._step import REDUCTIONS, Collector, Measured, Options, Pending
+from gradstats.monitor._step import Collector
 from gradstats.statistics._training import RunningRatio, cosines_to_mean
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
@@ -42,12 +44,13 @@ class Monitor:
 
     Measured are the optimizer steps 0, ``every``, 2 · ``every``, …; in all others the context does
     nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
-    clipping, whatever runs inside the context after the backward. Gradients are what they are
+    clipping, loss scale and learning rates those at the backward, whatever runs inside the context
+    after it. Gradients are what they are
     without the monitor: to the bit with ``fused=False``, else up to the rounding of a reordered
     sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i, Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and
     N̄ = (1/N) Σ n_i, ``metrics()`` has
 
-        grad_norm                         norm of the gradient that the optimizer is given
+        grad_norm                         norm of the whole step's gradient, measured parameters
         example_grad_norm/{mean,p05,p50,p95,max}   of √n_i, over the examples where it is finite
         gns/tr_sigma, gns/g2              Ŝ = N/(N−1) (N̄ − Ḡ²), Ĝ² = (N Ḡ² − N̄)/(N−1): unbiased
         gns/b_simple, gns/b_simple_se     average of Ŝ / average of Ĝ² over measured steps, and its
@@ -68,6 +71,10 @@ class Monitor:
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
     accumulated, p_i and what follows from it are taken within each micro-batch.
+
+    Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
+    So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
+    these are read from ``.grad``, after the hooks, and a warning says so.
 
     Args:
         model: any module; wrapped in DistributedDataParallel or sharded by ``fully_shard`` too.
@@ -129,17 +136,9 @@ class Monitor:
         workspace: int | None = None,
         process_group: Any = None,
     ):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise TrackingError(f"every is {every!r}, expected a positive integer: steps.")
-        if loss_reduction not in REDUCTIONS:
-            raise TrackingError(
-                f"loss_reduction is {loss_reduction!r}, expected one of {REDUCTIONS}; for anything "
-                "else pass weights= to monitor.step."
-            )
-        if not 0 <= decay < 1:
-            raise TrackingError(f"decay is {decay!r}, expected a number in [0, 1).")
-        if not spike > 1:
-            raise TrackingError(f"spike is {spike!r}, expected a factor above 1.")
+        check_monitor(
+            model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace
+        )
         self.model, self.every = model, every
         self.optimizer, self.scaler = optimizer, scaler
         self._options = Options(
@@ -147,7 +146,7 @@ class Monitor:
         )
         Layers(list(select_parameters(model, parameters, exclude)), layers)
         self._spike_factor, self._top, self._clip = spike, top, clip
-        self._group = process_group
+        self.process_group = process_group
         self.steps = 0
         self._spikes: list[Spike] = []
         self._self_influence = RunningSelfInfluence()
@@ -159,7 +158,7 @@ class Monitor:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in WATCHED}
         self._collector: Collector | None = None
         self._next = 0
-        self._pending: tuple[int, float, Pending] | None = None
+        self._pending: tuple[int, Pending] | None = None
         self._measured: Measured | None = None
         self._metrics: dict[str, float] = {}
 
@@ -175,17 +174,14 @@ class Monitor:
 
         Args:
             batch_size: number of examples B of this micro-batch, on this process.
-            ids: (B,) integers that say which examples these are, in any order.
+            ids: (B,) integers that say which examples these are, in any order: for ``examples``,
+                ``spikes`` and ``nonfinite``, and, if the monitor was given the optimizer, for
+                ``self_influence``.
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
         """
-        index, count = accumulation
-        if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
-            raise TrackingError(
-                f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k "
-                "of K."
-            )
+        index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
             raise TrackingError(
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
@@ -197,7 +193,10 @@ class Monitor:
 
     @property
     def self_influence(self) -> RunningSelfInfluence:
-        """Running self-influence by id, of the measured steps that were given ids."""
+        """Running self-influence by id, of the measured steps that were given ids.
+
+        Empty without ``optimizer=``, whose learning rates weigh it.
+        """
         self._settle()
         return self._self_influence
 
@@ -215,7 +214,10 @@ class Monitor:
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Metric → its values at all measured steps, whose numbers are under "step"."""
+        """Metric → its values at all measured steps, whose numbers are under "step".
+
+        NaN where a metric was not among those measured: other options, other layers.
+        """
         self._settle()
         return self._history
 
@@ -225,11 +227,11 @@ class Monitor:
         return dict(self._metrics)
 
     def histograms(self) -> dict[str, np.ndarray]:
-        """Return the last step's distributions over examples, for TensorBoard or W&B.
+        """Return the last measured step's distributions over examples, for TensorBoard or W&B.
 
         Returns:
             ``example_grad_norm`` (N,), and with alignments ``align/cos_to_mean`` (N,): finite
-            values; empty if the step was not measured.
+            values; empty while no step was measured.
         """
         self._settle()
         if self._measured is None:
@@ -248,6 +250,8 @@ class Monitor:
             by: "norm" or "alignment".
         """
         self._settle()
+        if not is_count(k):
+            raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
         if self._measured is None:
@@ -281,31 +285,49 @@ class Monitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state; what was measured before is replaced.
+
+        What another choice of options left out of it starts anew.
+        """
         if state.get("version") != STATE_VERSION:
             raise TrackingError(
                 f"the monitor's state has version {state.get('version')!r}, expected "
                 f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
             )
-        self.steps = state["steps"]
-        self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
-        self._nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        ratios = {name: RunningRatio(self._decay) for name in state["ratios"]}
         for name, saved in state["ratios"].items():
-            self._ratio(name).load_state_dict(saved)
-        self._recent = {n: deque(v, maxlen=WINDOW) for n, v in state["recent"].items()}
-        self._spikes = [Spike.from_state(saved) for saved in state["spikes"]]
-        self._history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        self._self_influence.load_state_dict(state["self_influence"])
+            ratios[name].load_state_dict(saved)
+        self_influence = RunningSelfInfluence()
+        self_influence.load_state_dict(state["self_influence"])
+        recent = {name: deque(state["recent"][name], maxlen=WINDOW) for name in WATCHED}
+        spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
+        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        counts = state["steps"], state["undefined"], state["nonfinite_steps"]
+        # All of it was there: nothing is lost to a state that is not whole.
+        self.steps, self._undefined, self._nonfinite_steps = counts
+        self._ratios, self._recent, self._self_influence = ratios, recent, self_influence
+        self._spikes, self._history, self._nonfinite = spikes, history, nonfinite
         self._collector = self._pending = self._measured = None
         self._metrics, self._next = {}, 0
+
+    def continue_in(self, optimizer, scaler, process_group) -> None:
+        """Measure another run of the same model: all that was measured stays.
+
+        Args:
+            optimizer, scaler, process_group: those of that run, as for a new monitor.
+        """
+        self.optimizer, self.scaler, self.process_group = optimizer, scaler, process_group
 
     def begin(self, single: bool) -> bool:
         """Start an optimizer step; return whether it is measured."""
         self._settle()
-        self._metrics, self._measured, self._collector = {}, None, None
+        self._metrics, self._collector = {}, None
         if self.steps % self.every:
             return False
-        group = self._group if self._group is not None else group_of(self.model)
+        group = self.process_group
+        if group is None:
+            group = group_of(self.model)
         self._collector = Collector(
             self.model, self._options, self.optimizer, self.scaler, group, single
         )
@@ -314,7 +336,7 @@ class Monitor:
     def end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
-            self._pending = (self.steps, self._learning_rate(), self._collector.finish())
+            self._pending = (self.steps, self._collector.finish())
             self._collector = None
         self.steps += 1
 
@@ -322,7 +344,7 @@ class Monitor:
         """Take in the last measured step, if its numbers are still on the device."""
         if self._pending is None:
             return
-        (number, rate, pending), self._pending = self._pending, None
+        (number, pending), self._pending = self._pending, None
         measured = self._measured = pending.read()
         step = measured.step
         if measured.ids is not None and measured.influence is not None:
@@ -331,7 +353,7 @@ class Monitor:
         self._nonfinite_steps += bool(len(wrong))
         names = wrong if measured.ids is None else measured.ids[wrong]
         self._nonfinite.extend((number, int(name)) for name in names)
-        metrics = step_metrics(measured, self._clip, rate)
+        metrics = step_metrics(measured, self._clip)
         for prefix, gradients in {"": step, **measured.layers}.items():
             path = f"gns/{prefix}/" if prefix else "gns/"
             spread, gradient = gradients.noise_scale
@@ -349,8 +371,11 @@ class Monitor:
         metrics["nonfinite/steps"] = float(self._nonfinite_steps)
         metrics["spike"] = float(self._look_for_spikes(number, metrics))
         self._metrics = metrics
-        for name, value in {"step": number, **metrics}.items():
-            self._history.setdefault(name, []).append(float(value))
+        row = {"step": number, **metrics}
+        before = len(self._history.get("step", ()))
+        for name in {**self._history, **row}:
+            values = self._history.setdefault(name, [math.nan] * before)
+            values.append(float(row.get(name, math.nan)))
 
     def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
         found = False
@@ -388,13 +413,6 @@ class Monitor:
             layer=layer,
             share=share,
         )
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate, NaN if the optimizer's groups differ in it."""
-        if self.optimizer is None:
-            return math.nan
-        rates = {float(group["lr"]) for group in self.optimizer.param_groups}
-        return rates.pop() if len(rates) == 1 else math.nan
 
     def _ratio(self, name: str) -> RunningRatio:
         return self._ratios.setdefault(name, RunningRatio(self._decay))

@@ -177,6 +177,12 @@ def tensors_in(batch):
             yield from tensors_in(getattr(batch, field.name))
 
 
+def loss_scale(scaler, device: torch.device) -> Tensor | float:
+    """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device."""
+    # Not get_scale(), which waits for the device.
+    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
+
+
 def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:
     """Return what multiplies each ℓ_i in the caller's scalar, by how they say it was formed."""
     if weights is not None:

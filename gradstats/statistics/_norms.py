@@ -21,6 +21,7 @@ from gradstats.statistics._loss import (
     check_losses,
     differentiate_losses,
     examples_in,
+    loss_scale,
     loss_weights,
     packed_segments,
 )
@@ -121,6 +122,20 @@ def per_example_norms(
     return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
 
 
+class _ScaleAtBackward:
+    """Notes the loss scale as the backward starts: it may be updated before the context closes."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device):
+        self._scaler, self._device = scaler, device
+        self.value: Tensor | float = 1.0
+
+    def before_backward(self, losses: Sequence[Tensor]) -> None:
+        self.value = loss_scale(self._scaler, self._device)
+
+    def after_backward(self) -> None:
+        """The gradients are not looked at."""
+
+
 class track:
     """Measure per-example gradient norms inside your own training step.
 
@@ -207,6 +222,8 @@ class track:
             parameters=parameters,
             exclude=exclude,
         )
+        if scaler is not None:
+            self._tracker.listener = _ScaleAtBackward(scaler, self._tracker.device)
 
     def __enter__(self) -> track:
         if self._tracker.closed:
@@ -219,8 +236,9 @@ class track:
 
     def __exit__(self, kind, value, traceback) -> None:
         self._tracker.close()
+        listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reported:
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
             self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
 
     def backward(self, losses: Tensor) -> None:

@@ -42,12 +42,13 @@ def module_of(package):
         def __init__(self, dtype=torch.float64):
             super().__init__()
             self.net = classifier(dtype)
+            self.rate = 0.2
 
         def training_step(self, batch, index):
             return functional.cross_entropy(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+            return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
 
     return Module
 
@@ -169,6 +170,54 @@ def test_a_resumed_run_continues(tmp_path):
     table, other = whole.monitor.self_influence, second.monitor.self_influence
     assert table.ids.tolist() == other.ids.tolist()
     np.testing.assert_allclose(other.values, table.values)
+
+
+def test_a_second_fit_of_the_module_continues():
+    whole, callback = (callback_module.GradStatsCallback(every=2, ids=2) for _ in range(2))
+    _, module = fit(whole, epochs=1)
+    fit(callback, epochs=1)
+    monitor, state = callback.monitor, copy.deepcopy(callback.monitor.history)
+    module = fit(callback, module=module_of(lightning)(), epochs=1)[1]
+    assert callback.monitor is not monitor  # another module's run
+    np.testing.assert_equal(callback.monitor.history, state)
+    monitor, before = callback.monitor, callback.monitor.self_influence.values
+    module.rate = 0.3
+    recorder = Recorder()
+    fit(callback, module=module, recorder=recorder, epochs=1)
+    assert callback.monitor is monitor
+    assert monitor.history["step"] == [0, 2, 0, 2]
+    for name, values in state.items():
+        np.testing.assert_array_equal(monitor.history[name][:2], values)
+    expected = before.copy()
+    for network, batches in (recorder.steps[0], recorder.steps[2]):
+        whole_batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        rows = gradient_rows(network, whole_batch, losses_of)
+        places = np.searchsorted(monitor.self_influence.ids, whole_batch[2].numpy())
+        np.add.at(expected, places, 0.3 * (rows**2).sum(1))
+    np.testing.assert_allclose(monitor.self_influence.values, expected)
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ("line", "batch is a list .*no 'line'"),
+        (3, "batch is a list of 3 .*no 3"),
+        ("index", "ids are .*expected \\(8,\\) integers"),
+        (0, "ids have shape \\(8, 64\\)"),
+    ],
+)
+def test_ids_that_the_batch_does_not_hold(ids, message):
+    module = module_of(lightning)()
+    state = snapshot(module)
+    with pytest.raises(gs.TrackingError, match=message):
+        fit(callback_module.GradStatsCallback(every=1, ids=ids), module=module)
+    assert_unchanged(module, state)
+
+
+@pytest.mark.parametrize("ids", [True, 1.5, ("line",)])
+def test_ids_of_no_kind(ids):
+    with pytest.raises(gs.TrackingError, match=r"ids is .*expected a key"):
+        callback_module.GradStatsCallback(ids=ids)
 
 
 def test_off_steps_touch_nothing():

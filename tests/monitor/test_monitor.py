@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -178,6 +179,31 @@ def test_a_grad_scaler_is_divided_out(model, alignment):
     np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (rows**2).sum(1))
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("tensor_rates", [False, True])
+def test_what_steps_inside_the_context_changes_nothing(model, alignment, tensor_rates):
+    """The loss scale and the learning rates are those at the backward."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    rate = torch.tensor(0.1, dtype=torch.float64) if tensor_rates else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    monitor = gs.Monitor(model, every=1, alignment=alignment, optimizer=optimizer, scaler=scaler)
+    with monitor.step(batch_size=B, ids=range(B)):
+        losses = losses_of(model, batch)
+        scaler.scale(losses.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert scaler.get_scale() == 2048
+    expected = metrics_of(rows)
+    expected["batch_loss"] = losses.mean().item()
+    expected["cabs"] = 0.1 * expected["gns/tr_sigma"] / losses.mean().item()
+    assert_metrics(monitor.metrics(), {k: v for k, v in expected.items() if "sti" not in k})
+    np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (rows**2).sum(1))
+
+
 def test_norms_are_those_before_clipping(model):
     batch = batch_of()
     rows = gradient_rows(model, batch, losses_of)
@@ -238,7 +264,7 @@ def test_off_steps_touch_nothing(model):
     batch = batch_of()
     with Operations() as plain:
         losses_of(model, batch).mean().backward()
-    seen = []
+    seen, examples, histograms = [], [], {}
     for step in range(7):
         model.zero_grad()
         before = snapshot(model)
@@ -251,10 +277,15 @@ def test_off_steps_touch_nothing(model):
         metrics = monitor.metrics()
         if step % 3:
             assert operations.names == plain.names
-            assert metrics == {} and monitor.histograms() == {} and monitor.examples() == []
+            assert metrics == {}
+            np.testing.assert_equal(monitor.histograms(), histograms)
+            assert monitor.examples() == examples and len(examples) == B
         else:
             assert operations.names != plain.names
             assert metrics["grad_norm"] > 0
+            histograms, examples = monitor.histograms(), monitor.examples()
+            assert sorted(record.id for record in examples) == list(range(B))
+            assert examples[0].norm == histograms["example_grad_norm"].max() > 0
         model.zero_grad()
         assert_unchanged(model, before)
     assert seen == [True, False, False, True, False, False, True]
@@ -438,6 +469,57 @@ def test_a_resumed_monitor_continues_its_averages(model):
         second.load_state_dict({"version": 99})
 
 
+def take_steps(model, monitor, batches):
+    for batch in batches:
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            losses_of(model, batch).mean().backward()
+    return monitor.metrics()
+
+
+def test_a_state_replaces_all_that_was_measured(model):
+    """Averages that the state does not hold start anew, with the monitor's own decay."""
+    batches = [batch_of() for _ in range(6)]
+    used = gs.Monitor(model, every=1, layers="*")
+    take_steps(model, used, batches[:3])
+    fresh = gs.Monitor(model, every=1, layers="*")
+    used.load_state_dict(fresh.state_dict())
+    assert used.metrics() == used.histograms() == used.history == {} and used.examples() == []
+    np.testing.assert_equal(
+        take_steps(model, used, batches[3:]), take_steps(model, fresh, batches[3:])
+    )
+    np.testing.assert_equal(used.history, fresh.history)
+    state = used.state_dict()
+    del state["self_influence"]
+    with pytest.raises(KeyError):
+        used.load_state_dict({**state, "steps": 0})
+    np.testing.assert_equal(used.history, fresh.history)
+    assert used.steps == 3
+
+
+def test_a_history_over_other_options_is_aligned_with_its_steps(model):
+    """A metric is NaN at the steps at which it was not measured."""
+    batches = [batch_of() for _ in range(4)]
+    first = gs.Monitor(model, every=1, layers="0", clip=1.0)
+    second = gs.Monitor(model, every=1, alignment=False, layers="2")
+    take_steps(model, first, batches[:2])
+    before = {name: list(values) for name, values in first.history.items()}
+    second.load_state_dict(first.state_dict())
+    take_steps(model, second, batches[2:3])
+    take_steps(model, second, batches[3:])
+    history = second.history
+    assert history["step"] == [0, 1, 2, 3]
+    for name, values in history.items():
+        assert len(values) == 4
+        np.testing.assert_array_equal(values[:2], before.get(name, [math.nan] * 2))
+    last = second.metrics()
+    for name in before.keys() - last.keys() - {"step"}:
+        assert name.startswith(("align", "inner", "ortho", "clip")) or "/0" in name
+        assert all(math.isnan(value) for value in history[name][2:])
+    for name, value in last.items():
+        np.testing.assert_array_equal(history[name][3], value)
+
+
 def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
@@ -458,7 +540,21 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m, loss_reduction="max"), "loss_reduction is 'max'"),
         (lambda m: gs.Monitor(m, decay=1.0), "decay is 1.0"),
         (lambda m: gs.Monitor(m, spike=1.0), "spike is 1.0"),
+        (lambda m: gs.Monitor(m, decay="slow"), "decay is 'slow'"),
+        (lambda m: gs.Monitor(m, spike=None), "spike is None"),
+        (lambda m: gs.Monitor(m, top=-1), "top is -1"),
+        (lambda m: gs.Monitor(m, clip=-1), "clip is -1"),
+        (lambda m: gs.Monitor(m, workspace=0), "workspace is 0"),
+        (lambda m: gs.Monitor(None), "model is None, expected a torch.nn.Module"),
+        (lambda m: gs.Monitor(type(m)), "model is <class .*, expected a torch.nn.Module"),
+        (lambda m: gs.Monitor(m, optimizer=torch.optim.SGD), "optimizer is <class .*, expected a"),
+        (lambda m: gs.Monitor(m, optimizer=0.1), "optimizer is 0.1"),
+        (lambda m: gs.Monitor(m, scaler=torch.amp.GradScaler), "scaler is <class"),
+        (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(2, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=2), "accumulation is 2, expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=(0, 1, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).examples(-1), "k is -1"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(1, 2)), "micro-batch 0 was expected"),
         (lambda m: gs.Monitor(m).examples(by="loss"), "by is 'loss'"),
     ],
@@ -468,7 +564,33 @@ def test_bad_arguments(model, call, message):
         call(model)
 
 
-@pytest.mark.parametrize("ids", [torch.arange(3), torch.rand(B), torch.full((B,), 2**60)])
+def test_ids_are_looked_at_before_the_model_is_touched(model):
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(gs.TrackingError, match=r"ids .*expected \(6,\) integers"):
+        with monitor.step(batch_size=B, ids=["a"] * B):
+            raise AssertionError("not reached")
+    with pytest.raises(gs.TrackingError, match="positive numbers"):
+        with monitor.step(batch_size=B, weights=[-1.0] * B):
+            raise AssertionError("not reached")
+    batch = batch_of()
+    with monitor.step(batch_size=B, ids=np.arange(B), weights=[1 / B] * B):
+        losses_of(model, batch).mean().backward()
+    assert monitor.steps == 1 and monitor.examples(1)[0].id is not None
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.arange(3),
+        torch.rand(B),
+        torch.full((B,), 2**60),
+        torch.ones(B, dtype=torch.bool),
+        [f"image-{number}" for number in range(B)],
+        [2**70] * B,
+        "abcdef",
+        (1, 2).index,
+    ],
+)
 def test_bad_ids(model, ids):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
@@ -480,14 +602,73 @@ def test_bad_ids(model, ids):
     assert_unchanged(model, state)
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("factor", [1.0, math.nan])
-def test_a_gradient_from_before_is_refused(model, factor):
-    monitor = gs.Monitor(model, every=1, alignment=False)
+def test_a_gradient_from_before_is_refused(model, factor, alignment):
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
     (factor * losses_of(model, batch_of()).mean()).backward()
     with monitor.step(batch_size=B):
         losses_of(model, batch_of()).mean().backward()
     with pytest.raises(gs.TrackingError, match="zero_grad"):
         monitor.metrics()
+    model.zero_grad(set_to_none=False)
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+
+
+def test_hooks_that_change_gradients(model):
+    """With alignments statistics are those before hooks; where gradients are read, a warning."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    for parameter in model[0].parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    monitor = gs.Monitor(model, every=1, alignment=True, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    assert_metrics(monitor.metrics(), metrics_of(rows))
+    for options, accumulation in (({"alignment": False}, (0, 1)), ({}, (0, 2))):
+        model.zero_grad()
+        monitor = gs.Monitor(model, every=1, **options)
+        with pytest.warns(UserWarning, match=r"hooks on '0\.weight', '0\.bias' may change"):
+            with monitor.step(batch_size=B, accumulation=accumulation):
+                losses_of(model, batch).mean().backward()
+    model.zero_grad()
+    monitor = gs.Monitor(model, every=1, alignment=False, parameters="2.*")
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    size = sum(parameter.numel() for parameter in model[2].parameters())
+    assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)[-size:]))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_hooks_take_away(model, count):
+    """As optimizers do that step within the backward: with alignments none need be read."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+
+    def discard(parameter):
+        parameter.grad = None
+
+    for parameter in model[2].parameters():
+        parameter.register_post_accumulate_grad_hook(discard)
+    for alignment in ALIGNMENT:
+        monitor = gs.Monitor(model, every=1, alignment=alignment)
+        reads = count > 1 or not alignment
+        for k in range(count):
+            with contextlib.ExitStack() as stack:
+                if reads and k == 0:
+                    stack.enter_context(pytest.warns(UserWarning, match="may change"))
+                with monitor.step(batch_size=B, accumulation=(k, count)):
+                    losses_of(model, batch).mean().backward()
+        if reads:
+            with pytest.raises(gs.TrackingError, match=r"gradient of '2\.weight', '2\.bias' was"):
+                monitor.metrics()
+        else:
+            assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+        model.zero_grad()
 
 
 def test_bfloat16_autocast():

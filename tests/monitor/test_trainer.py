@@ -161,6 +161,23 @@ def test_a_resumed_run_continues(tmp_path):
         trainer_for(language_model(), [GradStatsCallback(every=2, ids="line")], tmp_path, **options)
 
 
+def test_another_train_of_the_model_continues(tmp_path):
+    model, callback = Classifier(), GradStatsCallback(every=2)
+    trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=3)
+    monitor = callback.monitor
+    before = {name: list(values) for name, values in monitor.history.items()}
+    assert before["step"] == [0, 2]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.train()
+    assert callback.monitor is monitor
+    assert monitor.history["step"] == [0, 2, 0, 2]
+    for name, values in before.items():
+        np.testing.assert_array_equal(monitor.history[name][:2], values)
+    assert not torch.equal(weights[0], model.net[0].weight)
+    trainer_for(Classifier(), [callback], tmp_path, Images(14), max_steps=1)
+    assert callback.monitor is not monitor and callback.monitor.history["step"] == [0]
+
+
 def test_off_steps_touch_nothing(tmp_path):
     model = language_model()
     found: list[tuple] = []
@@ -219,7 +236,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
 def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
     model, callback = Classifier(), GradStatsCallback(every=1)
     handle = model.net[0].weight.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="hooks on 'net.0.w"):
         trainer_for(model, [callback], tmp_path, Images(14))
     handle.remove()
     model.zero_grad()

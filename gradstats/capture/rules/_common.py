@@ -59,6 +59,16 @@ def locate(
     """
     layout = tracker.layout_of(data)
     usable = layout is not None and (axis is None or layout.axis == axis)
+    if layout is None and data.dim() == 0 and node.value.dim() == 0:
+        raise ExampleAxisError(
+            f"{function_name(func)} on {node.describe()}: a scalar that is computed from "
+            "parameters alone, such as a penalty on the weights, meets a scalar in which the "
+            f"{tracker.batch_size} examples were summed, so that what it is to each of them is not "
+            "known. Add it to the unreduced losses, (losses + penalty).mean(), so that each "
+            "example's loss contains it; or run its own backward once the context has closed, or "
+            "let the optimizer's weight_decay do it, so that none does.",
+            [root.name for root in node.roots],
+        )
     if layout is None or not usable or not (layout.plain or folds):
         expected = tracker.batch_dim if axis is None else axis
         raise ExampleAxisError(

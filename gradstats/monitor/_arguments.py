@@ -1,0 +1,88 @@
+"""What a caller of the monitor may pass, and what is said of the rest."""
+
+from __future__ import annotations
+
+import reprlib
+from numbers import Real
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.errors import TrackingError
+from gradstats.monitor._measured import REDUCTIONS
+from gradstats.statistics._loss import loss_weights
+from gradstats.statistics._norms import check_workspace
+
+
+def check_monitor(
+    model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace
+) -> None:
+    """Raise unless these can be a monitor's arguments."""
+    reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
+    optimizes = optimizer is None or _is_object_with(optimizer, "param_groups")
+    scales = scaler is None or _is_object_with(scaler, "scale")
+    for name, value, is_good, expected in (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
+        ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
+        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer, an object of it"),
+        ("scaler", scaler, scales, "a torch.amp.GradScaler, an object of it"),
+        ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
+        ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
+        ("top", top, is_count(top), "a number of examples"),
+        ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
+    ):
+        if not is_good:
+            raise TrackingError(f"{name} is {value!r}, expected {expected}.")
+    check_workspace(workspace)
+
+
+def checked_accumulation(accumulation) -> tuple[int, int]:
+    """Return (k, K), or raise."""
+    is_pair = isinstance(accumulation, (tuple, list)) and len(accumulation) == 2
+    index, count = accumulation if is_pair else (None, None)
+    if not (is_count(index) and is_count(count) and index < count):
+        raise TrackingError(
+            f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k of K."
+        )
+    return index, count
+
+
+def checked_weights(weights, batch_size: int) -> Tensor:
+    """Return (B,) float64 positive weights, or raise."""
+    checked = loss_weights("mean", weights, batch_size)
+    assert isinstance(checked, Tensor)
+    if not bool((checked > 0).all()):
+        raise TrackingError(
+            f"weights are {checked.tolist()}, expected positive numbers: statistics of a batch "
+            "have no meaning where examples count negatively."
+        )
+    return checked
+
+
+def checked_ids(ids, batch_size: int) -> Tensor:
+    """Return (B,) integers, or raise; whether they are too large is seen on the host."""
+    expected = f"expected ({batch_size},) integers: one for each example"
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrackingError(
+            f"ids are {reprlib.repr(ids)} ({error}), {expected}. Number examples that have names."
+        ) from error
+    inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if tuple(ids.shape) != (batch_size,) or inexact:
+        raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
+    return ids
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_object_with(value: Any, attribute: str) -> bool:
+    return not isinstance(value, type) and hasattr(value, attribute)

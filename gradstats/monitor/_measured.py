@@ -1,0 +1,310 @@
+"""One measured optimizer step on the host: one vector, taken apart and given its units.
+
+Everything stays on the model's device until the copy, in one float64 vector:
+
+    header          how many micro-batches, the loss scale, flags
+    parameters      ‖G_p‖² of the gradient
+    optimizer       the learning rate of each of its groups
+    micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
+                    where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
+
+What is made of it is computed on the host: between the large products of a training step each small
+operation of PyTorch costs tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstats.errors import TrackingError
+from gradstats.monitor._layers import Layers
+from gradstats.statistics._training import StepGradients
+
+# Entries of the header, and of what stands before the examples of a micro-batch.
+H_BATCHES, H_MEASURED, H_SCALE, H_STALE, H_TWICE = range(5)
+B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
+GRAM_STATISTICS, LEAST = 4, 2
+
+# What the micro-batches' scalars add up to, with N examples in the whole step:
+REDUCTIONS = ("mean", "sum", "step_mean")
+MAX_ID = 2**53
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a monitor measures, and how."""
+
+    loss_reduction: str
+    alignment: bool
+    gram: bool
+    layers: Sequence[str] | str | None
+    fused: bool
+    parameters: Sequence[str] | str | None
+    exclude: Sequence[str] | str
+    workspace: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One optimizer step on the host, over all processes.
+
+    Attributes:
+        step: all parameters together.
+        layers: the same for each layer.
+        total_weight: W in G = W ḡ, where G is the gradient that the optimizer is given.
+        loss: Σ w_i ℓ_i.
+        ids: (N,) int64, or None.
+        parts, names: (K, N) the squared norms n_i of each layer, of each parameter where no layers
+            were asked for; and what these are called.
+        influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
+        learning_rate: that of all groups of the optimizer, NaN if they differ or there are none.
+        gram: stiffness and confusion, averaged over micro-batches, or None.
+    """
+
+    step: StepGradients
+    layers: dict[str, StepGradients]
+    total_weight: float
+    loss: float
+    ids: np.ndarray | None
+    parts: np.ndarray
+    names: Sequence[str]
+    influence: np.ndarray | None
+    learning_rate: float
+    gram: np.ndarray | None
+
+    def largest_part(self, position: int) -> tuple[str, float]:
+        """Return the part with the largest share of an example's squared norm, and that share."""
+        index = int(self.parts[:, position].argmax())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = self.parts[index, position] / self.step.sqnorm[position]
+        return self.names[index], float(share)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the host: what the collector wrote of it.
+
+    Attributes:
+        sizes: B, the divisor, and what else stands before the examples.
+        weight: (B,), None where all examples have the same.
+        ids: (B,) or None.
+        gram: the statistics of inner products, empty unless asked for.
+        along: (P, B) products with the gradient of this micro-batch, (0, B) unless asked for.
+        sqnorm: (P, B).
+    """
+
+    sizes: np.ndarray
+    weight: np.ndarray | None
+    ids: np.ndarray | None
+    gram: np.ndarray
+    along: np.ndarray
+    sqnorm: np.ndarray
+
+
+class Pending:
+    """A measured step whose numbers may still be on the device.
+
+    Args:
+        vectors: what every process collected.
+        options, layers, names: of the monitor, and of the parameters.
+        shared: how many processes hold each element of a parameter's gradient; None if alone.
+        groups: (G, P) which group of the optimizer moves which parameter; None without one.
+        lost: names of the parameters whose gradients were gone when they were to be read.
+    """
+
+    def __init__(
+        self,
+        vectors: list[Tensor],
+        options: Options,
+        layers: Layers,
+        names: list[str],
+        shared: list[float] | None,
+        groups: np.ndarray | None,
+        lost: list[str],
+    ):
+        self._vectors, self._options = vectors, options
+        self._layers, self._names, self._shared = layers, names, shared
+        self._groups, self._lost = groups, lost
+
+    def read(self) -> Measured:
+        """Copy everything to the host at once, and give it its units."""
+        lengths = [len(vector) for vector in self._vectors]
+        whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
+        flat = whole.cpu().numpy()
+        headers, gradients, batches = [], [], []
+        rates = None
+        end = 0
+        for length in lengths:
+            reader = _Reader(flat[end : end + length])
+            end += length
+            header = reader.take(H_TWICE + 1)
+            headers.append(header)
+            gradients.append(reader.take(len(self._names)))
+            if self._groups is not None:
+                rates = reader.take(len(self._groups))
+            batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
+        self._check(headers, batches)
+        gradient: np.ndarray | None = None
+        if headers[0][H_MEASURED]:
+            gradient = sum(gradients[1:], gradients[0])
+            if self._shared is not None:
+                gradient = gradient / self._shared
+        return self._measured(headers[0][H_SCALE], len(lengths), gradient, rates, batches)
+
+    def _batch(self, reader: _Reader) -> Batch:
+        sizes = reader.take(B_LOSS + 1)
+        size, parameters = int(sizes[B_SIZE]), len(self._names)
+        return Batch(
+            sizes=sizes,
+            weight=reader.take(size) if math.isnan(sizes[B_WEIGHT]) else None,
+            ids=reader.take(size) if sizes[B_HAS_IDS] else None,
+            gram=reader.take(GRAM_STATISTICS if self._options.gram else 0),
+            along=reader.take(parameters if self._options.alignment else 0, size),
+            sqnorm=reader.take(parameters, size),
+        )
+
+    def _check(self, headers: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
+        if any(header[H_TWICE] > 0 for header in headers):
+            raise TrackingError(
+                "a parameter contributed more than once to a compiled graph, so its per-example "
+                "norms are not known. Run measured steps without torch.compile."
+            )
+        if any(header[H_STALE] != 0 for header in headers):
+            raise TrackingError(
+                "the parameters held a gradient when the first micro-batch's backward started, so "
+                "that the gradient of this step is not known. Call optimizer.zero_grad() before "
+                "it; to accumulate gradients, say so with accumulation=(k, K)."
+            )
+        if self._lost:
+            raise TrackingError(
+                f"the gradient of {listed(self._lost)} was gone when the backward had ended, so "
+                "that the gradient of this step is not known. Expected it in .grad: let hooks "
+                "leave it there; or measure with alignment=True, one micro-batch on one process, "
+                "where it need not be read."
+            )
+        for batch in batches:
+            if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:
+                raise TrackingError(
+                    f"ids must lie between -2⁵³ and 2⁵³, got {batch.ids.astype(int).tolist()}."
+                )
+
+    def _measured(
+        self,
+        scale: float,
+        ranks: int,
+        gradient: np.ndarray | None,
+        rates: np.ndarray | None,
+        batches: Sequence[Batch],
+    ) -> Measured:
+        """Return the step in units of the losses.
+
+        Args:
+            scale: of the loss.
+            ranks: number of processes.
+            gradient: (P,) squared norms of the gradient, None where they follow from ``along``.
+            rates: (G,) learning rates, or None.
+            batches: of all processes, in order.
+        """
+        sizes = np.stack([batch.sizes for batch in batches])
+        number = np.repeat(np.arange(len(batches)), sizes[:, B_SIZE].astype(int))
+        # The scalars differentiated were Σ_i unit_i ℓ_i; in truth each is Σ_i weight_i ℓ_i.
+        unit = sizes[number, B_WEIGHT]
+        for index, batch in enumerate(batches):
+            if batch.weight is not None:
+                unit[number == index] = batch.weight
+        if self._options.loss_reduction == "step_mean":
+            weight = np.full(len(unit), ranks / len(unit))
+        else:
+            weight = unit / sizes[number, B_DIVISOR]
+        total = weight.sum()
+        whole = total / ranks
+        in_batch = np.bincount(number, weight)
+        names, numbers = self._layers.names, self._layers.index
+
+        def of_layer(layer: int, by_parameter: np.ndarray) -> np.ndarray:
+            return by_parameter[[place for place, its in enumerate(numbers) if its == layer]].sum(0)
+
+        with np.errstate(invalid="ignore", over="ignore"):
+            sqnorm = np.concatenate([batch.sqnorm for batch in batches], 1) / (weight * scale) ** 2
+            along = None
+            if self._options.alignment:
+                along = np.concatenate([batch.along for batch in batches], 1) / scale**2
+            if gradient is None:
+                assert along is not None
+                gradient = along.sum(1)
+            else:
+                gradient = gradient / scale**2
+            gradient = gradient / whole**2
+            if along is not None:
+                along /= weight * in_batch[number]
+            parts = sqnorm
+            if names:
+                parts = np.stack([of_layer(layer, sqnorm) for layer in range(len(names))])
+            share = weight / total
+            step = StepGradients(
+                sqnorm.sum(0),
+                share,
+                float(gradient.sum()),
+                number,
+                None if along is None else along.sum(0),
+            )
+            layers = {
+                name: StepGradients(
+                    parts[layer],
+                    share,
+                    float(of_layer(layer, gradient)),
+                    number,
+                    None if along is None else of_layer(layer, along),
+                )
+                for layer, name in enumerate(names)
+            }
+            influence, learning_rate = None, math.nan
+            if rates is not None:
+                influence = rates @ self._groups @ sqnorm
+                learning_rate = float(rates[0]) if (rates == rates[0]).all() else math.nan
+            loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
+        gram = None
+        if self._options.gram:
+            statistics = np.stack([batch.gram for batch in batches])
+            gram = statistics.mean(0)
+            first = np.searchsorted(number, np.arange(len(batches)))
+            factor = (unit[first] / weight[first] / scale) ** 2
+            gram[LEAST] = (statistics[:, LEAST] * factor).min()
+        ids = [batch.ids for batch in batches if batch.ids is not None]
+        return Measured(
+            step=step,
+            layers=layers,
+            total_weight=float(whole),
+            loss=float(loss),
+            ids=np.concatenate(ids).astype(np.int64) if len(ids) == len(batches) else None,
+            parts=parts,
+            names=names or self._names,
+            influence=influence,
+            learning_rate=learning_rate,
+            gram=gram,
+        )
+
+
+class _Reader:
+    """Takes a vector apart from its beginning."""
+
+    def __init__(self, vector: np.ndarray):
+        self._vector, self._place = vector, 0
+
+    def take(self, rows: int, columns: int | None = None) -> np.ndarray:
+        """Return the next (rows,) or (rows, columns) numbers."""
+        begin = self._place
+        self._place = begin + rows * (1 if columns is None else columns)
+        taken = self._vector[begin : self._place]
+        return taken if columns is None else taken.reshape(rows, columns)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message, the first three of them."""
+    return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
