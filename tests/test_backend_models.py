@@ -42,13 +42,15 @@ def through_operators(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    # The convolutions' own forward and backward are PyTorch's, whose fastest ones add atomically.
+    cudnn.allow_tf32, cudnn.deterministic = False, True
     torch.manual_seed(0)
     yield
     torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
+    cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
 def squared_outputs(model, batch):
