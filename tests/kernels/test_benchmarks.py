@@ -1,7 +1,10 @@
 """The GPU scripts parse, refuse to run without a GPU, and write the table that is committed."""
 
 import csv
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
 
-from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, tune_linear_kernels
+from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, limited, tune_linear_kernels
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
@@ -29,7 +32,7 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert [line.partition(",")[0] for line in printed.splitlines()] == [
-        "quick: ok", "tests: ok", "training: ok", "kernels: ok", "layers: ok"
+        "quick: ok", "training: ok", "kernels: ok", "layers: ok", "tests: ok"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
@@ -54,6 +57,64 @@ def test_a_step_that_fails_keeps_no_other_from_running(tmp_path, monkeypatch, ca
     for line in ("wrong: failed (1)", "this is why", "slow: stopped: out of time", "right: ok"):
         assert line in printed
     assert (tmp_path / "table.csv").exists()
+
+
+def running(mark: str) -> list[str]:
+    """The command lines of other processes that hold a mark."""
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in lines.stdout.splitlines() if mark in line]
+
+
+def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    child = f"import time; time.sleep(60)  # {mark}"
+    command = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "print('what was found', flush=True)\n"
+        "try: time.sleep(60)\n"
+        "finally: print('told to end', flush=True)"
+    )
+    monkeypatch.setattr(limited, "GRACE", 1.0)
+    step = gpu.Step("slow", ["-c", command], 4)
+    assert gpu.run(step, tmp_path, 60.0, False).startswith("stopped: out of time")
+    log = (tmp_path / "log.txt").read_text()
+    assert "what was found" in log and "told to end" in log
+    assert running(mark) == []
+
+
+def test_a_child_that_outlives_a_step_is_ended(tmp_path):
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    child = f"import time; time.sleep(60)  # {mark}"
+    command = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert limited.run_python(["-c", command]) == 0
+    assert running(mark) == []
+
+
+def test_steps_are_known_and_kernels_installed_before_any_runs(tmp_path, monkeypatch, capsys):
+    for prepare, message in (
+        (lambda: None, "wrong is no step"),
+        (lambda: monkeypatch.setattr(gpu, "kernels_are_installed", lambda: False), "pip install"),
+    ):
+        prepare()
+        steps = ["wrong"] if message.startswith("wrong") else ["quick"]
+        with pytest.raises(SystemExit) as done:
+            gpu.main(["--out", str(tmp_path / "new"), "--steps", *steps])
+        assert done.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkout_that_is_not_installed_has_no_kernels():
+    root = Path(gpu.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.insert(0, {str(root)!r})\n"
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]\n"
+        "from benchmarks import gpu\n"
+        "print(gpu.kernels_are_installed())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
