@@ -1,6 +1,7 @@
 """The GPU scripts parse, refuse to run without a GPU, and write the table that is committed."""
 
 import csv
+import dataclasses
 import os
 import runpy
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, limited, tune_linear_kernels
 
@@ -130,7 +132,12 @@ def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
         yield module.Provider(
             "one", "gradstats", lambda *i: torch.full((2,), 2.0), 0, 0, lambda r: r, want
         )
+
+        def too_large(*inputs):
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
         yield module.Provider("two", "gradstats", broken, 0, 0, lambda r: r, want)
+        yield module.Provider("large", "gradstats", too_large, 0, 0, lambda r: r, want)
         yield module.Provider(
             "three", "gradstats", lambda *i: torch.ones(2), 0, 1, lambda r: r, want
         )
@@ -140,9 +147,27 @@ def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
     arguments = ["--dry-run", "--quick", "--out", str(path)]
     assert module.main(arguments) == 1
     with path.open() as file:
-        rows = list(csv.DictReader(file))[:3]
-    assert [row["note"] for row in rows] == ["wrong by 1, not timed", "failed: no such tile", ""]
-    assert [bool(row["ms"]) for row in rows] == [False, False, True]
+        rows = list(csv.DictReader(file))[:4]
+    notes = [row["note"] for row in rows]
+    assert notes[:2] == ["wrong by 1, not timed", "failed: no such tile"] and notes[3] == ""
+    assert notes[2].startswith("failed: out of resource: shared memory, Required: 300000")
+    assert [bool(row["ms"]) for row in rows] == [False, False, False, True]
+
+
+def test_a_lost_device_ends_the_run():
+    """No later kernel could run, and each would be said to have failed."""
+
+    def broken(*inputs):
+        raise ValueError("no such tile")
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    module = bench_linear_kernels
+    meter = dataclasses.replace(module.IN_A_DRY_RUN, check=lost)
+    provider = module.Provider("one", "gradstats", broken, 0, 0)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        module.measure(provider, (), [()], (1.0, 1.0), lambda *_: broken(), meter)
 
 
 def test_the_committed_table_is_what_the_script_writes(tmp_path):
