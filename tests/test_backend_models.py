@@ -105,8 +105,9 @@ def test_norms_and_gradients(case):
 
 
 def test_two_runs_give_the_same_bits(case):
-    first, second = (gs.per_example_norms(*case).sqnorm for _ in range(2))
-    assert torch.equal(first, second)
+    first, second = (gs.per_example_norms(*case, gram=True, alignment=True) for _ in range(2))
+    for name in ("sqnorm", "gram", "alignment"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
 def test_products(case):
