@@ -1,18 +1,22 @@
 """Every benchmark of one machine, and the README's tables from them.
 
-    python -m benchmarks.all [--device cuda] [--dry-run] [--only NAME ...]
+    python -m benchmarks.all [--device cuda] [--only NAME ...] [--seconds 270] [--out FOLDER]
 
-Each part is a command of its own, printed before it runs; one that fails does not stop the others.
-The quick ones come first: what is cut short has lost the least.
+Each part is a command of its own, printed before it runs; one that fails or is out of time does not
+stop the others, and keeps what it has measured. The quick ones come first: what is cut short has
+lost the least. With a folder the results are appended there, the README is left as it is, and its
+tables come from the rows once they are added to benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 import time
+from pathlib import Path
+
+from benchmarks.limited import run_python
 
 CPU = {
     "operations": "benchmarks.op_overhead",
@@ -45,6 +49,8 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help=f"of {', '.join({**CPU, **CUDA})}"
     )
+    parser.add_argument("--seconds", type=float, help="for each part; without end by default")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     options = parser.parse_args()
     parts = CUDA if options.device == "cuda" else CPU
@@ -52,15 +58,20 @@ def main() -> int:
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(parts)}")
     chosen = [parts[name] for name in parts if not options.only or name in options.only]
+    if options.out is None:
+        chosen.append(REPORT)
+    else:
+        chosen = [f"{command} --out {shlex.quote(str(options.out))}" for command in chosen]
     failed = []
-    for command in [*chosen, REPORT]:
+    for command in chosen:
         print(f"\n$ python -m {command}", flush=True)
         if options.dry_run:
             continue
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False)
-        print(f"{time.perf_counter() - start:.0f} s, exit {done.returncode}", flush=True)
-        if done.returncode:
+        status = run_python(["-m", *shlex.split(command)], options.seconds)
+        outcome = "out of time" if status is None else f"exit {status}"
+        print(f"{time.perf_counter() - start:.0f} s, {outcome}", flush=True)
+        if status != 0:
             failed.append(command)
     if failed:
         print(f"\nfailed: {'; '.join(failed)}")

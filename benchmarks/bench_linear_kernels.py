@@ -278,6 +278,7 @@ class Meter:
     time: Callable  # (call, input sets) to (median, low, high) milliseconds
     peak: Callable  # (call, inputs) to bytes
     ceilings: Callable  # dtype to (bytes per second, operations per second)
+    check: Callable  # raises where no more calls can run
 
 
 def time_once(call: Callable, sets: list) -> tuple[float, float, float]:
@@ -287,8 +288,10 @@ def time_once(call: Callable, sets: list) -> tuple[float, float, float]:
     return ((time.perf_counter() - start) * 1e3,) * 3
 
 
-ON_GPU = Meter("cuda", time_graph, peak_bytes, ceilings)
-IN_A_DRY_RUN = Meter("cpu", time_once, lambda call, inputs: 0, lambda dtype: (1e12, 1e12))
+ON_GPU = Meter("cuda", time_graph, peak_bytes, ceilings, torch.cuda.synchronize)
+IN_A_DRY_RUN = Meter(
+    "cpu", time_once, lambda call, inputs: 0, lambda dtype: (1e12, 1e12), lambda: None
+)
 
 
 def environment() -> dict[str, str]:
@@ -356,10 +359,10 @@ def measure(
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return row | {"note": "out of memory"}
-    except (RuntimeError, ValueError) as problem:
-        # what cannot run or be captured in a graph must not end the run, unless the device is lost
-        if "CUDA error" in str(problem):
-            raise
+    except Exception as problem:
+        # what cannot be compiled, run or captured in a graph must not end the run, unless the
+        # device is lost: then this raises again, as everything after it would
+        meter.check()
         return row | {"note": f"failed: {(str(problem).splitlines() or [''])[0][:80]}"}
     floor = max(provider.bytes / bandwidth, provider.flops / rate) * 1e3
     return row | {

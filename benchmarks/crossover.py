@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}, 16 examples, float32")
     rows = []
@@ -68,7 +70,7 @@ def main() -> None:
             for positions in POSITIONS:
                 rows.append(compare(p, q, positions, with_sum, options.rounds))
     if not options.no_csv:
-        print(f"appended to {write_csv('crossover', rows).name}")
+        print(f"appended to {write_csv('crossover', rows, folder=options.out).name}")
 
 
 if __name__ == "__main__":

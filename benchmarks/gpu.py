@@ -1,11 +1,14 @@
-"""Everything that needs a GPU, in one command: correctness, then speed.
+"""Everything that needs a GPU, in one command: speed, then correctness.
 
-    python -m benchmarks.gpu --out FOLDER
+    python3 -m pip install --no-build-isolation --no-deps -e . && \\
+        python3 -m benchmarks.gpu --out FOLDER
 
 What a step prints goes to FOLDER/log.txt, what it measures to a table beside it. A step that fails
 does not keep the others from running: the scripts time no kernel whose result is wrong. The exit
-status says whether all went well. `--dry-run` takes the same steps without a GPU, on small shapes
-in Triton's interpreter, to see that the command runs to its end.
+status says whether all went well. All steps together end within ten minutes, the installation
+included; the tests come last and deserve a call of their own, `--steps tests`, for most of what
+they take is compiling. `--dry-run` takes the same steps without a GPU, on small shapes in Triton's
+interpreter, to see that the command runs to its end.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS = 590  # for all steps together
+from benchmarks.limited import run_python
+
+# For all steps together: machines are lent for commands of ten minutes, of which installing the
+# package takes some too.
+SECONDS = 540
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,22 @@ class Step:
 def steps() -> list[Step]:
     kernels, layers = "benchmarks.bench_linear_kernels", "benchmarks.bench_layer_kernels"
     files = ["tests/test_backend_models.py", "tests/kernels/gpu"]
-    tests = ["-m", "pytest", "-q", "-m", "gpu", *files]
-    # most of the tests' time is the compiler's, which uses one core a process
-    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    # named one by one as they end, so that tests that are stopped have said what failed
+    tests = ["-m", "pytest", "-v", "--tb=short", "-m", "gpu", *files]
+    # most of the tests' time is the compiler's, which uses one core a process; two are left for
+    # what drives the others and for the system
+    workers = str(max(1, (os.cpu_count() or 1) - 2))
+    parallel = ["-n", workers] if importlib.util.find_spec("xdist") else []
     steps = ["-m", "benchmarks.step_overhead"]
     gpt = [*steps, "gpt2", "--device", "cuda", "--dtype", "bfloat16", "--rounds", "15"]
     tiny = [*steps, "small", "--rounds", "1", "--out", "{out}"]
     found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
-        Step("tests", [*tests, *parallel], 240, None, found),
         Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
         Step("kernels", ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"], 180),
         Step("layers", ["-m", layers, "--seconds", "100", "--out", "{out}/layers.csv"], 150),
+        Step("tests", [*tests, *parallel], SECONDS, None, found),
     ]
 
 
@@ -67,23 +76,23 @@ def run(step: Step, folder: Path, left: float, dry: bool) -> str:
     if dry:
         command = [*command, *step.dry] if step.dry is not None else list(step.instead)
     command = [argument.replace("{out}", str(folder)) for argument in command]
-    environment = dict(os.environ)
+    # the tests' workers and the compiler keep all cores busy
+    variables = {"OMP_NUM_THREADS": "1"} if step.name == "tests" else {}
     if dry and step.dry is not None:
-        environment["TRITON_INTERPRET"] = "1"
+        variables["TRITON_INTERPRET"] = "1"
     start = time.monotonic()
     with (folder / "log.txt").open("a") as log:
         print(f"\n== {step.name}: {' '.join(command)}", file=log, flush=True)
-        try:
-            done = subprocess.run(
-                [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT,
-                env=environment, timeout=min(step.seconds, left), check=False,
-            )  # fmt: skip
-            outcome = "ok" if done.returncode == 0 else f"failed ({done.returncode})"
-        except subprocess.TimeoutExpired:
-            outcome = "stopped: out of time"
-        outcome = f"{outcome}, {time.monotonic() - start:.0f} s"
+        status = run_python(command, min(step.seconds, left), log, variables)
+        outcome = "stopped: out of time" if status is None else f"failed ({status})"
+        outcome = f"{outcome if status != 0 else 'ok'}, {time.monotonic() - start:.0f} s"
         print(f"== {step.name}: {outcome}", file=log)
     return outcome
+
+
+def kernels_are_installed() -> bool:
+    """Whether the library finds its kernels, which lie beside it in a checkout, not within."""
+    return importlib.util.find_spec("gradstats.kernels") is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,6 +102,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", nargs="+", help=f"of {', '.join(s.name for s in steps())}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
     options = parser.parse_args(arguments)
+    unknown = set(options.steps or ()) - {step.name for step in steps()}
+    if unknown:
+        parser.error(f"--steps: {', '.join(sorted(unknown))} is no step")
+    if not kernels_are_installed():
+        parser.error(
+            "gradstats.kernels cannot be imported: the installation maps the folder kernels/ to "
+            "it. Run `python3 -m pip install --no-build-isolation --no-deps -e .` in the "
+            "repository's root, with the Python that runs this"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
     failed = False

@@ -15,6 +15,7 @@ import datetime
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -207,7 +208,9 @@ def machine(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """Return the short hash of the checkout, "unknown" outside one."""
+    """Return the short hash of the checkout, "unknown" outside one and without git."""
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,

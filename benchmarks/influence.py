@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=128, metavar="Q")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}")
     for name in options.models or MODELS:
@@ -276,7 +277,7 @@ def main() -> None:
                         rows.append({**size, "train": count, "queries": options.queries, **row})
                 # Case by case: the slowest take many minutes, and a run may be cut short.
                 if not options.no_csv:
-                    write_csv("influence", rows)
+                    write_csv("influence", rows, folder=options.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", help=f"{', '.join(DEFAULT)} by default")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}")
     rows = []
@@ -184,7 +186,7 @@ def main() -> None:
                 }
             )
     if not options.no_csv:
-        print(f"\nappended to {write_csv('monitor_overhead', rows).name}")
+        print(f"\nappended to {write_csv('monitor_overhead', rows, folder=options.out).name}")
 
 
 if __name__ == "__main__":

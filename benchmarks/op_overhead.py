@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in LAYERS]
     if unknown:
@@ -150,7 +152,7 @@ def main() -> None:
             )
             rows.append(row)
     if not options.no_csv:
-        print(f"\nappended to {write_csv('op_overhead', rows, options.device).name}")
+        print(f"\nappended to {write_csv('op_overhead', rows, options.device, options.out).name}")
 
 
 if __name__ == "__main__":

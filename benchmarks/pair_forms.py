@@ -9,6 +9,7 @@ sizes, and the cost model's choice is compared with the faster one.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}, float32, both batches of the same size")
     print("   p     q     T     B   gram/direct   chosen   lost by the choice")
@@ -70,7 +72,7 @@ def main() -> None:
                     }
                 )  # fmt: skip
     if not options.no_csv:
-        print(f"appended to {write_csv('pair_forms', rows).name}")
+        print(f"appended to {write_csv('pair_forms', rows, folder=options.out).name}")
 
 
 if __name__ == "__main__":

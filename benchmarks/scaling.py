@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=1.0, metavar="GIB")
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     unknown = [name for name in options.axes if name not in AXES]
     if unknown:
@@ -75,7 +77,8 @@ def main() -> None:
             )  # fmt: skip
             show(rows)
             if not options.no_csv:
-                write_csv("scaling", [{**size, **row} for row in rows], options.device)
+                found = [{**size, **row} for row in rows]
+                write_csv("scaling", found, options.device, options.out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ ELEMENT_COST = 8
 # What the Gram form's greater number of operations costs, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
+# Relative error bound above which a result is recomputed by the direct form, whose error grows with
+# the square root of the condition number where the Gram form's grows with the number itself.
+GUARD_TOLERANCE = 1e-4
+
 # Rows of a Gram matrix computed at once: only blocks on and above the diagonal are needed.
 GRAM_BLOCK = 32
 
@@ -101,11 +105,16 @@ def choose_outer_form(
     on_chip: bool = False,
     patches: bool = False,
     examples: int | None = None,
+    roundoff: float = 2.0**-24,
 ) -> Form:
     """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
 
     Without elementwise cost and blocks the Gram form wins where T(1 + 1/n) < 2·p·q/(p + q), twice
     the crossover of a rule that ignores the Gram matrices' symmetry.
+
+    Its error bound is roundoff · (Σ_t ‖l_t‖‖r_t‖)², which for uncorrelated positions of one size is
+    roundoff · T relative to Σ_t ‖l_t‖²‖r_t‖², the squared norm: where that is more than the guard
+    tolerates, it would recompute nearly every example.
 
     Args:
         positions: number of positions T of one example.
@@ -118,13 +127,14 @@ def choose_outer_form(
         on_chip: tiles are squared where they are made, so that only the products cost anything.
         patches: ``right`` is image patches, which the Gram form has to write out and read.
         examples: how many there are; None for so many that only what each takes counts.
+        roundoff: relative error of one operation in the accumulation dtype.
 
     Returns:
         "rank_one", "gram" or "direct".
     """
     if positions <= 1:
         return "rank_one"
-    if not guarded:
+    if not guarded or roundoff * positions > GUARD_TOLERANCE:
         return "direct"
     if on_chip:
         entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2

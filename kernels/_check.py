@@ -199,19 +199,21 @@ def check_layouts(first: Segments, second: Segments) -> None:
 def check_precision(dtype: torch.dtype, precision: str | None) -> str:
     """The input precision of dots: "ieee" for half types, else what the caller or torch asks for.
 
-    "highest", torch's default, is true fp32 accuracy; which of "ieee" and "tf32x3" serves it is
-    the tile table's choice. "high" and "medium" allow tf32.
+    "highest", where torch does not allow tf32, is true fp32 accuracy; which of "ieee" and "tf32x3"
+    serves it is the tile table's choice.
     """
     if precision is not None and precision not in PRECISIONS:
         raise KernelInputError(
             f"precision must be one of {PRECISIONS} or None; got {precision!r}: None follows "
-            "torch.get_float32_matmul_precision()"
+            "torch.backends.cuda.matmul.fp32_precision"
         )
     if dtype != torch.float32:
         return "ieee"
     if precision is not None:
         return precision
-    return "highest" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # All ways to allow TF32 are seen here; torch.get_float32_matmul_precision() raises after the
+    # newer ones.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 def check_programs(programs: int) -> int:

@@ -172,7 +172,7 @@ def convolution_sqnorm(
         kernel, stride, padding, dilation: one number for each spatial axis.
         groups: how channels divide.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.get_float32_matmul_precision().
+            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
         fp32 (B,).

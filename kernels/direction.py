@@ -127,7 +127,7 @@ def direction_inner(
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.get_float32_matmul_precision().
+            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
         fp32 (B,).

@@ -302,7 +302,7 @@ def pairwise_gram(
         max_seqlen1, max_seqlen2: with device bounds, the longest segments; avoids a wait.
         bias: add the inner products of the bias gradients, sum_{t,s} g1_it . g2_js.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.get_float32_matmul_precision().
+            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
         splits: overrides into how many parts the first factor's positions are divided.
     Returns:

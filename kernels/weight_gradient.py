@@ -169,7 +169,7 @@ def weight_gradient_sqnorm(
             outside every segment join neither result.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.get_float32_matmul_precision().
+            torch.backends.cuda.matmul.fp32_precision.
         gradient_dtype: dtype of the gradient; None means that of `a`. Sums are fp32 either way.
         descriptors: read operands through the tensor memory accelerator (compute capability 9.0
             and later); needs dense, aligned operands.

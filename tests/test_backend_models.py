@@ -42,13 +42,15 @@ def through_operators(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.deterministic
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    # The convolutions' own forward and backward are PyTorch's, whose fastest ones add atomically.
+    cudnn.allow_tf32, cudnn.deterministic = False, True
     torch.manual_seed(0)
     yield
     torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
+    cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
 def squared_outputs(model, batch):
@@ -103,8 +105,9 @@ def test_norms_and_gradients(case):
 
 
 def test_two_runs_give_the_same_bits(case):
-    first, second = (gs.per_example_norms(*case).sqnorm for _ in range(2))
-    assert torch.equal(first, second)
+    first, second = (gs.per_example_norms(*case, gram=True, alignment=True) for _ in range(2))
+    for name in ("sqnorm", "gram", "alignment"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
 def test_products(case):

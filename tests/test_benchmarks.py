@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import math
 import os
@@ -316,3 +317,37 @@ def test_the_list_of_all_benchmarks_parses(device, monkeypatch, capsys):
     )
     for command in commands:
         assert importlib.util.find_spec(command.split()[0]) is not None
+
+
+def test_all_benchmarks_end_in_time_and_write_where_they_are_told(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "a folder"
+    parts = {
+        "slow": "tests.no_such_module",
+        "quick": "benchmarks.op_overhead Linear --rounds 1",
+    }
+    monkeypatch.setattr(every_benchmark, "CPU", parts)
+    arguments = ["all", "--seconds", "100", "--out", str(folder)]
+    monkeypatch.setattr("sys.argv", arguments)
+    readme = report.README.read_bytes()
+    assert every_benchmark.main() == 1
+    assert f"failed: tests.no_such_module --out '{folder}'" in capsys.readouterr().out
+    assert [row["operation"] for row in harness.read_csv("op_overhead", folder)] == ["Linear"] * 2
+    assert report.README.read_bytes() == readme
+    monkeypatch.setattr("sys.argv", [*arguments, "--only", "quick", "--seconds", "0"])
+    assert every_benchmark.main() == 1
+    assert "out of time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_benchmark_takes_a_folder(device, monkeypatch, capsys):
+    for command in (every_benchmark.CUDA if device == "cuda" else every_benchmark.CPU).values():
+        module, *arguments = command.split()
+        monkeypatch.setattr("sys.argv", [module, *arguments, "--out", "folder", "--help"])
+        with pytest.raises(SystemExit) as done:
+            importlib.import_module(module).main()
+        assert done.value.code == 0 and "--out" in capsys.readouterr().out
+
+
+def test_results_are_kept_where_git_is_not_installed(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert harness.commit() == "unknown"

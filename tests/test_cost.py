@@ -32,11 +32,12 @@ def test_forms_cross_once_as_positions_grow(p, q, with_sum):
 
 @pytest.mark.parametrize("width", [512, 1024, 4096])
 def test_the_crossover_counts_the_symmetry_of_gram_matrices(width):
+    double = {"roundoff": 2.0**-53}
     # T (T + 64) / 2 · 2 width = T · width², so T + 64 = width, elementwise work aside.
-    assert _cost.choose_outer_form(int(0.8 * width) - 64, width, width) == "gram"
-    assert _cost.choose_outer_form(int(1.2 * width), width, width) == "direct"
+    assert _cost.choose_outer_form(int(0.8 * width) - 64, width, width, **double) == "gram"
+    assert _cost.choose_outer_form(int(1.2 * width), width, width, **double) == "direct"
     # Twice as many positions as a rule that ignores the symmetry would give the Gram form.
-    assert _cost.choose_outer_form(int(0.6 * width), width, width) == "gram"
+    assert _cost.choose_outer_form(int(0.6 * width), width, width, **double) == "gram"
 
 
 def test_forms_beside_training_as_measured():
@@ -83,6 +84,16 @@ def test_positions_are_halved_down_to_blocks():
 def test_without_a_guard_the_gram_form_is_never_chosen():
     for positions, p, q in ((2, 4096, 4096), (16, 512, 512), (1000, 3, 3)):
         assert _cost.choose_outer_form(positions, p, q, guarded=False) == "direct"
+
+
+@pytest.mark.parametrize("on_chip", [False, True])
+def test_what_the_guard_would_recompute_is_formed_at_once(on_chip):
+    """From 1678 positions on, 2⁻²⁴ T, the bound where they are uncorrelated, is above 1e-4."""
+    for p, q in ((4096, 4096), (4096, 14336), (2304, 50257)):
+        for positions, form in ((1677, "gram"), (1678, "direct"), (2048, "direct")):
+            assert _cost.choose_outer_form(positions, p, q, on_chip=on_chip) == form
+    double = _cost.choose_outer_form(2048, 4096, 14336, on_chip=on_chip, roundoff=2.0**-53)
+    assert double == "gram"
 
 
 def test_a_gram_form_pays_for_the_patches_it_writes():

@@ -90,6 +90,18 @@ def test_the_guard_recomputes_suspects_alone(monkeypatch):
     assert_exact(result, Outer(left.double(), right.double(), (64, 64)), rtol=1e-4)
 
 
+def test_the_guard_recomputes_every_example_of_many_uncorrelated_positions():
+    """Where the choice of form expects it to, and not before."""
+    for positions, recomputed in ((1600, False), (1700, True)):
+        factor = Outer(*torch.randn(2, 2, 1, positions, 512).unbind(), (512, 512))
+        result = _outer.gram(factor, WORKSPACE)
+        assert (result.bound > _cost.GUARD_TOLERANCE * result.value).tolist() == [recomputed] * 2
+    for dtype, form in ((torch.float32, "direct"), (torch.float64, "gram")):
+        one = torch.ones((), dtype=dtype)
+        wide = Outer(one.expand(1, 1, 1700, 4096), one.expand(1, 1, 1700, 4096), (4096, 4096))
+        assert _outer._cheapest_form(wide) == form
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
     # Sums of this size overflow float16 and have no digits left in bfloat16.

@@ -204,9 +204,10 @@ def _ragged_total(factor: Ragged) -> Tensor:
 
 
 def _rows_total(factor: Rows) -> Tensor:
-    dtype = compute_dtype(factor.grad)
-    table = factor.grad.new_zeros(factor.shape[0], factor.grad.shape[1], dtype=dtype)
-    return table.index_add_(0, factor.ids, factor.grad.to(dtype)).reshape(factor.shape)
+    # An embedding's backward gives the same bits in every run; index_add_ adds atomically on CUDA.
+    rows = factor.grad.to(compute_dtype(factor.grad))
+    table = torch.ops.aten.embedding_dense_backward(rows, factor.ids, factor.shape[0], -1, False)
+    return table.reshape(factor.shape)
 
 
 def _vector_total(factor: Vector) -> Tensor:

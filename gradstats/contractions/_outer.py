@@ -49,6 +49,7 @@ def _cheapest_form(factor: Outer, *, with_sum: bool = False, guarded: bool = Tru
     return _cost.choose_outer_form(
         positions, p, q, with_sum=with_sum, guarded=guarded,
         on_chip=_triton.serves(factor), examples=batch * groups,
+        roundoff=unit_roundoff(compute_dtype(factor.left, factor.right)),
     )  # fmt: skip
 
 

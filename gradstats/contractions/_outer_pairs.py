@@ -19,7 +19,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, compute_dtype
 from gradstats.contractions import _outer, _tied, _tiles, _triton
-from gradstats.contractions._result import GUARD_TOLERANCE, unit_roundoff
+from gradstats.contractions._result import unit_roundoff
 
 # Bytes of a Gram tile and its partner; larger ones run no faster.
 GRAM_TILE_BYTES = 32 * 1024 * 1024
@@ -83,8 +83,8 @@ def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
     if not result.numel():
         return result
     mine, theirs = conditions
-    rows = (mine * theirs.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
-    columns = (theirs * mine.max() > GUARD_TOLERANCE).nonzero().squeeze(1)
+    rows = (mine * theirs.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
+    columns = (theirs * mine.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
     # Either covers every doubtful pair.
     if rows.numel() * second.batch <= columns.numel() * first.batch:
         if rows.numel():
@@ -97,7 +97,7 @@ def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
 def recompute_diagonal(result: Tensor, first, second, conditions, again) -> Tensor:
     """Replace doubtful products of equal indices, (B,), in the same way."""
     mine, theirs = conditions
-    rows = (mine * theirs > GUARD_TOLERANCE).nonzero().squeeze(1)
+    rows = (mine * theirs > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
     if rows.numel():
         result[rows] = again(first.select(rows), second.select(rows))
     return result

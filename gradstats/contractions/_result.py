@@ -9,11 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Factor
-
-# Relative error bound above which a result is recomputed by the direct form, whose error grows with
-# the square root of the condition number where the Gram form's grows with the number itself.
-GUARD_TOLERANCE = 1e-4
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
 

@@ -1,15 +1,20 @@
 """The GPU scripts parse, refuse to run without a GPU, and write the table that is committed."""
 
 import csv
+import dataclasses
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
+from triton.runtime.errors import OutOfResources
 
-from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, tune_linear_kernels
+from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, limited, tune_linear_kernels
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
@@ -29,7 +34,7 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert [line.partition(",")[0] for line in printed.splitlines()] == [
-        "quick: ok", "tests: ok", "training: ok", "kernels: ok", "layers: ok"
+        "quick: ok", "training: ok", "kernels: ok", "layers: ok", "tests: ok"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
@@ -56,6 +61,64 @@ def test_a_step_that_fails_keeps_no_other_from_running(tmp_path, monkeypatch, ca
     assert (tmp_path / "table.csv").exists()
 
 
+def running(mark: str) -> list[str]:
+    """The command lines of other processes that hold a mark."""
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in lines.stdout.splitlines() if mark in line]
+
+
+def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    child = f"import time; time.sleep(60)  # {mark}"
+    command = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "print('what was found', flush=True)\n"
+        "try: time.sleep(60)\n"
+        "finally: print('told to end', flush=True)"
+    )
+    monkeypatch.setattr(limited, "GRACE", 1.0)
+    step = gpu.Step("slow", ["-c", command], 4)
+    assert gpu.run(step, tmp_path, 60.0, False).startswith("stopped: out of time")
+    log = (tmp_path / "log.txt").read_text()
+    assert "what was found" in log and "told to end" in log
+    assert running(mark) == []
+
+
+def test_a_child_that_outlives_a_step_is_ended(tmp_path):
+    mark = f"mark-{tmp_path.name}-{os.getpid()}"
+    child = f"import time; time.sleep(60)  # {mark}"
+    command = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert limited.run_python(["-c", command]) == 0
+    assert running(mark) == []
+
+
+def test_steps_are_known_and_kernels_installed_before_any_runs(tmp_path, monkeypatch, capsys):
+    for prepare, message in (
+        (lambda: None, "wrong is no step"),
+        (lambda: monkeypatch.setattr(gpu, "kernels_are_installed", lambda: False), "pip install"),
+    ):
+        prepare()
+        steps = ["wrong"] if message.startswith("wrong") else ["quick"]
+        with pytest.raises(SystemExit) as done:
+            gpu.main(["--out", str(tmp_path / "new"), "--steps", *steps])
+        assert done.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkout_that_is_not_installed_has_no_kernels():
+    root = Path(gpu.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.insert(0, {str(root)!r})\n"
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]\n"
+        "from benchmarks import gpu\n"
+        "print(gpu.kernels_are_installed())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
     module = bench_linear_kernels
 
@@ -69,7 +132,12 @@ def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
         yield module.Provider(
             "one", "gradstats", lambda *i: torch.full((2,), 2.0), 0, 0, lambda r: r, want
         )
+
+        def too_large(*inputs):
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
         yield module.Provider("two", "gradstats", broken, 0, 0, lambda r: r, want)
+        yield module.Provider("large", "gradstats", too_large, 0, 0, lambda r: r, want)
         yield module.Provider(
             "three", "gradstats", lambda *i: torch.ones(2), 0, 1, lambda r: r, want
         )
@@ -79,9 +147,27 @@ def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
     arguments = ["--dry-run", "--quick", "--out", str(path)]
     assert module.main(arguments) == 1
     with path.open() as file:
-        rows = list(csv.DictReader(file))[:3]
-    assert [row["note"] for row in rows] == ["wrong by 1, not timed", "failed: no such tile", ""]
-    assert [bool(row["ms"]) for row in rows] == [False, False, True]
+        rows = list(csv.DictReader(file))[:4]
+    notes = [row["note"] for row in rows]
+    assert notes[:2] == ["wrong by 1, not timed", "failed: no such tile"] and notes[3] == ""
+    assert notes[2].startswith("failed: out of resource: shared memory, Required: 300000")
+    assert [bool(row["ms"]) for row in rows] == [False, False, False, True]
+
+
+def test_a_lost_device_ends_the_run():
+    """No later kernel could run, and each would be said to have failed."""
+
+    def broken(*inputs):
+        raise ValueError("no such tile")
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    module = bench_linear_kernels
+    meter = dataclasses.replace(module.IN_A_DRY_RUN, check=lost)
+    provider = module.Provider("one", "gradstats", broken, 0, 0)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        module.measure(provider, (), [()], (1.0, 1.0), lambda *_: broken(), meter)
 
 
 def test_the_committed_table_is_what_the_script_writes(tmp_path):

@@ -125,16 +125,43 @@ def test_a_grid_that_cannot_be_launched():
         _check.check_programs(2**31)
 
 
-def test_precision_follows_torch():
-    before = torch.get_float32_matmul_precision()
-    try:
-        for setting, want in (("highest", "highest"), ("high", "tf32"), ("medium", "tf32")):
-            torch.set_float32_matmul_precision(setting)
-            assert _check.check_precision(torch.float32, None) == want
-            assert _check.check_precision(torch.float32, "ieee") == "ieee"
-            assert _check.check_precision(torch.bfloat16, None) == "ieee"
-    finally:
-        torch.set_float32_matmul_precision(before)
+@pytest.fixture
+def precision_of_products():
+    """Leaves PyTorch's settings as they were, whichever way a test sets them."""
+    products = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), products.fp32_precision
+    yield products
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision(before[0])
+    products.fp32_precision = before[1]
+
+
+WAYS_TO_SET_THE_PRECISION = {
+    "nothing": (lambda products: None, "highest"),
+    "highest": (lambda products: torch.set_float32_matmul_precision("highest"), "highest"),
+    "high": (lambda products: torch.set_float32_matmul_precision("high"), "tf32"),
+    "medium": (lambda products: torch.set_float32_matmul_precision("medium"), "tf32"),
+    "allow_tf32": (lambda products: setattr(products, "allow_tf32", True), "tf32"),
+    "of products, tf32": (lambda products: setattr(products, "fp32_precision", "tf32"), "tf32"),
+    "of products, ieee": (lambda products: setattr(products, "fp32_precision", "ieee"), "highest"),
+    "of all, tf32": (lambda _: setattr(torch.backends, "fp32_precision", "tf32"), "tf32"),
+    "of all, ieee": (lambda _: setattr(torch.backends, "fp32_precision", "ieee"), "highest"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SET_THE_PRECISION)
+def test_precision_follows_torch(way, precision_of_products):
+    setting, want = WAYS_TO_SET_THE_PRECISION[way]
+    setting(precision_of_products)
+    assert _check.check_precision(torch.float32, None) == want
+    assert _check.check_precision(torch.float32, "ieee") == "ieee"
+    assert _check.check_precision(torch.bfloat16, None) == "ieee"
+
+
+def test_the_precision_of_products_goes_before_that_of_all(precision_of_products):
+    torch.backends.fp32_precision = "tf32"
+    precision_of_products.fp32_precision = "ieee"
+    assert _check.check_precision(torch.float32, None) == "highest"
 
 
 def test_alignment():

@@ -1,5 +1,6 @@
 """Normalisation layers."""
 
+import contextlib
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.contractions import _triton
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 size = st.integers(1, 4)
@@ -50,6 +52,46 @@ def test_layer_and_rms_norm_sweep(shape, between, batch, kind):
 def test_root_mean_square_with_epsilon():
     check_layer(nn.RMSNorm(4, eps=0.1), 3, 5, 4)
     check_layer(nn.LayerNorm(4, eps=0.1), 3, 5, 4)
+
+
+@contextlib.contextmanager
+def casting_as_cuda_does():
+    """Autocast to bfloat16 on the CPU, with CUDA's policy for rms_norm: inputs become float32."""
+
+    def rms_norm(x, shape, weight=None, eps=None):
+        excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return torch.ops.aten.rms_norm(x.float(), shape, weight, eps)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("rms_norm", rms_norm, "AutocastCPU")
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["own dtype", "autocast"])
+def test_root_mean_square_without_epsilon(dtype, autocast, kernels, monkeypatch):
+    """The epsilon is PyTorch's own, which weighs most where inputs are small."""
+    if kernels:
+        monkeypatch.setattr(_triton, "runs", lambda one, two: one.dtype == two.dtype)
+    inputs = (1e-3 * torch.randn(4, 3, 64)).to(dtype)
+    model = scrambled(nn.RMSNorm(64)).to(torch.float32 if autocast else dtype)
+    direction = torch.randn(64)
+
+    def loss_fn(model, inputs):
+        with casting_as_cuda_does() if autocast else contextlib.nullcontext():
+            return (model(inputs).float() * direction).sum((1, 2))
+
+    expected = []
+    for index in range(4):
+        (gradient,) = torch.autograd.grad(
+            loss_fn(model, inputs[index : index + 1]).sum(), [model.weight]
+        )
+        expected.append(gradient.double().square().sum())
+    got = gs.per_example_norms(model, inputs, loss_fn).sqnorm
+    torch.testing.assert_close(got.double(), torch.stack(expected), rtol=2e-2, atol=0)
 
 
 def test_layer_norm_along_another_example_axis():

@@ -290,8 +290,10 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     def run(x, weight, bias):
         return func(x, shape, weight, eps)
 
-    # Without eps PyTorch takes the machine epsilon of the input's own dtype.
-    normalise = RootMeanSquareNormalise(shape, torch.finfo(input.dtype).eps if eps is None else eps)
+    # Without eps PyTorch takes the machine epsilon of the dtype it computes in: float32 for half
+    # inputs, whether autocast widens them or it does so itself (ATen, rms_norm_composite).
+    own = torch.finfo(compute_dtype(input)).eps if eps is None else eps
+    normalise = RootMeanSquareNormalise(shape, own)
     return _attach(tracker, run, weight, None, examples, normalise, None, input)
 
 

@@ -2,13 +2,21 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
 
 from tests.kernels import convolution_reference, normalization_reference
 from tests.kernels.cases import CASES, ragged, random
-from tests.kernels.gpu.test_linear_gpu import DEVICE, FACTOR, twice
+from tests.kernels.gpu.test_linear_gpu import (
+    DEVICE,
+    DTYPES,
+    FACTOR,
+    factor_of_grams,
+    of_each_dtype,
+    twice,
+)
 from tests.kernels.reference import assert_close
 
 pytestmark = [
@@ -41,12 +49,12 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.fixture(params=DTYPES, ids=str)
 def dtype(request):
     return request.param
 
 
-@pytest.mark.parametrize("name", [*CASES, *NORMS])
+@pytest.mark.parametrize("dtype, name", of_each_dtype(CASES, NORMS))
 def test_layer_norm(dtype, name):
     from gradstats.kernels import layer_norm
 
@@ -68,7 +76,7 @@ def test_layer_norm(dtype, name):
         normalization_reference.check_backward(got, x, g, weight, bounds, EPS, rms, FACTOR)
 
 
-@pytest.mark.parametrize("name", [*CASES, *NORMS])
+@pytest.mark.parametrize("dtype, name", of_each_dtype(CASES, NORMS))
 def test_scales(dtype, name):
     from gradstats.kernels import scale_backward
 
@@ -165,19 +173,26 @@ def test_embeddings(dtype, name, table):
         assert_close(got, want, scale, FACTOR)
 
 
-@pytest.mark.parametrize("layout", ["first", "last"])
+def factor_of_patches(x, g, layer):
+    """The factor for sums of squares of a patch's elements and of an output's."""
+    patch = x.shape[1] // layer[-1] * math.prod(layer[0])
+    return factor_of_grams(x.dtype, patch + g.shape[1] // layer[-1])
+
+
 @pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype, layout", of_each_dtype(["first"], ["last"]))
 def test_convolutions(dtype, name, layout):
     sizes, outputs, layer = CONVOLUTIONS[name]
     x, g = convolution_reference.build(sizes, outputs, layer, layout, dtype, 3, device=DEVICE)
-    convolution_reference.check_norms(x, g, layer, factor=FACTOR, run=twice)
+    grams = factor_of_patches(x, g, layer)
+    convolution_reference.check_norms(x, g, layer, factor=FACTOR, gram_factor=grams, run=twice)
     x2, g2 = convolution_reference.build(sizes, outputs, layer, "first", dtype, 3, 7, DEVICE)
     convolution_reference.check_pairs(x, g, x2, g2, layer, factor=FACTOR, run=twice)
 
 
-@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("kind", ["half", "ieee", "tf32x3", "tf32"])
-def test_every_shipped_tile_of_convolutions(kind, layout):
+def test_every_shipped_tile_of_convolutions(kind, aligned):
     from gradstats.kernels import (
         _check,
         _config,
@@ -189,28 +204,31 @@ def test_every_shipped_tile_of_convolutions(kind, layout):
 
     family = _config.family(_check.architecture(torch.device(DEVICE)))
     dtype = torch.bfloat16 if kind == "half" else torch.float32
-    # tf32 keeps 10 bits of every fp32 input, so products err by 2^13 times more
-    factor = 2.0**15 if kind == "tf32" else FACTOR
-    for sizes in ([144, 12, 10], [3, 12, 10]):
+    key = (family, kind, aligned)
+    # channels that lie last and fill whole pieces of 16 are what tiles for aligned inputs get
+    inputs = [(144, "last")] if aligned else [(144, "first"), (3, "last")]
+    for channels, layout in inputs:
         layer = ([3, 3], [1, 2], [1, 1], [1, 1], 1)
+        sizes = [channels, 12, 10]
         x, g = convolution_reference.build(sizes, 160, layer, layout, dtype, device=DEVICE)
         few = convolution_reference.build(
-            [sizes[0], 3, 2], 160, layer, layout, dtype, 9, device=DEVICE
+            [channels, 3, 2], 160, layer, layout, dtype, 9, device=DEVICE
         )
+        # tf32 keeps 10 bits of every fp32 input, so products err by 2^13 times more
+        factor = 2.0**15 if kind == "tf32" else FACTOR
+        grams = max(factor, factor_of_patches(x, g, layer))
         want = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
         _, scale, _ = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
-        for aligned in (True, False):
-            key = (family, kind, aligned)
-            for config in _config.shipped("convolution").get(key, ()):
-                got = convolution.convolution_sqnorm(x, g, *layer, config=config)
-                assert_close(got, want, scale, factor)
-            for config in _config.shipped("convolution_fused").get(key, ()):
-                _, got = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
-                    x, g, *layer, config=config
-                )
-                assert_close(got, want, scale, factor)
-            for config in _config.shipped("convolution_gram").get(key, ()):
-                got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
-                assert_close(got, want, scale, factor)
-                convolution_reference.check_pair_grams(x, g, x, g, layer, config, factor)
-                convolution_reference.check_pair_grams(*few, *few, layer, config, factor)
+        for config in _config.shipped("convolution").get(key, ()):
+            got = convolution.convolution_sqnorm(x, g, *layer, config=config)
+            assert_close(got, want, scale, factor)
+        for config in _config.shipped("convolution_fused").get(key, ()):
+            _, got = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+                x, g, *layer, config=config
+            )
+            assert_close(got, want, scale, factor)
+        for config in _config.shipped("convolution_gram").get(key, ()):
+            got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+            assert_close(got, want, scale, grams)
+            convolution_reference.check_pair_grams(x, g, x, g, layer, config, factor)
+            convolution_reference.check_pair_grams(*few, *few, layer, config, factor)
