@@ -22,7 +22,7 @@ from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton, summed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class LinearFactors:
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
