@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import platform
@@ -18,6 +18,11 @@ import torch
 
 from gradstats.errors import GradStatsWarning, StoreError
 from gradstats.scoring._tiles import Tiles, cannot_write
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -145,11 +150,13 @@ def locked(path: Path) -> Iterator[None]:
         raise cannot_write(_lock(path), error) from error
     with file:
         try:
+            if fcntl is None:
+                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             warnings.warn(
-                f"the file system of {path} has no locks ({error.strerror}): let only one process "
-                "at a time add to this folder.",
+                f"{path} cannot be locked here ({error.strerror}): let only one process at a time "
+                "add to this folder.",
                 GradStatsWarning,
                 stacklevel=2,
             )

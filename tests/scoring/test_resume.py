@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.scoring import _folder
 from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
@@ -387,12 +388,16 @@ def test_processes_fill_one_folder_at_once(tmp_path):
     assert sum(counting.sizes) - 12 * 4 <= 3 * (11 + 6)
 
 
-def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["file system", "operating system"])
+def test_where_there_are_no_locks_a_warning_says_so(where, tmp_path, monkeypatch):
     def no_locks(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.warns(gs.GradStatsWarning, match=r"has no locks \(Function not .*one process"):
+    if where == "file system":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    else:
+        monkeypatch.setattr(_folder, "fcntl", None)
+    with pytest.warns(gs.GradStatsWarning, match=r"be locked here \(Function not .*one process"):
         scores = call("matrix", tmp_path / "scores")
     assert_same("matrix", scores, call("matrix", None))
 
