@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture._layout import Examples, follow, stays
+from gradstats.capture._examples import Examples
+from gradstats.capture._layout import follow, stays
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 
 B = 6

@@ -23,18 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
-from gradstats.capture._layout import (
-    BROADCASTS,
-    CHANGES,
-    OPAQUE,
-    OVER_AXES,
-    PLAIN_VIEWS,
-    PRODUCTS,
-    keeps_rows,
-    runs_over,
-    stays,
-)
+from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_rows, stays
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._operations import BROADCASTS, OPAQUE, PRODUCTS
+from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._writes import WRITES

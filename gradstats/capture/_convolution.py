@@ -14,7 +14,7 @@ from gradstats._factors import (
     Vector,
     compute_dtype,
 )
-from gradstats.capture._layout import Examples
+from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report
 from gradstats.capture._uses import Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton

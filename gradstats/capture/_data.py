@@ -1,176 +1,41 @@
-"""What a context knows of plain tensors: which are data, and where their examples lie."""
+"""What becomes of the examples in data that the user's code computes with."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from gradstats._factors import Segments
-from gradstats.capture._layout import (
-    BROADCASTS,
-    CHANGES,
-    JOINS,
-    MIXED,
-    OPAQUE,
-    OVER_AXES,
-    PRODUCTS,
-    REDUCES,
-    REINDEXES,
-    UNFOLLOWED,
-    Examples,
-    Mixed,
-    Whole,
-    candidates,
-    contracted,
-    follow,
-    joined,
-    looked_up,
-    runs_over,
-    same_rows,
-)
+from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
+from gradstats.capture._indexing import looked_up
+from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow
+from gradstats.capture._marks import Marks
+from gradstats.capture._operations import BROADCASTS, JOINS, OPAQUE, PRODUCTS, UNFOLLOWED
+from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 
 if TYPE_CHECKING:
     from gradstats.capture._writes import Write
 
-SERIALS = itertools.count()
 
-
-def leave_graph(what: str) -> None:
-    """Stop a graph from being traced: what comes next has to be remembered in Python."""
-    if torch.compiler.is_dynamo_compiling():
-        # The compiler takes this for the end of the graph, or says it where one graph is demanded.
-        raise RuntimeError(
-            f"a compiled graph holds {what}, which is followed outside of graphs only. Compile "
-            "without fullgraph=True: then this part runs eagerly inside a context."
-        )
-
-
-class Data:
-    """Constants and data of one batch.
+class Data(Marks):
+    """Constants and data of one batch, followed through the operations on them.
 
     Attributes:
-        batch_size, batch_dim: as the caller gave them.
-        serial: layouts are marked with this number: tensors may be copied, and may outlive the
-            context.
-        follows_layouts: set once any tensor has a layout of its own, so that most models pay
-            nothing for it.
         coupled: autograd nodes in which examples met that a loss may not depend on together, with
             how they met there.
         loss_order: (B,) the example of each loss; None where they stand in the batch's order.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
-        self.serial = next(SERIALS)
-        self.batch_size = batch_size
-        self.batch_dim = batch_dim
-        self.follows_layouts = False
+        super().__init__(batch_size, batch_dim, segments)
         self.coupled: dict[Any, str] = {}
         self.loss_order: Tensor | None = None
-        self._contract = Examples(batch_size, batch_dim, 1, segments)
-        # Held, not only numbered: a freed tensor's number may come back as that of data.
-        self._constants: dict[int, Tensor] = {}
-        # The memory of constants that data were written into, under its address.
-        self._written: dict[int, torch.UntypedStorage] = {}
-
-    def keep_constant(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors of the model's, on which no mark may be left, as constants."""
-        self._constants.update((id(tensor), tensor) for tensor in tensors)
-
-    def mark_kept(self) -> None:
-        """Let graphs that are traced from now on see the model's own tensors as constants."""
-        for tensor in self._constants.values():
-            tensor._gradstats_constant = True  # type: ignore[attr-defined]
-
-    def forget_constants(self) -> None:
-        """Leave no mark on tensors of the model's."""
-        for tensor in self._constants.values():
-            if hasattr(tensor, "_gradstats_constant"):
-                del tensor._gradstats_constant  # type: ignore[attr-defined]
-        self._constants.clear()
-        self._written.clear()
-
-    def is_data(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor may carry examples: it is not known to be constant."""
-        compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and self._written and self._is_written(tensor):
-            return True
-        if not compiling and id(tensor) in self._constants:
-            return False
-        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
-            return False  # a parameter that a forward makes holds no examples either
-        # Whichever context found it: what a model computed without data, and kept, stays constant.
-        return not hasattr(tensor, "_gradstats_constant")
-
-    def _is_written(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._written
-
-    def has_example_axis(self, tensor: Tensor) -> bool:
-        """Whether a tensor's example axis has the size of the batch."""
-        return self.by_contract(tensor) is not None
-
-    def by_contract(self, tensor: Tensor) -> Examples | None:
-        """Return where the examples of data lie that nothing else is known of."""
-        axis, rows = self.batch_dim, self._contract.rows
-        if tensor.dim() > axis and tensor.shape[axis] == rows:
-            return self._contract
-        if self._contract.segments is not None and tensor.dim() > axis + 1:
-            # Packed examples often keep a batch axis of size 1.
-            if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
-                return self._contract.along(axis + 1)
-        return None
-
-    def mark_constant(self, tensor: Tensor) -> None:
-        """Remember that a tensor was computed without data."""
-        if torch.compiler.is_dynamo_compiling() or id(tensor) not in self._constants:
-            tensor._gradstats_constant = True  # type: ignore[attr-defined]
-
-    def mark_data(self, tensor: Tensor) -> None:
-        """Remember that data were written into a tensor, and so into all that share its memory."""
-        if torch.compiler.is_dynamo_compiling():
-            if hasattr(tensor, "_gradstats_constant"):
-                del tensor._gradstats_constant  # type: ignore[attr-defined]
-        elif not self.is_data(tensor):
-            storage = tensor.untyped_storage()
-            self._written[storage._cdata] = storage
-
-    def layout_of(self, tensor: Tensor) -> Examples | None:
-        """Return where the examples of a tensor of data lie, None where that is not known."""
-        mark = self._mark_of(tensor)
-        if mark is None:
-            if self._written and self._is_written(tensor) and not self._is_distinct(tensor):
-                return None
-            return self.by_contract(tensor)
-        leave_graph("data whose examples do not lie along batch_dim")
-        (layout,) = mark
-        return layout if isinstance(layout, Examples) else None
-
-    def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
-        """Return, in a tuple, what was noted of a tensor; None where nothing was."""
-        mark = getattr(tensor, "_gradstats_layout", None)
-        return mark[1:] if mark is not None and mark[0] == self.serial else None
-
-    def _owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
-        """Return whose a tensor of data is, as far as that is known."""
-        mark = self._mark_of(tensor)
-        return self.layout_of(tensor) if mark is None else mark[0]
-
-    def _is_distinct(self, tensor: Tensor) -> bool:
-        """Whether one axis and no other has the batch's size."""
-        return sum(size == self.batch_size for size in tensor.shape) == 1
-
-    def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
-        """Note where the examples of a tensor of data lie; None for what nobody knows."""
-        if layout != self.by_contract(tensor) or (self._written and self._is_written(tensor)):
-            leave_graph("data whose examples do not lie along batch_dim")
-            tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
-            self.follows_layouts = True
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         """Note where the examples lie in a tensor that data were written into.
@@ -272,9 +137,6 @@ class Data:
                 if alone and layout.plain and self.has_example_axis(result):
                     return
         self.place(result, after)
-
-    def _is_marked(self, tensor: Tensor) -> bool:
-        return self._mark_of(tensor) is not None
 
     def _runs_over_examples(self, func, args, kwargs) -> bool:
         (first, *_) = args

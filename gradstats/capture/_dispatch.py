@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._data import leave_graph
+from gradstats.capture._marks import leave_graph
 from gradstats.capture._nodes import Derived, Node, flatten, function_name, operands_of, rebuild
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError

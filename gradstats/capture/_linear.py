@@ -16,7 +16,7 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
-from gradstats.capture._layout import Examples
+from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton, summed

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._examples import Examples
 from gradstats.capture._graph import ADDMM, MM
-from gradstats.capture._layout import Examples
 from gradstats.capture._linear import LinearFactors
 from gradstats.capture._nodes import Root
 from gradstats.capture._uses import Settings, Use, check_derivatives

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gradstats.capture._data import leave_graph
+from gradstats.capture._marks import leave_graph
 from gradstats.capture._nodes import Derived, Node, function_name, operands_of, rebuild
 from gradstats.capture._tensors import node_of, wrap
 from gradstats.capture.rules import RULES

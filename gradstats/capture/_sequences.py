@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._layout import Examples
+from gradstats.capture._examples import Examples
 from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Vector, compute_dtype
-from gradstats.capture._layout import Examples
+from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import report, use_of
 

@@ -13,15 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from gradstats.capture._dispatch import IN_PLACE
-from gradstats.capture._layout import (
-    Examples,
-    Whole,
-    dims_at,
-    items_of,
-    read_at,
-    same_rows,
-    variants,
-)
+from gradstats.capture._examples import Examples, Whole, same_rows
+from gradstats.capture._indexing import dims_at, items_of, read_at
+from gradstats.capture._operations import variants
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from gradstats.capture._layout import Examples
+from gradstats.capture._examples import Examples
 from gradstats.capture.rules._bilinear import BilinearFactors
 from tests.rules.operation import check_operation, check_refused, normal
 

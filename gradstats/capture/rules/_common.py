@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._dispatch import refuse
-from gradstats.capture._layout import Examples as Examples
-from gradstats.capture._layout import same_rows
+from gradstats.capture._examples import Examples as Examples
+from gradstats.capture._examples import same_rows
 from gradstats.capture._nodes import Node, Root, function_name, operands_of
 from gradstats.capture._tensors import node_of
 from gradstats.capture._views import ExampleLayout, example_view

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._layout import ELEMENTWISE, Examples, function_variants, same_rows
+from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
+from gradstats.capture._operations import ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor
-from gradstats.capture._data import leave_graph
 from gradstats.capture._dispatch import refuse
-from gradstats.capture._layout import same_rows
+from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
+from gradstats.capture._marks import leave_graph
 from gradstats.capture._nodes import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places

@@ -1,0 +1,132 @@
+"""Whose the rows of a tensor are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Segments
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Where the examples of a tensor lie.
+
+    Attributes:
+        batch: number of examples B.
+        axis: the example axis.
+        fold: rows of ``axis`` that belong to one example; rows of one example stand together.
+        segments: the example of each row where the rows of examples differ in number; None where
+            ``fold`` says it all.
+    """
+
+    batch: int
+    axis: int
+    fold: int = 1
+    segments: Segments | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row of the axis is one example, in order."""
+        return self.fold == 1 and self.segments is None
+
+    @property
+    def rows(self) -> int:
+        """The size of the example axis."""
+        return self.batch * self.fold if self.segments is None else self.segments.rows
+
+    def along(self, axis: int) -> Examples:
+        """Return the same with the examples along another axis."""
+        return self if axis == self.axis else replace(self, axis=axis)
+
+    def lead(self, tensor: Tensor) -> Tensor:
+        """Return a view with the example axis in front: (rows, *)."""
+        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Return a view of shape (B, *), (B, fold, *) where rows are folded."""
+        tensor = self.lead(tensor)
+        return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over each example's rows of (rows, *): (B, *)."""
+        if self.segments is not None:
+            return self.segments.sum(values)
+        return values if self.fold == 1 else values.unflatten(0, (self.batch, self.fold)).sum(1)
+
+    def owner(self, device: torch.device) -> Tensor:
+        """Return the example of each row, (rows,) int64."""
+        if self.segments is not None:
+            return self.segments.owner
+        return torch.arange(self.batch, device=device).repeat_interleave(self.fold)
+
+    def owned_by(self, owner: Tensor, axis: int) -> Examples:
+        """Return the layout of rows along ``axis`` that belong to these examples."""
+        batch = self.batch
+        if owner.numel() and owner.numel() % batch == 0:
+            fold = owner.numel() // batch
+            regular = torch.arange(batch, device=owner.device).repeat_interleave(fold)
+            if torch.equal(owner, regular):
+                return Examples(batch, axis, fold)
+        return Examples(batch, axis, 1, Segments(owner, batch))
+
+    def whole(self, row: int) -> Whole:
+        """Return what a row of the axis is."""
+        row %= self.rows
+        owner = row // self.fold if self.segments is None else self.segments.owner[row]
+        return Whole(int(owner))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All of a tensor belongs to one example, whose number this is."""
+
+    example: int
+
+
+class Mixed:
+    """What was computed over all examples: all of them are in each element of a tensor."""
+
+
+MIXED = Mixed()
+
+
+def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
+    """Return the layout of tensors joined along ``dim``; each layout is that of one tensor."""
+    known = [layout for layout in layouts if layout is not None]
+    if len(known) != len(layouts) or len({layout.axis for layout in known}) != 1:
+        return None
+    first = known[0]
+    if dim != first.axis:
+        return first if all(same_rows(first, layout) for layout in known) else None
+    return first.owned_by(torch.cat([layout.owner(device) for layout in known]), dim)
+
+
+def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> Iterator[Examples]:
+    """Yield the layouts that a tensor may have which held nothing of any example.
+
+    Args:
+        target: the tensor.
+        contract: where examples lie by contract.
+        owned: whose a value is that is written into it.
+    """
+    axes = range(target.dim())
+    for layout in (contract, owned):
+        if isinstance(layout, Examples):
+            yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
+    if contract.segments is None and contract.batch:
+        for axis in axes:
+            rows, rest = divmod(target.shape[axis], contract.batch)
+            if rows > 1 and not rest:
+                yield Examples(contract.batch, axis, rows)
+
+
+def same_rows(first: Examples, second: Examples) -> bool:
+    """Whether rows of two layouts belong to the same examples, along whichever axes they lie."""
+    if first.segments is None or second.segments is None:
+        return first.segments is second.segments and first.fold == second.fold
+    one, other = first.segments.owner, second.segments.owner
+    return one is other or (one.shape == other.shape and bool(torch.equal(one, other)))

@@ -1,0 +1,119 @@
+"""Where the examples lie in what indices pick out of a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._operations import variants
+
+INDEX_SELECT = frozenset(variants("index_select"))
+
+# Operations whose result lies as the indices do.
+ALONG_INDICES = frozenset(variants("gather") + variants("take_along_dim"))
+
+
+def items_of(source: Tensor, index) -> list:
+    """Return what source[index] takes: tensors for lists, slices for an ellipsis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
+    dots = [position for position, item in enumerate(items) if item is ...]
+    if dots:
+        taken = sum(_axes_taken(item) for item in items if item is not ...)
+        items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
+    return items
+
+
+def dims_at(source: Tensor, items: list) -> int:
+    """Return how many axes ``items`` leave."""
+    chosen = [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
+    sizes = torch.broadcast_shapes(*map(_selected_shape, chosen)) if chosen else ()
+    left = sum(item is None or isinstance(item, slice) for item in items)
+    return left + len(sizes) + source.dim() - sum(map(_axes_taken, items))
+
+
+def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
+    """Return the layout of what ``items``, as ``items_of`` gives them, pick out of a tensor."""
+    if any(not isinstance(item, (int, slice, Tensor, type(None))) for item in items):
+        return None
+    advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
+    if advanced and advanced[-1] - advanced[0] + 1 != len(advanced):
+        return None
+    axis = after = 0
+    for position, item in enumerate(items):
+        span = _axes_taken(item)
+        if position in advanced:
+            touched = [items[i] for i in advanced]
+            first_axis, span = axis, sum(_axes_taken(item) for item in touched)
+            dims = torch.broadcast_shapes(*(_selected_shape(item) for item in touched))
+            if first_axis <= layout.axis < first_axis + span:
+                return _selected(touched, first_axis, dims, after, layout, source)
+            if position != advanced[-1]:
+                continue
+            axis, after = axis + span, after + len(dims)
+            continue
+        if axis == layout.axis and span:
+            if isinstance(item, slice):
+                if item == slice(None):
+                    break
+                return layout.owned_by(layout.owner(source.device)[item], after)
+            return layout.whole(int(item))
+        axis += span
+        after += item is None or isinstance(item, slice)
+    return layout.along(layout.axis - axis + after)
+
+
+def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples | None:
+    """Return where the examples lie in what indices of data pick out of a constant.
+
+    Args:
+        func, args, kwargs: the operation and its arguments.
+        index: the indices, and ``layout``, where the examples lie in them.
+    """
+    if func in INDEX_SELECT:
+        return layout.along(argument_of(args, kwargs, 1, "dim") % args[0].dim())
+    if func is not Tensor.__getitem__:
+        return layout if func in ALONG_INDICES else None
+    items = items_of(*args)
+    places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
+    if index.dtype == torch.bool or places[-1] - places[0] + 1 != len(places):
+        return None
+    sizes = torch.broadcast_shapes(*(_selected_shape(items[place]) for place in places))
+    before = sum(item is None or isinstance(item, slice) for item in items[: places[0]])
+    return layout.along(before + len(sizes) - index.dim() + layout.axis)
+
+
+def argument_of(args, kwargs, position: int, name: str):
+    """Return an operation's argument, given by name or by place."""
+    return kwargs[name] if name in kwargs else args[position]
+
+
+def _axes_taken(item) -> int:
+    if item is None:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _selected_shape(item: Tensor) -> tuple[int, ...]:
+    return (int(item.sum()),) if item.dtype == torch.bool else tuple(item.shape)
+
+
+def _selected(items, first_axis, dims, after, layout, source) -> Examples | None:
+    """Return the layout where index tensors select along the example axis."""
+    offset = layout.axis - first_axis
+    for item in items:
+        if offset >= _axes_taken(item):
+            offset -= _axes_taken(item)
+            continue
+        index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
+        index = index.to(source.device).expand(dims)
+        owner = layout.owner(source.device)[index]
+        if owner.dim() != 1:
+            # Several axes are selected at once: the rows of one of them must have one owner each.
+            blocks = owner.flatten(1)
+            if owner.dim() == 0 or not bool((blocks == blocks[:, :1]).all()):
+                return None
+            owner = blocks[:, 0].contiguous()
+        return layout.owned_by(owner, after)
+    return None

@@ -1,0 +1,113 @@
+"""PyTorch's operations by what they do to the axes of their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def function_variants(*names: str) -> list[Any]:
+    """Return the functions, methods and operators under which an operation returns a new tensor."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
+    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
+
+
+def variants(*names: str) -> list[Any]:
+    """Return the functions and methods of these names."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    return [getattr(owner, name) for owner, name in keys if hasattr(owner, name)]
+
+
+MOVES = frozenset(
+    {
+        torch.einsum,
+        torch.transpose,
+        Tensor.transpose,
+        torch.swapaxes,
+        Tensor.swapaxes,
+        torch.swapdims,
+        Tensor.swapdims,
+        torch.permute,
+        Tensor.permute,
+        torch.movedim,
+        Tensor.movedim,
+        torch.moveaxis,
+        Tensor.moveaxis,
+        torch.t,
+        Tensor.t,
+        Tensor.T.__get__,  # type: ignore[attr-defined]
+        Tensor.mT.__get__,  # type: ignore[attr-defined]
+        Tensor.H.__get__,  # type: ignore[attr-defined]
+        Tensor.mH.__get__,  # type: ignore[attr-defined]
+    }
+)
+
+RESHAPES = frozenset(
+    {
+        Tensor.view,
+        Tensor.reshape,
+        torch.reshape,
+        Tensor.flatten,
+        torch.flatten,
+        Tensor.unflatten,
+        torch.unflatten,
+        Tensor.view_as,
+        Tensor.reshape_as,
+        Tensor.unsqueeze,
+        torch.unsqueeze,
+        Tensor.squeeze,
+        torch.squeeze,
+    }
+)
+
+PRODUCTS = frozenset(
+    {
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
+    }
+)
+
+# Operations on several operands of data, element by element.
+ELEMENTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
+    "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
+    "hypot", "logaddexp", "xlogy",
+)  # fmt: skip
+
+BROADCASTS = frozenset(
+    function_variants(
+        *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or",
+        "xor", "masked_fill", "copysign",
+    )
+)  # fmt: skip
+
+# Operations that put tensors side by side, with the axis where they take none.
+JOINS: dict[Any, int | None] = {
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), None),
+    **dict.fromkeys((torch.vstack, torch.row_stack), 0),
+    **dict.fromkeys((torch.hstack, torch.column_stack), 1),
+    torch.dstack: 2,
+}
+
+# Operations whose results have axes of other operands, or none of their operands': where sizes
+# agree by accident nobody knows where the examples are.
+UNFOLLOWED = frozenset(
+    function
+    for name in (
+        "tensordot", "outer", "ger", "inner", "cdist", "meshgrid", "kron", "cartesian_prod",
+        "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
+        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "take", "addr",
+    )
+    for function in variants(name)
+)  # fmt: skip
+
+# Operations of a library's own, of which nothing is known.
+OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})

@@ -1,0 +1,88 @@
+"""Operations over some axes of their operand, which may be that of the examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._indexing import argument_of
+from gradstats.capture._operations import variants
+
+
+def _reduced(position: int):
+    """Return a rule for reductions over the axes ``dim``, all of them by default."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else None)
+        if dim is None or isinstance(dim, str):
+            return None
+        dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
+        if layout.axis in dims or not dims:
+            return None
+        if result.dim() == source.dim():
+            return layout
+        return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+
+    return rule
+
+
+# Operations over some axes of their operand; as long as every operand lies as the contract says,
+# shape tells what they leave.
+REDUCES = {
+    **{function: _reduced(1) for name in (
+        "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std", "median",
+        "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean", "var_mean",
+        "count_nonzero",
+    ) for function in variants(name)},
+    **dict.fromkeys(variants("norm"), _reduced(2)),
+    torch.linalg.vector_norm: _reduced(2),
+}  # fmt: skip
+
+# Operations along an axis after which each element depends on all along it, with the place of the
+# axis among their arguments and the axis by default.
+SPREADS: dict[Any, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        variants("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+        (1, None),
+    ),
+    functional.softmax: (1, None),
+    functional.log_softmax: (1, None),
+    functional.softmin: (1, None),
+    functional.normalize: (2, 1),
+    functional.gumbel_softmax: (4, -1),
+}
+
+# Operations over the last axes of their operand, as many as a shape among their arguments has.
+OVER_LAST = frozenset({functional.layer_norm, torch.layer_norm, functional.rms_norm})
+
+ATTENTION = functional.scaled_dot_product_attention
+
+# Where the operations that may run over the examples are told their axes, and the axes by default;
+# None for all.
+OVER_AXES: dict[Any, tuple[int, int | None]] = {
+    **SPREADS,
+    **dict.fromkeys(REDUCES, (1, None)),
+    **dict.fromkeys(variants("norm"), (2, None)),
+    torch.linalg.vector_norm: (2, None),
+    **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
+}
+
+
+def runs_over(func, args, kwargs, axis: int) -> bool:
+    """Whether an operation of ``OVER_AXES`` on args[0] runs over an axis."""
+    dims = args[0].dim()
+    if func is ATTENTION:
+        return axis == dims - 2
+    position, default = OVER_AXES[func]
+    if func in OVER_LAST:
+        return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    if isinstance(dim, Tensor):
+        return False  # the larger of two tensors, for example
+    if dim is None or dim == ():
+        return func not in SPREADS
+    over = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return axis in over or axis - dims in over
