@@ -22,6 +22,7 @@ MIXES = {
     "centred": lambda h: h - h.mean(0),
     "centred, kept axis": lambda h: h - h.mean(dim=0, keepdim=True),
     "divided by a number": lambda h: h / h.std(),
+    "centred, as numpy has it": lambda h: h - torch.mean(input=h, axis=0),
     "normalised": lambda h: functional.normalize(h, dim=0),
     "softmax": lambda h: h.softmax(0),
     "log_softmax": lambda h: functional.log_softmax(h, dim=-2),
@@ -69,6 +70,7 @@ APART = {
     "detached mean": lambda m, x: m(x) - m(x).mean(0).detach(),
     "softmax": lambda m, x: m(x).softmax(1),
     "mean of each": lambda m, x: m(x) - m(x).mean(-1, keepdim=True),
+    "mean of each, as numpy has it": lambda m, x: m(x) - m(x).mean(axis=1, keepdims=True),
     "norm of each": lambda m, x: functional.layer_norm(m(x), (WIDTH,)),
     "largest of two": lambda m, x: torch.max(m(x), x),
 }

@@ -183,9 +183,12 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if not args and "input" in kwargs:
+        if kwargs:
             kwargs = dict(kwargs)
-            args = (kwargs.pop("input"),)
+            if not args and "input" in kwargs:
+                args = (kwargs.pop("input"),)
+            if "axis" in kwargs:  # numpy's word for it
+                kwargs["dim"] = kwargs.pop("axis")
         if args and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
