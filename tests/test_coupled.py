@@ -42,6 +42,62 @@ def test_values_of_all_examples(mix):
     assert type(model.weight) is nn.Parameter
 
 
+# What makes of all examples' hidden values one number, which a regulariser may add to each loss.
+REGULARISERS = {
+    "covariance": lambda h: (h.T @ h - torch.eye(WIDTH)).square().sum(),
+    "cov": lambda h: torch.cov(h.T).square().sum(),
+    "distances": lambda h: torch.cdist(h, h).mean(),
+    "einsum": lambda h: torch.einsum("bd->d", h).square().sum(),
+    "differences": lambda h: (h[1:] - h[:-1]).square().sum(),
+    "a sum in Python": lambda h: sum(row.sum() for row in h),
+    "mean loss": lambda h: functional.cross_entropy(h, torch.arange(BATCH)),
+    "mean squared error": lambda h: functional.mse_loss(h, torch.zeros_like(h)),
+    "norm": lambda h: torch.linalg.norm(h),
+    "dot": lambda h: torch.dot(h[:, 0], h[:, 1]),
+    "quantile": lambda h: h.quantile(0.5),
+    "one example": lambda h: h[0].sum(),
+    "one number": lambda h: h[0, 0],
+}
+
+
+@pytest.mark.parametrize("regulariser", REGULARISERS.values(), ids=REGULARISERS)
+def test_one_number_of_all_examples(regulariser):
+    def losses(m, x):
+        h = m(x)
+        return h.square().sum(1) + regulariser(h)
+
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(nn.Linear(WIDTH, WIDTH).double(), batch(), losses)
+
+
+# What moves or mixes rows and keeps their number.
+SCRAMBLES = {
+    "cumsum_": lambda h: h.clone().cumsum_(0),
+    "take": lambda h: h.take(torch.arange(BATCH * WIDTH).flip(0).view(h.shape)),
+    "select_scatter": lambda h: h.select_scatter(h[1], 0, 0),
+    "put": lambda h: h.put(torch.tensor([0]), h[2, :1]),
+    "embedding": lambda h: functional.embedding(torch.arange(BATCH).flip(0), h),
+    "fft": lambda h: torch.fft.fft(h, dim=0).real,
+    "renorm": lambda h: h.renorm(2, 1, 1.0),
+    "addmm": lambda h: torch.addmm(h, torch.ones(BATCH, BATCH).double(), h),
+    "linear": lambda h: functional.linear(h.T, torch.ones(BATCH, BATCH).double()).T,
+    "pooling": lambda h: functional.avg_pool1d(h.T, 3, 1, 1).T,
+    "solve": lambda h: torch.linalg.solve(torch.eye(BATCH).double() + 1, h),
+    "group_norm": lambda h: functional.group_norm(h[None], 1)[0],
+    "pairs": lambda h: (h[:, None] * h).sum(1),
+    "divided": lambda h: h / torch.linalg.norm(h, dim=0),
+    "padding": lambda h: functional.pad(h[1:], (0, 0, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("scramble", SCRAMBLES.values(), ids=SCRAMBLES)
+def test_rows_that_are_moved_or_mixed_unseen(scramble):
+    first, second = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    model = nn.ModuleList([first, second])
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, batch(), lambda m, x: m[1](scramble(m[0](x))).square().sum(1))
+
+
 def test_rows_summed_by_a_constant_matrix():
     """What it does with the examples is not looked at: it might move them, or mix them."""
     model, matrix = nn.Linear(WIDTH, WIDTH).double(), torch.eye(BATCH).double().roll(1, 0)

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
-from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_rows, stays
+from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_examples, keeps_rows, stays
 from gradstats.capture._nodes import flatten, operands_of
-from gradstats.capture._operations import BROADCASTS, OPAQUE, PRODUCTS
+from gradstats.capture._operations import OPAQUE, PRODUCTS, SCRAMBLES
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
@@ -69,15 +69,15 @@ FACTORIES = frozenset(
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
+# What operations call their first operand.
+FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
+
 MOVES_IN_PLACE = frozenset(
     getattr(Tensor, f"{name}_")
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "resize")
 )
 
 WATCHED = frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
-
-# Operations after which the examples may lie elsewhere.
-FOLLOWED = CHANGES | BROADCASTS | frozenset(OVER_AXES) | {torch.nn.functional.linear}
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -185,8 +185,9 @@ class ConstantTracking(TorchFunctionMode):
         tracker = self.tracker
         if kwargs:
             kwargs = dict(kwargs)
-            if not args and "input" in kwargs:
-                args = (kwargs.pop("input"),)
+            first = FIRST_NAMES.intersection(kwargs)
+            if not args and first:
+                args = (kwargs.pop(*first),)
             if "axis" in kwargs:  # numpy's word for it
                 kwargs["dim"] = kwargs.pop("axis")
         if args and not tracker.follows_layouts:
@@ -194,7 +195,7 @@ class ConstantTracking(TorchFunctionMode):
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
                 if func not in WATCHED and "out" not in kwargs and type(func) not in OPAQUE:
-                    if func not in BROADCASTS or result.dim() == first.dim():
+                    if keeps_examples(func, args, tracker.batch_dim, result):
                         return
                 elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
                     return
@@ -207,8 +208,11 @@ class ConstantTracking(TorchFunctionMode):
                     layout = tracker.by_contract(first)
                     if layout is None or all(stays(func, first, layout, view) for view in found):
                         return
-        operands = [t for t in operands_of(args, kwargs) if node_of(t) is None]
+        every = operands_of(args, kwargs)
+        operands = [t for t in every if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
+        if func in SCRAMBLES and len(every) > len(operands):
+            func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not
         elif func in READS_ONLY_FIRST:
@@ -228,7 +232,7 @@ class ConstantTracking(TorchFunctionMode):
                 for tensor, layout in zip(results, layouts, strict=False):
                     if isinstance(tensor, Tensor):
                         tracker.place(tensor, layout)
-            elif tracker.follows_layouts or func in FOLLOWED or type(func) in OPAQUE:
+            else:
                 for tensor in results:
                     if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
                         tracker.follow_layout(func, args, kwargs, data, tensor)
@@ -245,7 +249,9 @@ class ConstantTracking(TorchFunctionMode):
         after = target if func in IN_PLACE else result
         if after is target:
             tracker.mark_data(target)
-        if func in MOVES_IN_PLACE:
+        if func in OVER_AXES:
+            tracker.follow_layout(func, args, kwargs, [target], target)
+        elif func in MOVES_IN_PLACE:
             tracker.follow_move(target)
         elif not torch.compiler.is_dynamo_compiling():
             tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)

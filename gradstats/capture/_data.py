@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow
 from gradstats.capture._marks import Marks
-from gradstats.capture._operations import BROADCASTS, JOINS, OPAQUE, PRODUCTS, UNFOLLOWED
+from gradstats.capture._operations import (
+    BROADCASTS,
+    JOINS,
+    LOOKS_AT_FIRST,
+    OPAQUE,
+    PRODUCTS,
+    SCRAMBLES,
+    UNFOLLOWED,
+)
 from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
@@ -117,8 +124,10 @@ class Data(Marks):
             after = self._broadcast(data, result)
         else:
             constant = not args or not any(tensor is args[0] for tensor in data)
-            lost = func in UNFOLLOWED or type(func) in OPAQUE or (func is linear and constant)
-            changes = lost or func in CHANGES
+            lost = (
+                func in UNFOLLOWED or type(func) in OPAQUE or (func in LOOKS_AT_FIRST and constant)
+            )
+            changes = lost or func in CHANGES or self._is_gone(data, result)
             if func in REINDEXES and not constant:
                 data = [args[0]]  # what is indexed decides
             source, layout = self._deciding(data)
@@ -134,13 +143,24 @@ class Data(Marks):
                 # Where nothing else has the batch's size, shape can decide after all.
                 both = (source.shape, result.shape)
                 alone = all(sum(s == self.batch_size for s in shape) == 1 for shape in both)
-                if alone and layout.plain and self.has_example_axis(result):
+                if (
+                    func not in SCRAMBLES | LOOKS_AT_FIRST
+                    and alone
+                    and layout.plain
+                    and self.has_example_axis(result)
+                ):
                     return
         self.place(result, after)
 
+    def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a trained result has no example axis, which its first operand had by contract."""
+        if not result.requires_grad or self.by_contract(data[0]) is None:
+            return False
+        return self.by_contract(result) is None
+
     def _runs_over_examples(self, func, args, kwargs) -> bool:
-        (first, *_) = args
-        if node_of(first) is not None or not self.is_data(first):
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or node_of(first) is not None or not self.is_data(first):
             return False
         layout = self.layout_of(first)
         # Rows of packed examples are positions too, which the model keeps apart by itself.
@@ -182,13 +202,15 @@ class Data(Marks):
 
     def _broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
         """Return the layout of operands that are broadcast against each other."""
+        if any(tensor.dim() > result.dim() for tensor in data):
+            return None  # of losses, which were reduced then
         aligned = []
         for tensor in data:
             layout = self.layout_of(tensor)
             if layout is not None:
                 layout = layout.along(layout.axis + result.dim() - tensor.dim())
                 aligned.append((tensor, layout))
-            elif tensor.requires_grad and tensor.dim() and self._is_marked(tensor):
+            elif tensor.requires_grad and self._is_marked(tensor):
                 return None
         if not aligned:
             return self.by_contract(result)
@@ -250,6 +272,8 @@ class Data(Marks):
 
     def _joined(self, func, args, kwargs, result: Tensor) -> Examples | None:
         tensors = list(args[0] if args else kwargs["tensors"])
+        # What is empty, as the list that a loop begins with is, holds nothing of any example.
+        tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
         dim = JOINS[func]
         if dim is None:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
@@ -306,10 +330,10 @@ class Data(Marks):
             return
         if layout is None:
             raise ExampleAxisError(
-                "which loss belongs to which example was lost on the way: the losses were moved "
-                "along the example axis by an operation that is not followed. Expected losses in "
-                "the order of the batch: reduce each example's own rows, or put rows back by "
-                "indexing."
+                "which loss belongs to which example was lost on the way: the losses, or what was "
+                "combined with them, were moved or reduced along the example axis by an operation "
+                "that is not followed. Expected losses in the order of the batch, each of one "
+                "example: reduce each example's own rows, or put rows back by indexing."
             )
         owner = layout.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:

@@ -17,7 +17,12 @@ ALONG_INDICES = frozenset(variants("gather") + variants("take_along_dim"))
 def items_of(source: Tensor, index) -> list:
     """Return what source[index] takes: tensors for lists, slices for an ellipsis."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
+    items = [
+        torch.as_tensor(item, dtype=None if len(item) else torch.long)
+        if isinstance(item, (list, range))
+        else item
+        for item in items
+    ]
     dots = [position for position, item in enumerate(items) if item is ...]
     if dots:
         taken = sum(_axes_taken(item) for item in items if item is not ...)

@@ -18,8 +18,21 @@ from gradstats._cost import product
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._indexing import argument_of, items_of, read_at
-from gradstats.capture._operations import JOINS, MOVES, PRODUCTS, RESHAPES, UNFOLLOWED, variants
+from gradstats.capture._nodes import flatten
+from gradstats.capture._operations import (
+    BATCH_FIRST,
+    BROADCASTS,
+    JOINS,
+    LOOKS_AT_FIRST,
+    MOVES,
+    PRODUCTS,
+    RESHAPES,
+    SCRAMBLES,
+    UNFOLLOWED,
+    variants,
+)
 from gradstats.capture._reductions import REDUCES
+from gradstats.capture._tensors import node_of
 
 
 def follow(
@@ -41,6 +54,10 @@ def follow(
     Returns:
         The layout, or None where the operation may have lost it.
     """
+    if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0):
+        return None
+    if func in LOOKS_AT_FIRST and layout.axis == source.dim() - 1:
+        return None  # the axis that a product sums
     if func in MOVES:
         return _moved(source, layout, result)
     if func in RESHAPES:
@@ -67,6 +84,22 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
     # As in ``_moved``: the same axis, and no other like it.
     stride, strides = source.stride(layout.axis), result.stride()
     return strides[layout.axis] == stride and strides.count(stride) == 1
+
+
+def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
+    """Whether it shows at once that an operation that is not watched leaves the examples alone."""
+    if not isinstance(result, Tensor):
+        return not any(isinstance(item, Tensor) and item.requires_grad for item in flatten(result))
+    first = args[0]
+    if func in BROADCASTS and not all(
+        item.dim() in (0, result.dim())
+        for item in args
+        if isinstance(item, Tensor) and node_of(item) is None
+    ):
+        return False
+    if not result.requires_grad or first.dim() <= axis:
+        return True
+    return result.dim() > axis and result.shape[axis] == first.shape[axis]
 
 
 def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
@@ -108,7 +141,8 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
     if result.numel() == 0:
-        return None
+        places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
+        return layout.along(places[0]) if len(places) == 1 else None
     rows, width = layout.rows, product(source.shape[layout.axis + 1 :])
     owners: Tensor | None = None
     for axis in range(result.dim()):
@@ -154,7 +188,8 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
             return layout
         if dim is None or len(dims) != 1 or change is None:
             return None
-        return layout.owned_by(change(layout.owner(source.device), args, kwargs), layout.axis)
+        owner = change(layout.owner(source.device), args, kwargs)
+        return layout.owned_by(owner.reshape(-1), layout.axis)
 
     return rule
 
@@ -215,6 +250,7 @@ REINDEXES = {
         ),
     ),
     **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
+    Tensor.__reversed__: _along("", 1, lambda owner, a, k: owner.flip(0), 0),
     **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),
     **dict.fromkeys(variants("fliplr"), _along("", 1, lambda owner, a, k: owner.flip(0), 1)),
     **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
@@ -241,7 +277,9 @@ REINDEXES = {
 }  # fmt: skip
 
 # Operations that may give data another layout than the contract's.
-CHANGES = MOVES | RESHAPES | frozenset(JOINS) | frozenset(REINDEXES) | UNFOLLOWED | PRODUCTS
+CHANGES = frozenset().union(
+    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS
+)  # fmt: skip
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.
 PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))

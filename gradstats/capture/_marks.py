@@ -118,6 +118,14 @@ class Marks:
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 
+    def rows_of_one(self, tensor: Tensor) -> Examples | None:
+        """Return where the rows of a tensor lie all of which belong to one example."""
+        owned = self._owned(tensor)
+        if not isinstance(owned, Whole):
+            return None
+        owner = torch.full(tensor.shape[:1], owned.example, device=tensor.device)
+        return Examples(self.batch_size, 0).owned_by(owner, 0)
+
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
         """Return, in a tuple, what was noted of a tensor; None where nothing was."""
         mark = getattr(tensor, "_gradstats_layout", None)
@@ -134,7 +142,10 @@ class Marks:
 
     def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
-        if layout != self.by_contract(tensor) or (self._written and self._is_written(tensor)):
+        known = layout == self.by_contract(tensor) and not self._is_marked(tensor)
+        # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
+        lost = layout is None and tensor.requires_grad and self.batch_size > 1
+        if not known or lost or (self._written and self._is_written(tensor)):
             leave_graph("data whose examples do not lie along batch_dim")
             tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
             self.follows_layouts = True

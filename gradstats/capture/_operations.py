@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def function_variants(*names: str) -> list[Any]:
@@ -83,10 +84,14 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 BROADCASTS = frozenset(
+    {
+        getattr(functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber")
+    } |
+    {functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits} | set(
     function_variants(
         *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or",
         "xor", "masked_fill", "copysign",
-    )
+    ))
 )  # fmt: skip
 
 # Operations that put tensors side by side, with the axis where they take none.
@@ -108,6 +113,25 @@ UNFOLLOWED = frozenset(
     )
     for function in variants(name)
 )  # fmt: skip
+
+# Operations that move rows, or mix them, in ways that no shape shows.
+SCRAMBLES = frozenset(
+    variants(
+        "take", "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
+        "addmm", "addmv", "addbmm", "mv", "renorm",
+    )
+) | {torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.multi_dot}  # fmt: skip
+
+# Operations whose first operand says where the examples lie, unless it is a constant.
+LOOKS_AT_FIRST = frozenset({functional.linear, functional.embedding})
+
+# Operations that take the first axis for that of the examples, and the second for channels.
+BATCH_FIRST = frozenset(
+    getattr(functional, name)
+    for name in dir(functional)
+    if name.startswith(("conv", "avg_pool", "max_pool", "lp_pool", "adaptive_"))
+    or name in ("group_norm", "instance_norm", "batch_norm", "interpolate", "unfold", "fold")
+)
 
 # Operations of a library's own, of which nothing is known.
 OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})

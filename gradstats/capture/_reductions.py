@@ -43,11 +43,31 @@ REDUCES = {
 
 # Operations along an axis after which each element depends on all along it, with the place of the
 # axis among their arguments and the axis by default.
-SPREADS: dict[Any, tuple[int, int | None]] = {
+SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(
-        variants("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+        variants(
+            "softmax",
+            "log_softmax",
+            "cumsum",
+            "cumsum_",
+            "cumprod",
+            "cumprod_",
+            "logcumsumexp",
+            "cummax",
+            "cummin",
+        ),
         (1, None),
     ),
+    **dict.fromkeys(variants("diff"), (2, -1)),
+    **{
+        getattr(torch.fft, f"{kind}{axes}"): (2, default)
+        for kinds, axes, default in (
+            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "", -1),
+            (("fft", "ifft", "rfft", "irfft"), "2", (-2, -1)),
+        )
+        for kind in kinds
+    },
+    torch.linalg.cross: (9, -1),
     functional.softmax: (1, None),
     functional.log_softmax: (1, None),
     functional.softmin: (1, None),
@@ -62,11 +82,18 @@ ATTENTION = functional.scaled_dot_product_attention
 
 # Where the operations that may run over the examples are told their axes, and the axes by default;
 # None for all.
-OVER_AXES: dict[Any, tuple[int, int | None]] = {
+OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **SPREADS,
     **dict.fromkeys(REDUCES, (1, None)),
     **dict.fromkeys(variants("norm"), (2, None)),
     torch.linalg.vector_norm: (2, None),
+    torch.linalg.norm: (2, None),
+    torch.linalg.matrix_norm: (2, (-2, -1)),
+    functional.cosine_similarity: (2, 1),
+    **dict.fromkeys(variants("quantile", "nanquantile"), (2, None)),
+    **dict.fromkeys(variants("kthvalue"), (2, -1)),
+    **dict.fromkeys(variants("mode"), (1, -1)),
+    **dict.fromkeys(variants("nanmedian"), (1, None)),
     **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
 }
 

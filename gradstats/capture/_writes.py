@@ -50,9 +50,9 @@ def _everywhere(target: Tensor, *values, **named) -> Write:
     return Write((*values, *named.values()), None, target.dim())
 
 
-def _items(target: Tensor, index, value, *_) -> Write:
-    items = items_of(target, tuple(index) if isinstance(index, list) else index)
-    return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+def _put(target: Tensor, indices, values, accumulate=False) -> Write:
+    items = items_of(target, tuple(indices))
+    return Write((values,), lambda layout: read_at(target, items, layout), dims_at(target, items))
 
 
 def _assigned(target: Tensor, index, value) -> Write:
@@ -60,7 +60,8 @@ def _assigned(target: Tensor, index, value) -> Write:
     return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
 
 
-def _rows(target: Tensor, dim: int, index: Tensor, value, *_, **__) -> Write:
+def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
+    value = values[0] if values else named.get("source", named.get("value"))
     dim %= target.dim()
 
     def read(layout: Examples) -> Examples:
@@ -76,14 +77,18 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
     dim %= target.dim()
 
     def read(layout: Examples) -> Examples | None:
-        # Along the example axis each element goes its own way.
-        whole = index.shape[layout.axis] == target.shape[layout.axis]
-        return layout if layout.axis != dim and whole else None
+        if layout.axis != dim:
+            return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
+        # Rows, where all elements of one go to one place; otherwise each goes its own way.
+        rows = index.movedim(dim, 0).flatten(1) if index.dim() > 1 else index.unsqueeze(1)
+        if rows.shape[1] == 0 or not bool((rows == rows[:, :1]).all()):
+            return None
+        return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
     return Write((value,), read, target.dim())
 
 
-def _masked(target: Tensor, mask: Tensor, value: Tensor) -> Write:
+def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
     """The elements of the value, one after the other, where the mask is true.
 
     Values stand in the order of the examples, whose rows of the mask take them one by one.
@@ -92,13 +97,13 @@ def _masked(target: Tensor, mask: Tensor, value: Tensor) -> Write:
 
     def read(layout: Examples) -> Examples | None:
         counts = layout.lead(taken).flatten(1).sum(1)
-        width = value[0].numel() if value.dim() and len(value) else 0
+        width = source[0].numel() if source.dim() and len(source) else 0
         if layout.axis != 0 or not width or bool((counts % width).any()):
             return None
         owner = layout.owner(target.device).repeat_interleave(counts // width)
-        return layout.owned_by(owner, 0) if len(owner) == len(value) else None
+        return layout.owned_by(owner, 0) if len(owner) == len(source) else None
 
-    return Write((value,), read, value.dim())
+    return Write((source,), read, source.dim())
 
 
 # Operations that write into their first operand, or into a copy of it.
@@ -110,7 +115,7 @@ WRITES: dict[Any, Callable[..., Write]] = {
         for write, names in (
             (_rows, ("index_add", "index_copy", "index_fill", "index_reduce")),
             (_scattered, ("scatter", "scatter_add", "scatter_reduce")),
-            (_items, ("index_put",)),
+            (_put, ("index_put",)),
             (_masked, ("masked_scatter",)),
         )
         for name in names

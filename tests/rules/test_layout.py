@@ -241,7 +241,7 @@ def test_reordered_examples_are_followed_or_refused(there, back):
 UNKNOWN = {
     "tensordot": lambda h, c: torch.tensordot(c, h, dims=([1], [1])),
     "overload": lambda h, c: torch.ops.aten.transpose.int(h, 0, 1),
-    "linear": lambda h, c: nn.functional.linear(c, h[0, :, :3]).unsqueeze(-1).expand(-1, -1, 4),
+    "linear": lambda h, c: nn.functional.linear(c, h[:, 0, :3]).unsqueeze(-1).expand(-1, -1, 4),
 }
 
 

@@ -77,6 +77,23 @@ FOLLOWED = {
         h.exp()[[0, 2]].flatten(0, -2),
     ),
     "moved in place": lambda h: h.clone().transpose_(0, 1).contiguous().transpose(0, 1),
+    "rows added by name": lambda h: torch.zeros_like(h).index_add_(
+        dim=0, index=torch.arange(BATCH), source=h
+    ),
+    "put by name": lambda h: empty(h, *h.shape).index_put(indices=(ORDER,), values=h[ORDER]),
+    "scattered rows": lambda h: empty(h, *h.shape).scatter_add_(
+        0, torch.arange(BATCH).view(-1, 1, 1).expand_as(h), h
+    ),
+    "pooled": lambda h: (
+        empty(h, BATCH, WIDTH).scatter_add_(
+            0,
+            torch.arange(len(h)).repeat_interleave(h.shape[1])[:, None].expand(-1, WIDTH),
+            h.flatten(0, 1),
+        )[:, None]
+        + h
+    ),
+    "joined to nothing": lambda h: torch.cat([h[:0].detach(), empty(h, 0, *h.shape[1:]), h]),
+    "reversed twice": lambda h: reversed(torch.stack(list(reversed(h)))),
     "stacked one by one": lambda h: torch.stack([row.softmax(-1) for row in h]),
     "chosen one by one": lambda h: torch.cat([h.select(0, i)[None] for i in range(BATCH)]),
 }
@@ -98,6 +115,17 @@ def test_writes_that_are_followed(name, positions):
 
     parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
     check_operation(function, parameters, normal(BATCH, positions, WIDTH))
+
+
+def test_layers_on_one_example_after_the_other():
+    """Of different lengths, as loops over a batch have them."""
+
+    def function(m, x):
+        rows = [m.first(row[: n + 1]).tanh().mean(0, keepdim=True) for n, row in enumerate(x)]
+        return m.second(torch.cat(rows))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, 5, WIDTH))
 
 
 def in_place(change):

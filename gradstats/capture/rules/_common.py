@@ -58,6 +58,8 @@ def locate(
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
+    if layout is None and folds and 0 < trailing < data.dim():
+        layout = tracker.rows_of_one(data)
     usable = layout is not None and (axis is None or layout.axis == axis)
     if layout is None and data.dim() == 0 and node.value.dim() == 0:
         raise ExampleAxisError(
@@ -76,9 +78,9 @@ def locate(
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
             "assigned to examples by guessing. If the examples lie along another axis, pass "
             "batch_dim=; if they are folded together with positions or moved to another axis, keep "
-            "the example axis as it is up to this operation; otherwise have per_example_norms "
-            'compute the parameter one example at a time with fallback="vmap", or leave it out by '
-            "name with exclude=.",
+            "the example axis as it is up to this operation; if single examples are taken out, "
+            "take them as x[i : i + 1]; otherwise have per_example_norms compute the parameter one "
+            'example at a time with fallback="vmap", or leave it out by name with exclude=.',
             [root.name for root in node.roots],
         )
     if layout.axis >= data.dim() - trailing:
