@@ -140,6 +140,8 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
     """Reshapes keep the order of elements, which says whose each row of the result is."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
+    if result.numel() != source.numel():
+        return None  # seen as another dtype
     if result.numel() == 0:
         places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
         return layout.along(places[0]) if len(places) == 1 else None

@@ -368,6 +368,16 @@ def test_two_halves_side_by_side():
     check_operation(function, parameters, normal(BATCH, 4), normal(BATCH, 4))
 
 
+def test_data_seen_as_bytes():
+    """Something else may be computed of it; a layer that meets it does not know its examples."""
+
+    def function(m, x):
+        signs = (x[:, 0].contiguous().view(torch.uint8)[7::8] > 127).double()
+        return m.layer(x) * (1 + 0 * signs.sum())
+
+    check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, 4), gradient_of_data=False)
+
+
 def test_examples_repeated():
     def function(m, x):
         return m.layer(x.repeat_interleave(2, dim=0)).view(BATCH, 2, -1)
