@@ -25,7 +25,7 @@ from torch.utils._device import _device_constructors
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
 from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_examples, keeps_rows, stays
 from gradstats.capture._nodes import flatten, operands_of
-from gradstats.capture._operations import OPAQUE, PRODUCTS, SCRAMBLES
+from gradstats.capture._operations import ADDED_PRODUCTS, OPAQUE, PRODUCTS, SCRAMBLES
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
@@ -211,7 +211,7 @@ class ConstantTracking(TorchFunctionMode):
         every = operands_of(args, kwargs)
         operands = [t for t in every if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
-        if func in SCRAMBLES and len(every) > len(operands):
+        if func in SCRAMBLES | ADDED_PRODUCTS and len(every) > len(operands):
             func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not

@@ -14,6 +14,7 @@ from gradstats.capture._indexing import looked_up
 from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow
 from gradstats.capture._marks import Marks
 from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
     BROADCASTS,
     JOINS,
     LOOKS_AT_FIRST,
@@ -116,6 +117,11 @@ class Data(Marks):
             after = self._owned(data[0])
         elif func in PRODUCTS:
             after = self._multiplied((*args, *kwargs.values()), result)
+        elif func in ADDED_PRODUCTS:
+            after = self._multiplied(args[1:3], result)
+            others = [tensor for tensor in data if tensor is args[0]]
+            if others and self._broadcast(others, result) != after:
+                after = None
         elif func is torch.einsum:
             after = self._contracted(args, data, result)
         elif func in BROADCASTS and (

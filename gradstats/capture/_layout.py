@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._cost import product
 from gradstats.capture._einsum import parse_equation
@@ -20,10 +21,10 @@ from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._indexing import argument_of, items_of, read_at
 from gradstats.capture._nodes import flatten
 from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
     BATCH_FIRST,
     BROADCASTS,
     JOINS,
-    LOOKS_AT_FIRST,
     MOVES,
     PRODUCTS,
     RESHAPES,
@@ -56,7 +57,7 @@ def follow(
     """
     if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0):
         return None
-    if func in LOOKS_AT_FIRST and layout.axis == source.dim() - 1:
+    if func is functional.linear and layout.axis == source.dim() - 1:
         return None  # the axis that a product sums
     if func in MOVES:
         return _moved(source, layout, result)
@@ -280,7 +281,7 @@ REINDEXES = {
 
 # Operations that may give data another layout than the contract's.
 CHANGES = frozenset().union(
-    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS
+    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS
 )  # fmt: skip
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.

@@ -114,11 +114,14 @@ UNFOLLOWED = frozenset(
     for function in variants(name)
 )  # fmt: skip
 
+# The same, added to their first operand.
+ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
+
 # Operations that move rows, or mix them, in ways that no shape shows.
 SCRAMBLES = frozenset(
     variants(
         "take", "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
-        "addmm", "addmv", "addbmm", "mv", "renorm",
+        "addmv", "addbmm", "mv", "renorm",
     )
 ) | {torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.multi_dot}  # fmt: skip
 

@@ -368,6 +368,29 @@ def test_two_halves_side_by_side():
     check_operation(function, parameters, normal(BATCH, 4), normal(BATCH, 4))
 
 
+@pytest.mark.parametrize("positions", [2, BATCH])
+def test_tokens_sequence_first(positions):
+    """Ids that are turned before they are looked up."""
+
+    def function(m, ids):
+        return m.layer(torch.tanh(m.tokens(ids.t()))).transpose(0, 1)
+
+    parameters = {"tokens": nn.Embedding(7, 4), "layer": nn.Linear(4, 2)}
+    check_operation(function, parameters, torch.randint(7, (BATCH, positions)))
+
+
+def test_data_through_a_frozen_product():
+    """As an adapter's frozen weight multiplies rows of all positions."""
+
+    def function(m, x):
+        rows = m.first(x).flatten(0, 1)
+        weight, bias = m.second.weight.detach(), m.second.bias.detach()
+        return m.third(torch.addmm(bias, rows, weight.t()).view(x.shape))
+
+    layers = {name: nn.Linear(4, 4) for name in ("first", "second", "third")}
+    check_operation(function, layers, normal(BATCH, 5, 4))
+
+
 def test_data_seen_as_bytes():
     """Something else may be computed of it; a layer that meets it does not know its examples."""
 
