@@ -54,18 +54,24 @@ def test_weights(model, batch):
     torch.testing.assert_close(model[3].weight.grad, gradient)
 
 
-@pytest.mark.parametrize("own_backward", [True, False])
-def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
-    expected = oracle_sqnorms(model, batch, losses_of)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def scaled_step(model, batch, scaler, own_backward, then=lambda: None):
+    """Return the statistics of a scaled step, by either of two backwards; then what follows."""
     with gs.track(model, batch_size=B, scaler=scaler) as tracker:
         losses = losses_of(model, batch)
         if own_backward:
             scaler.scale(losses.mean()).backward()
         else:
             tracker.backward(losses)
-    assert_sqnorms(tracker.stats, expected, 1e-9)
+        then()
+    return tracker.stats
+
+
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert_sqnorms(scaled_step(model, batch, scaler, own_backward), expected, 1e-9)
     plain = copy.deepcopy(model)
     plain.zero_grad()
     losses_of(plain, batch).mean().backward()
@@ -79,16 +85,14 @@ def test_a_grad_scaler_that_is_updated_inside_the_context(model, batch, own_back
     expected = oracle_sqnorms(model, batch, losses_of)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gs.track(model, batch_size=B, scaler=scaler) as tracker:
-        losses = losses_of(model, batch)
-        if own_backward:
-            scaler.scale(losses.mean()).backward()
-        else:
-            tracker.backward(losses)
+
+    def step():
         scaler.step(optimizer)
         scaler.update()
+
+    stats = scaled_step(model, batch, scaler, own_backward, then=step)
     assert scaler.get_scale() == 2048
-    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert_sqnorms(stats, expected, 1e-9)
 
 
 @pytest.mark.parametrize("fused", [True, False])

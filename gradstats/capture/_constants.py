@@ -183,13 +183,12 @@ class ConstantTracking(TorchFunctionMode):
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if kwargs:
+        if "axis" in kwargs:  # numpy's word for it
+            kwargs = {**kwargs, "dim": kwargs["axis"]}
+            del kwargs["axis"]
+        if not args and not FIRST_NAMES.isdisjoint(kwargs):
             kwargs = dict(kwargs)
-            first = FIRST_NAMES.intersection(kwargs)
-            if not args and first:
-                args = (kwargs.pop(*first),)
-            if "axis" in kwargs:  # numpy's word for it
-                kwargs["dim"] = kwargs.pop("axis")
+            args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
         if args and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
@@ -211,7 +210,7 @@ class ConstantTracking(TorchFunctionMode):
         every = operands_of(args, kwargs)
         operands = [t for t in every if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
-        if func in SCRAMBLES | ADDED_PRODUCTS and len(every) > len(operands):
+        if len(every) > len(operands) and (func in SCRAMBLES or func in ADDED_PRODUCTS):
             func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not

@@ -150,7 +150,8 @@ class Data(Marks):
                 both = (source.shape, result.shape)
                 alone = all(sum(s == self.batch_size for s in shape) == 1 for shape in both)
                 if (
-                    func not in SCRAMBLES | LOOKS_AT_FIRST
+                    func not in SCRAMBLES
+                    and func not in LOOKS_AT_FIRST
                     and alone
                     and layout.plain
                     and self.has_example_axis(result)

@@ -32,7 +32,7 @@ from gradstats.capture._operations import (
     UNFOLLOWED,
     variants,
 )
-from gradstats.capture._reductions import REDUCES
+from gradstats.capture._reductions import REDUCES, reduced
 from gradstats.capture._tensors import node_of
 
 
@@ -64,7 +64,7 @@ def follow(
     if func in RESHAPES:
         return _reshaped(source, layout, result)
     if func in REINDEXES or func in REDUCES:
-        rule = REINDEXES.get(func) or REDUCES[func]
+        rule = REINDEXES.get(func, reduced)
         return rule(func, args, kwargs, source, layout, result)
     if result.dim() <= layout.axis:
         return None

@@ -76,6 +76,9 @@ PRODUCTS = frozenset(
     }
 )
 
+# The same, added to their first operand.
+ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
+
 # Operations on several operands of data, element by element.
 ELEMENTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
@@ -84,14 +87,18 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 BROADCASTS = frozenset(
-    {
-        getattr(functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber")
-    } |
-    {functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits} | set(
-    function_variants(
-        *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or",
-        "xor", "masked_fill", "copysign",
-    ))
+    [
+        *function_variants(
+            *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
+            "or", "xor", "masked_fill", "copysign",
+        ),
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+    ]
 )  # fmt: skip
 
 # Operations that put tensors side by side, with the axis where they take none.
@@ -109,13 +116,10 @@ UNFOLLOWED = frozenset(
     for name in (
         "tensordot", "outer", "ger", "inner", "cdist", "meshgrid", "kron", "cartesian_prod",
         "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
-        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "take", "addr",
+        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "addr",
     )
     for function in variants(name)
 )  # fmt: skip
-
-# The same, added to their first operand.
-ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
 
 # Operations that move rows, or mix them, in ways that no shape shows.
 SCRAMBLES = frozenset(

@@ -8,38 +8,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._examples import Examples
 from gradstats.capture._indexing import argument_of
 from gradstats.capture._operations import variants
 
-
-def _reduced(position: int):
-    """Return a rule for reductions over the axes ``dim``, all of them by default."""
-
-    def rule(func, args, kwargs, source, layout, result):
-        dim = kwargs.get("dim", args[position] if len(args) > position else None)
-        if dim is None or isinstance(dim, str):
-            return None
-        dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
-        if layout.axis in dims or not dims:
-            return None
-        if result.dim() == source.dim():
-            return layout
-        return layout.along(layout.axis - sum(d < layout.axis for d in dims))
-
-    return rule
-
-
-# Operations over some axes of their operand; as long as every operand lies as the contract says,
-# shape tells what they leave.
-REDUCES = {
-    **{function: _reduced(1) for name in (
-        "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std", "median",
-        "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean", "var_mean",
-        "count_nonzero",
-    ) for function in variants(name)},
-    **dict.fromkeys(variants("norm"), _reduced(2)),
-    torch.linalg.vector_norm: _reduced(2),
+# Operations over some axes of their operand, with the place of the axes among their arguments; as
+# long as every operand lies as the contract says, shape tells what they leave.
+REDUCES: dict[Any, int] = {
+    **dict.fromkeys(
+        variants(
+            "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std",
+            "median", "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean",
+            "var_mean", "count_nonzero",
+        ),
+        1,
+    ),
+    **dict.fromkeys(variants("norm"), 2),
+    torch.linalg.vector_norm: 2,
 }  # fmt: skip
+
+
+def reduced(
+    func, args, kwargs, source: Tensor, layout: Examples, result: Tensor
+) -> Examples | None:
+    """Return the layout of a reduction's result; None where it runs over the examples."""
+    position = REDUCES[func]
+    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    if dim is None or isinstance(dim, str):
+        return None
+    dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
+    if layout.axis in dims or not dims:
+        return None
+    if result.dim() == source.dim():
+        return layout
+    return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+
 
 # Operations along an axis after which each element depends on all along it, with the place of the
 # axis among their arguments and the axis by default.
@@ -84,9 +87,7 @@ ATTENTION = functional.scaled_dot_product_attention
 # None for all.
 OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **SPREADS,
-    **dict.fromkeys(REDUCES, (1, None)),
-    **dict.fromkeys(variants("norm"), (2, None)),
-    torch.linalg.vector_norm: (2, None),
+    **{function: (position, None) for function, position in REDUCES.items()},
     torch.linalg.norm: (2, None),
     torch.linalg.matrix_norm: (2, (-2, -1)),
     functional.cosine_similarity: (2, 1),

@@ -51,8 +51,7 @@ def _everywhere(target: Tensor, *values, **named) -> Write:
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
-    items = items_of(target, tuple(indices))
-    return Write((values,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+    return _assigned(target, tuple(indices), values)
 
 
 def _assigned(target: Tensor, index, value) -> Write:
