@@ -1,8 +1,8 @@
 """Operations that PyTorch computes as a whole and that backward takes apart.
 
 A recurrent layer reaches PyTorch as one operation, in whose backward the gradients of its inner
-products do not show. They are found by computing the layer again in backward from operations that
-have rules: once, for the gradients of its operands and for its factors.
+products do not show. They are found by computing the operation's inside again in backward: once,
+for the gradients of its operands and for its factors.
 
     Recomputed  the operation's results; backward finds gradients and factors
     JointTap    identity on the results of PyTorch's own operation; backward finds factors alone
@@ -50,12 +50,41 @@ class Operation(Protocol):
         """Return PyTorch's own results."""
 
     def differentiate(
-        self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor], wanted: Sequence[bool]
+        self,
+        grads: Sequence[Tensor | None],
+        output: Tensor | None,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[bool],
     ) -> tuple[list[Tensor | None], list[Site]]:
-        """Return the gradients of the tensors of data that are wanted, and every operand's site."""
+        """Return the gradients of the tensors of data that are wanted, and every operand's site.
+
+        Args:
+            grads: of the results.
+            output: the first result, None where it is not known any more.
+            tensors: as they were given.
+            wanted: for each of them, whether its gradient is.
+        """
 
     def factor(self, site: Site) -> Factor:
         """Return the factor of the operand at a site."""
+
+
+class Kept:
+    """An operation's result, kept for its backward for as long as nobody changes it in place.
+
+    PyTorch's own operations may do without their results, and their users change them.
+    """
+
+    def __init__(self, result: Tensor):
+        # Who packs saved tensors, as checkpoints do, wants their memory back.
+        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self._alias = None if packs else result.detach()
+        self._version = result._version
+
+    def take(self) -> Tensor | None:
+        """Return the result and let go of it; None where it is not known any more."""
+        alias, self._alias = self._alias, None
+        return alias if alias is not None and alias._version == self._version else None
 
 
 class Recomputed(torch.autograd.Function):
@@ -67,7 +96,9 @@ class Recomputed(torch.autograd.Function):
         ctx.count = count
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
-        return tuple(map(free_of_views, operation.native(*tensors[:count])))
+        results = tuple(map(free_of_views, operation.native(*tensors[:count])))
+        ctx.output = Kept(results[0])
+        return results
 
     @staticmethod
     def backward(ctx, *grads):
@@ -75,7 +106,7 @@ class Recomputed(torch.autograd.Function):
         _refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
             wanted = ctx.needs_input_grad[5 : 5 + ctx.count]
-            gradients, sites = ctx.operation.differentiate(grads, tensors, wanted)
+            gradients, sites = _taken_apart(ctx, grads, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
                 train = wanted[site.slot] and ctx.settings.weight_gradients
@@ -97,8 +128,8 @@ class JointTap(torch.autograd.Function):
     """Identity on an operation's results that turns their gradients into reports."""
 
     @staticmethod
-    def forward(ctx, use, operation, tracked, results, *tensors):
-        ctx.use, ctx.operation, ctx.tracked = use, operation, tracked
+    def forward(ctx, use, operation, tracked, output, results, *tensors):
+        ctx.use, ctx.operation, ctx.tracked, ctx.output = use, operation, tracked, output
         ctx.save_for_backward(*tensors[results:])
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors[:results])
@@ -109,12 +140,18 @@ class JointTap(torch.autograd.Function):
         tensors = ctx.saved_tensors
         _refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
-            _, sites = ctx.operation.differentiate(grads, tensors, [False] * len(tensors))
+            _, sites = _taken_apart(ctx, grads, tensors, [False] * len(tensors))
             factors = {
                 site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
             }
             ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, *grads, *(None for _ in tensors))
+        return (None, None, None, None, None, *grads, *(None for _ in tensors))
+
+
+def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list[Site]]:
+    # Autocast casts what has been cast already, or is to be precise.
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return ctx.operation.differentiate(grads, ctx.output.take(), tensors, wanted)
 
 
 def recomputed(
@@ -129,7 +166,8 @@ def recomputed(
         operation: what computes the results and takes them apart.
         tensors: its operands, plain.
 
-    Cost: in backward one more forward of the operation, and no memory for it in between.
+    Cost: in backward one more forward of the operation, and no memory for it in between but the
+    first result's.
     """
     use = Use(nodes)
     settings: Settings = tracker.settings
@@ -137,7 +175,8 @@ def recomputed(
         results = tuple(map(free_of_views, operation.native(*tensors)))
         # The tap changes nothing: an operation that needs its own result in backward may find it.
         with torch.autograd._unsafe_preserve_version_counter(results):
-            return JointTap.apply(use, operation, tracked, len(results), *results, *tensors)
+            kept = Kept(results[0])
+            return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
     return Recomputed.apply(use, settings, operation, tracked, len(tensors), *tensors)
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture._recomputed import Kept
 from tests.oracle import check_model
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
@@ -124,9 +126,57 @@ def test_results_that_the_loss_leaves_out(pick):
     check(lambda m, x: pick(m.layer(x)), {"layer": layer}, normal(BATCH, 4, WIDTH))
 
 
-def test_results_changed_in_place():
-    layer = nn.GRU(WIDTH, HIDDEN, batch_first=True)
-    check(lambda m, x: m.layer(x)[0].relu_(), {"layer": layer}, normal(BATCH, 4, WIDTH))
+@pytest.mark.parametrize("form", [{}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_results_changed_in_place(kind, form):
+    """Backward needs the hidden states, which are the output: it computes them again."""
+    layer = LAYERS[kind](batch_first=True, **form)
+    check(lambda m, x: m.layer(x)[0].mul_(0.5), {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+def test_projections_changed_in_place():
+    layer = nn.LSTM(WIDTH, HIDDEN, proj_size=2, batch_first=True)
+
+    def function(m, x):
+        output, (hidden, memory) = m.layer(x)
+        return torch.cat([output[:, 1:].mul_(2).flatten(1), hidden[-1], memory[0]], 1)
+
+    check(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_rows_changed_in_place(kind):
+    def function(m, x):
+        packed = pack_padded_sequence(x, torch.tensor([1, 4, 3]), True, enforce_sorted=False)
+        rows, _ = m.layer(packed)
+        rows.data.mul_(0.5)
+        return pad_packed_sequence(rows, batch_first=True)[0]
+
+    layer = LAYERS[kind](batch_first=True, bidirectional=True)
+    check(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_inside_a_checkpoint(kind):
+    """The output is not kept: whose memory a checkpoint saves."""
+    layer = LAYERS[kind](num_layers=2, batch_first=True)
+
+    def function(m, x):
+        return checkpoint(lambda x: m.layer(x)[0], x, use_reentrant=False)
+
+    check(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+def test_what_backward_keeps_of_a_result():
+    result = torch.ones(2)
+    kept = Kept(result)
+    assert kept.take().data_ptr() == result.data_ptr()
+    assert kept.take() is None  # a second backward finds the memory given back
+    kept = Kept(result)
+    result[:1] = 0
+    assert kept.take() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert Kept(result).take() is None
 
 
 def test_used_twice_with_tied_weights():

@@ -1,0 +1,356 @@
+"""Recurrent cells, and backpropagation through time where the hidden states are known.
+
+A layer's hidden states are its output. With them the gates of all steps follow at once, and the
+gates' gradients are those of the states times numbers that are known beforehand: step by step goes
+only what takes a gradient to the step before (Werbos 1990).
+
+    Elman  h' = tanh(gate) or max(0, gate)
+    Lstm   i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')
+    Gru    r, z, n = gates;  n = tanh(n_x + σ(r)·n_h);  h' = n + σ(z)·(h − n)
+
+(Elman 1990; Hochreiter & Schmidhuber 1997; Cho et al. 2014.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._factors import cast, compute_dtype
+
+# grad, y → grad · y (1 − y) and grad · (1 − y²)
+sigmoid_backward = torch.ops.aten.sigmoid_backward.default
+tanh_backward = torch.ops.aten.tanh_backward.default
+
+States = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The order in which a layer reads its rows: all examples' first step, then the second, ….
+
+    Attributes:
+        sizes: number of examples in each step, not increasing.
+        reverse: the layer reads the last step first.
+    """
+
+    sizes: tuple[int, ...]
+    reverse: bool
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of each step."""
+        return rows.split(self.sizes)
+
+    def walk(
+        self, starts: States, advance: Callable[[int, States], States], *, back: bool = False
+    ) -> States:
+        """Carry states from step to step; return what they came to for each example.
+
+        Args:
+            starts: (places, width) each: what an example enters its first step with.
+            advance: called as advance(step, states) with the states of the step's examples;
+                returns those after the step.
+            back: from the step that the layer reads last to that which it reads first.
+        """
+        order = range(len(self.sizes))
+        states, alive = [start[:0] for start in starts], 0
+        left: list[States] = []
+        for step in reversed(order) if self.reverse != back else order:
+            size = self.sizes[step]
+            if alive == 0:
+                states = [start[:size] for start in starts]
+            elif size > alive:
+                pairs = zip(states, starts, strict=True)
+                states = [torch.cat([state, start[alive:size]]) for state, start in pairs]
+            elif size < alive:
+                left.append([state[size:] for state in states])
+                states = [state[:size] for state in states]
+            states, alive = advance(step, states), size
+        if not left:
+            return states
+        return [torch.cat(parts) for parts in zip(states, *reversed(left), strict=True)]
+
+    def before(self, rows: Tensor, start: Tensor) -> Tensor:
+        """Return, in each row's place, the row of the step that was read before it."""
+        after, found = self.split(rows), [rows] * len(self.sizes)
+
+        def note(step: int, states: States) -> States:
+            found[step] = states[0]
+            return [after[step]]
+
+        self.walk([start], note)
+        return torch.cat(found)
+
+
+class Cell(Protocol):
+    """The gates of all steps, and how gradients pass them.
+
+    Attributes:
+        hidden: what the cell computes, before it is projected: (rows, H).
+        inner, outer: once every step was passed back, the gradients of what the input and the
+            hidden state gave to the gates: (rows, gates · H).
+    """
+
+    hidden: Tensor
+    inner: Tensor
+    outer: Tensor
+
+    def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
+        """Take what the input and the hidden state gave to the gates of all steps.
+
+        Args:
+            steps: the order of the rows.
+            inner, outer: (rows, gates · H).
+            before: hidden states before each step, (rows, width).
+            starts: the initial states.
+        """
+
+    @staticmethod
+    def forward(inner: Tensor, outer: Tensor, states: States) -> States:
+        """Return the states after one step."""
+
+    def back(self, step: int, grad: Tensor, others: States) -> tuple[Tensor, Tensor | None, States]:
+        """Pass one step's gradients back.
+
+        Args:
+            step: which.
+            grad: of the hidden state before it is projected.
+            others: of the other states.
+
+        Returns:
+            The gradient of ``outer`` at this step; what reaches the hidden state before it beside
+            it, None for nothing; those of the other states before it.
+        """
+
+
+class Elman:
+    """One gate: h' = tanh(gate)."""
+
+    def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
+        [self.hidden] = self.forward(inner, outer, [])
+        self.inner = self.outer = self._slope()
+        self._outer = steps.split(self.outer)
+
+    @staticmethod
+    def forward(inner: Tensor, outer: Tensor, states: States) -> States:
+        return [(inner + outer).tanh_()]
+
+    def back(self, step, grad, others):
+        return self._outer[step].mul_(grad), None, []
+
+    def _slope(self) -> Tensor:
+        return 1 - self.hidden.square()
+
+
+class Rectified(Elman):
+    """One gate: h' = max(0, gate)."""
+
+    @staticmethod
+    def forward(inner: Tensor, outer: Tensor, states: States) -> States:
+        return [(inner + outer).relu_()]
+
+    def _slope(self) -> Tensor:
+        return (self.hidden > 0).to(self.hidden.dtype)
+
+
+class Lstm:
+    """i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')."""
+
+    def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
+        gates = inner + outer
+        g = gates.chunk(4, 1)[2].tanh()
+        i, f, _, o = gates.sigmoid_().chunk(4, 1)
+        written, keeps = steps.split(i * g), steps.split(f)
+        memory = torch.empty_like(g)
+        memories = steps.split(memory)
+
+        def write(step: int, states: States) -> States:
+            return [torch.addcmul(written[step], keeps[step], states[0], out=memories[step])]
+
+        steps.walk(starts[1:], write)
+        shown = memory.tanh()
+        self.hidden = o * shown
+        # Times the gradient of c' for the first three gates, of h' for the last.
+        slopes = torch.stack(
+            [
+                sigmoid_backward(g, i),
+                sigmoid_backward(steps.before(memory, starts[1]), f),
+                tanh_backward(i, g),
+                sigmoid_backward(shown, o),
+            ],
+            1,
+        )
+        self.inner = self.outer = slopes.flatten(1)
+        self._outer = steps.split(self.outer)
+        self._written, self._shown = steps.split(slopes[:, :3]), steps.split(slopes[:, 3])
+        self._keeps = keeps
+        self._reads = steps.split(tanh_backward(o, shown))  # ∂h'/∂c'
+
+    @staticmethod
+    def forward(inner: Tensor, outer: Tensor, states: States) -> States:
+        i, f, g, o = (inner + outer).chunk(4, 1)
+        memory = f.sigmoid_() * states[1] + i.sigmoid_() * g.tanh_()
+        return [o.sigmoid_() * memory.tanh(), memory]
+
+    def back(self, step, grad, others):
+        memory = torch.addcmul(others[0], grad, self._reads[step])
+        self._written[step].mul_(memory.unsqueeze(1))
+        self._shown[step].mul_(grad)
+        return self._outer[step], None, [memory.mul_(self._keeps[step])]
+
+
+class Gru:
+    """r, z, n = gates;  n = tanh(n_x + σ(r)·n_h);  h' = n + σ(z)·(h − n)."""
+
+    def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
+        (r, z, n), (r_h, z_h, n_h) = inner.chunk(3, 1), outer.chunk(3, 1)
+        r, z = (r + r_h).sigmoid_(), (z + z_h).sigmoid_()
+        n = torch.addcmul(n, r, n_h).tanh_()
+        difference = before - n
+        self.hidden = torch.addcmul(n, z, difference)
+        candidate = tanh_backward(1 - z, n)  # ∂h'/∂n_x
+        slopes = torch.stack(
+            [
+                sigmoid_backward(candidate * n_h, r),
+                sigmoid_backward(difference, z),
+                candidate * r,
+            ],
+            1,
+        )
+        self.outer = slopes.flatten(1)
+        self._outer, self._slopes = steps.split(self.outer), steps.split(slopes)
+        self._keeps, self._candidate = steps.split(z), candidate
+        self._candidates = steps.split(candidate)
+
+    @property
+    def inner(self) -> Tensor:
+        return torch.cat([self.outer[:, : -self.hidden.shape[1]], self._candidate], 1)
+
+    @staticmethod
+    def forward(inner: Tensor, outer: Tensor, states: States) -> States:
+        (r, z, n), (r_h, z_h, n_h) = inner.chunk(3, 1), outer.chunk(3, 1)
+        candidate = torch.addcmul(n, (r + r_h).sigmoid_(), n_h).tanh_()
+        return [candidate + (z + z_h).sigmoid_() * (states[0] - candidate)]
+
+    def back(self, step, grad, others):
+        self._slopes[step].mul_(grad.unsqueeze(1))
+        self._candidates[step].mul_(grad)
+        return self._outer[step], grad * self._keeps[step], []
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What came of passing a layer's gradients back.
+
+    Attributes:
+        inner, outer: gradients of what input and hidden state gave to the gates, (rows, gates · H).
+        before: hidden states before each step, (rows, width).
+        hidden, projected: (rows, H) what was projected, and (rows, width) the gradients of what it
+            became; None without a projection.
+        starts: gradients of the initial states.
+    """
+
+    inner: Tensor
+    outer: Tensor
+    before: Tensor
+    hidden: Tensor | None
+    projected: Tensor | None
+    starts: States
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One layer in one direction.
+
+    Attributes:
+        cell: what a step computes.
+        steps: the order of its rows.
+        from_input, from_state: W_ih (gates · H, d_in) and W_hh (gates · H, width), both in the
+            dtype of the products; all data are in the accumulation dtype.
+        input_bias, state_bias: b_ih and b_hh, or None for both.
+        projection: W_hr (width, H); None where the hidden state is not projected.
+    """
+
+    cell: type[Cell]
+    steps: Steps
+    from_input: Tensor
+    from_state: Tensor
+    input_bias: Tensor | None
+    state_bias: Tensor | None
+    projection: Tensor | None
+
+    def run(self, rows: Tensor, starts: States) -> Tensor:
+        """Return the hidden state after each step, (rows, width).
+
+        Args:
+            rows: (rows, d_in).
+            starts: the initial states, (places, width) each.
+        """
+        inner = self.steps.split(self._inner(rows))
+        found = list(inner)
+
+        def advance(step: int, states: States) -> States:
+            after = self.cell.forward(inner[step], self._outer(states[0]), states)
+            if self.projection is not None:
+                after[0] = _product(after[0], self.projection.t())
+            found[step] = after[0]
+            return after
+
+        self.steps.walk(starts, advance)
+        return torch.cat(found)
+
+    def pass_back(
+        self, rows: Tensor, starts: States, after: Tensor, grad: Tensor | None, ends: States
+    ) -> Passed:
+        """Return the gradients of the gates of all steps.
+
+        Args:
+            rows, starts: as ``run`` takes them.
+            after: what it returns.
+            grad: the gradient of that; None for nothing.
+            ends: gradients of the final states, (places, width) each.
+        """
+        steps, projection = self.steps, self.projection
+        before = steps.before(after, starts[0])
+        cell = self.cell(steps, self._inner(rows), self._outer(before), before, starts)
+        grads = None if grad is None else steps.split(grad)
+        projected = list(steps.split(after))
+
+        def advance(step: int, states: States) -> States:
+            state, *others = states
+            if grads is not None:
+                state = state + grads[step]
+            if projection is not None:
+                projected[step] = state
+                state = _product(state, projection)
+            gates, beside, others = cell.back(step, state, others)
+            earlier = _product(gates, self.from_state)
+            return [earlier if beside is None else earlier.add_(beside), *others]
+
+        first = steps.walk(ends, advance, back=True)
+        if projection is None:
+            return Passed(cell.inner, cell.outer, before, None, None, first)
+        return Passed(cell.inner, cell.outer, before, cell.hidden, torch.cat(projected), first)
+
+    def data_gradient(self, passed: Passed) -> Tensor:
+        """Return the gradient of the rows, (rows, d_in)."""
+        return _product(passed.inner, self.from_input)
+
+    def _inner(self, rows: Tensor) -> Tensor:
+        return _linear(rows, self.from_input, self.input_bias)
+
+    def _outer(self, states: Tensor) -> Tensor:
+        return _linear(states, self.from_state, self.state_bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return cast(functional.linear(cast(x, weight.dtype), weight, bias), compute_dtype(x))
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return cast(torch.mm(cast(x, weight.dtype), weight), x.dtype)
