@@ -39,6 +39,8 @@ from gradstats.contractions._result import WellConditioned as WellConditioned
 from gradstats.contractions._result import recompute_suspects, sum_of_two
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
+from gradstats.contractions._rows import FEW as FEW
+from gradstats.contractions._rows import sqnorm_of_few as sqnorm_of_few
 from gradstats.contractions._tied import Projected as Projected
 from gradstats.contractions._tied import project as project
 from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from gradstats._factors import Rows, compute_dtype
 from gradstats.contractions import _triton, _triton_layers
-from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
+from gradstats.contractions._result import (
+    Contraction,
+    WellConditioned,
+    squared_norms,
+    well_conditioned,
+)
+
+# So many rows of one example are compared with one another sooner than sorted.
+FEW = 32
+# Bytes that comparing takes at once.
+SCRATCH = 8 * 1024 * 1024
 
 
 def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
@@ -43,6 +54,31 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
         sums = torch.zeros_like(part).index_add_(0, run, part)
         value.index_add_(0, run_example, squared_norms(sums, dtype))
     return well_conditioned(value, dtype)
+
+
+def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
+    """Return Σ_v ‖Σ_{t: ids[i,t] = v} grad[i,t]‖² for examples with few rows each.
+
+    Every position is given the sum over its equals, s_t; of n equals each counts ‖s_t‖² / n.
+
+    Args:
+        ids: (B, T).
+        grad: (B, T, width).
+
+    Cost: T multiplications for each element of the gradient, in place of sorting: measured to pay
+    up to ``FEW`` positions. Scratch within ``SCRATCH``.
+    """
+    dtype = compute_dtype(grad)
+    batch, positions, width = grad.shape
+    if positions == 1:
+        return WellConditioned((torch.linalg.vector_norm(grad, dim=(1, 2), dtype=dtype),), dtype)
+    chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
+    parts = []
+    for own, g in zip(ids.split(chunk), grad.split(chunk), strict=True):
+        equal = (own.unsqueeze(1) == own.unsqueeze(2)).to(dtype)
+        norms = torch.linalg.vector_norm(torch.bmm(equal, g.to(dtype)), dim=2).double()
+        parts.append((norms.square() / equal.sum(2)).sum(1))
+    return well_conditioned(torch.cat(parts) if len(parts) > 1 else parts[0], dtype)
 
 
 def merge(factors: list[Rows]) -> Rows:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.contractions import FEW, _rows
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal
 
@@ -34,6 +35,19 @@ def test_embedding_sweep(shape, width, padding_idx, dtype):
 def test_embedding_of_one_id_repeated():
     ids = torch.tensor([[2, 2, 2, 2], [2, 1, 2, 1], [0, 1, 2, 3]])
     check_operation(lambda m, ids: m.layer(ids), {"layer": nn.Embedding(ROWS, 3)}, ids)
+
+
+@pytest.mark.parametrize("positions", [1, FEW, FEW + 1])
+def test_embedding_of_few_and_of_many_ids(monkeypatch, positions):
+    """Two ways to the same norms, one example at a time where there is no room for more."""
+    monkeypatch.setattr(_rows, "SCRATCH", 1)
+
+    def function(m, ids):
+        return m.layer(ids) + m.table[ids - ROWS]
+
+    layer = nn.Embedding(ROWS, 3, padding_idx=2)
+    parameters = {"layer": layer, "table": (ROWS, 3)}
+    check_operation(function, parameters, integers(4, positions))
 
 
 def test_embedding_of_no_ids():

@@ -16,6 +16,7 @@ from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain
+from gradstats.contractions import FEW, Fused, _triton, sqnorm_of_few
 
 
 def embedding(
@@ -56,6 +57,10 @@ class EmbeddingFactors:
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
         rows = table_rows(self.examples, ids, grad, self.shape, self.padding_idx)
         return [replace(rows, lookup=self.lookup)]
+
+    def norms(self, grad: Tensor, ids: Tensor) -> list[Fused] | None:
+        """Return squared norms where each example looks up few rows."""
+        return norms_of_few(self.examples, ids, grad, self.shape, self.padding_idx)
 
 
 def embedding_bag(
@@ -141,8 +146,15 @@ class IndexFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        ids = torch.where(ids < 0, ids + self.shape[0], ids)
-        return [table_rows(self.examples, ids, grad, self.shape, None)]
+        return [table_rows(self.examples, self._counted(ids), grad, self.shape, None)]
+
+    def norms(self, grad: Tensor, ids: Tensor) -> list[Fused] | None:
+        """Return squared norms where each example looks up few rows."""
+        return norms_of_few(self.examples, self._counted(ids), grad, self.shape, None)
+
+    def _counted(self, ids: Tensor) -> Tensor:
+        """Return ids counted from the start."""
+        return torch.where(ids < 0, ids + self.shape[0], ids)
 
 
 def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx) -> Rows:
@@ -154,6 +166,20 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
     rows = embedding_rows(ids, grad, shape, padding_idx)
     owner = segments.sorted(segments.owner)
     return replace(rows, example=owner[rows.example], examples=examples.batch)
+
+
+def norms_of_few(
+    examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
+) -> list[Fused] | None:
+    """Return a table's squared norms without sorting ids, where that is the sooner way."""
+    positions = ids.numel() // examples.batch
+    if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
+        return None
+    ids = examples.first(ids).reshape(examples.batch, positions)
+    grad = examples.first(grad).reshape(examples.batch, positions, -1)
+    if padding_idx is not None:
+        grad = grad.masked_fill((ids == padding_idx % shape[0]).unsqueeze(2), 0)
+    return [Fused(None, sqnorm_of_few(ids, grad), None)]
 
 
 def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
