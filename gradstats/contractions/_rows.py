@@ -69,7 +69,7 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     up to ``FEW`` positions. Scratch within ``SCRATCH``.
     """
     dtype = compute_dtype(grad)
-    batch, positions, width = grad.shape
+    _, positions, width = grad.shape
     if positions == 1:
         return WellConditioned((torch.linalg.vector_norm(grad, dim=(1, 2), dtype=dtype),), dtype)
     chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
