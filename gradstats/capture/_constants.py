@@ -25,7 +25,7 @@ from torch.utils._device import _device_constructors
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
 from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_examples, keeps_rows, stays
 from gradstats.capture._nodes import flatten, operands_of
-from gradstats.capture._operations import ADDED_PRODUCTS, OPAQUE, PRODUCTS, SCRAMBLES
+from gradstats.capture._operations import ADDED_PRODUCTS, EXTREMES, OPAQUE, PRODUCTS, SCRAMBLES
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
@@ -189,6 +189,8 @@ class ConstantTracking(TorchFunctionMode):
         if not args and not FIRST_NAMES.isdisjoint(kwargs):
             kwargs = dict(kwargs)
             args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
+        if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
+            func = torch.maximum  # of two operands, whichever it is
         if args and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]

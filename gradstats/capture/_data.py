@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
 from gradstats.capture._indexing import looked_up
-from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow
+from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow, is_one
 from gradstats.capture._marks import Marks
+from gradstats.capture._nodes import operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
     JOINS,
     LOOKS_AT_FIRST,
+    MOVES,
     OPAQUE,
     PRODUCTS,
-    SCRAMBLES,
+    ROW_PRODUCTS,
     UNFOLLOWED,
 )
 from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
@@ -77,12 +79,31 @@ class Data(Marks):
             elif self._is_marked(target):
                 self.place(after, known)
             return
-        layouts = [known] if known else candidates(target, self._contract, owned[0][1])
+        found: Examples | Whole | None = None
+        first = owned[0][1]
+        layouts = [known] if known else candidates(target, self._contract, first)
         for layout in layouts:
             if all(write.agrees(layout, *value) for value in owned):
-                self.place(after, layout)
-                return
-        self.place(after, None)
+                found = layout
+                break
+        else:
+            # What held nothing of any example may be all of one.
+            whole = not known and write.read is None and isinstance(first, Whole)
+            found = first if whole and all(own == first for _, own in owned) else None
+        self.place(after, found)
+        if after is target and (found is None or not before):
+            self._note_base(target, found)
+
+    def _note_base(self, view: Tensor, owned: Examples | Whole | None) -> None:
+        """Note where the examples lie in the tensor that a view shows which was written into."""
+        base = view._base
+        if base is None or node_of(base) is not None:
+            return
+        known: Iterable[Examples] = ()
+        if owned is not None and base.is_contiguous():
+            own = self.layout_of(base) if self._is_marked(base) else None
+            known = [own] if own else candidates(base, self._contract, owned)
+        self.place(base, next((own for own in known if _lies(view, owned, base, own)), None))
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
@@ -115,15 +136,15 @@ class Data(Marks):
                 self.coupled[result.grad_fn] = "runs over the examples"
         elif self.follows_layouts and self._is_whole(data):
             after = self._owned(data[0])
-        elif func in PRODUCTS:
-            after = self._multiplied((*args, *kwargs.values()), result)
+        elif func in PRODUCTS or (func in ROW_PRODUCTS and not self._is_shared(args[1:])):
+            after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
         elif func in ADDED_PRODUCTS:
             after = self._multiplied(args[1:3], result)
             others = [tensor for tensor in data if tensor is args[0]]
             if others and self._broadcast(others, result) != after:
                 after = None
         elif func is torch.einsum:
-            after = self._contracted(args, data, result)
+            after = self._contracted(args, result)
         elif func in BROADCASTS and (
             len(data) > 1 or self._is_marked(data[0]) or result.dim() > data[0].dim()
         ):
@@ -131,11 +152,16 @@ class Data(Marks):
         else:
             constant = not args or not any(tensor is args[0] for tensor in data)
             lost = (
-                func in UNFOLLOWED or type(func) in OPAQUE or (func in LOOKS_AT_FIRST and constant)
+                func in UNFOLLOWED
+                or type(func) in OPAQUE
+                or (func in LOOKS_AT_FIRST and constant)
+                or is_one(func, data[0])
             )
             changes = lost or func in CHANGES or self._is_gone(data, result)
             if func in REINDEXES and not constant:
                 data = [args[0]]  # what is indexed decides
+            elif len(data) > 1 and not self._agree(func, args, data, result):
+                changes = lost = True
             source, layout = self._deciding(data)
             if not self._is_marked(source) and (not changes or layout is None):
                 return
@@ -145,19 +171,49 @@ class Data(Marks):
                 after = looked_up(func, args, kwargs, source, layout)
             else:
                 after = follow(func, args, kwargs, source, layout, result)
-            if after is None and layout is not None and func not in REINDEXES:
+            if after is None and layout is not None and func in MOVES:
                 # Where nothing else has the batch's size, shape can decide after all.
-                both = (source.shape, result.shape)
-                alone = all(sum(s == self.batch_size for s in shape) == 1 for shape in both)
-                if (
-                    func not in SCRAMBLES
-                    and func not in LOOKS_AT_FIRST
-                    and alone
-                    and layout.plain
-                    and self.has_example_axis(result)
-                ):
+                alone = self._is_distinct(source) and self._is_distinct(result)
+                if alone and layout.plain and self.has_example_axis(result):
                     return
         self.place(result, after)
+
+    def _is_shared(self, operands: tuple[Any, ...]) -> bool:
+        """Whether none of an operation's further operands was computed from parameters and data."""
+        return not any(
+            isinstance(item, Tensor)
+            and item.requires_grad
+            and node_of(item) is None
+            and self.is_data(item)
+            for item in operands
+        )
+
+    def _agree(self, func, args: tuple[Any, ...], data: list[Tensor], result: Tensor) -> bool:
+        """Whether trained operands have the same examples in the same places; note if they meet."""
+        trained = [tensor for tensor in data if tensor.requires_grad]
+        if any(self._is_lost(tensor) for tensor in trained):
+            return False
+        if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
+            self._note_meeting(result)
+            return False
+        # Shapes are aligned as broadcasting does it, from the right.
+        places = [
+            owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
+            for tensor, owned in zip(trained, map(self._owned, trained), strict=True)
+            if owned is not None
+        ]
+        if all(_same(places[0], other) for other in places[1:]):
+            return True
+        self._note_meeting(result)
+        return False
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        return self._is_marked(tensor) and self._owned(tensor) is None
+
+    def _note_meeting(self, result: Tensor) -> None:
+        """Note that trained values of one example meet those of another."""
+        if result.requires_grad and self.batch_size > 1:
+            self.coupled[result.grad_fn] = "combines trained values of different examples"
 
     def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a trained result has no example axis, which its first operand had by contract."""
@@ -224,39 +280,63 @@ class Data(Marks):
         trained = [layout for tensor, layout in aligned if tensor.requires_grad]
         deciding = trained or [layout for _, layout in aligned]
         first = deciding[0]
-        if any(layout.axis != first.axis for layout in deciding):
-            return None  # examples against examples
-        if all(same_rows(first, layout) for layout in deciding[1:]):
+        if all(_same(first, layout) for layout in deciding[1:]):
             return first
+        if trained:
+            self._note_meeting(result)
+            return None
         # Inputs of several examples meet: by contract the batch's own order says whose it is.
-        return None if trained else next((layout for layout in deciding if layout.plain), None)
+        if any(layout.axis != first.axis for layout in deciding):
+            return None
+        return next((layout for layout in deciding if layout.plain), None)
 
-    def _multiplied(self, args: tuple[Any, ...], result: Tensor) -> Examples | None:
-        """Return the layout of a matrix product: rows of the first operand stay where they are."""
+    def _multiplied(
+        self, operands: tuple[Any, ...], result: Tensor, of_rows: bool = False
+    ) -> Examples | None:
+        """Return the layout of a matrix product.
+
+        Args:
+            operands: of which the first two are multiplied.
+            result: the product.
+            of_rows: of the rows of both, not of rows and columns.
+        """
         kept: list[tuple[Tensor, Examples]] = []
-        for tensor, summed in zip(args, (-1, -2), strict=False):
-            if node_of(tensor) is not None or tensor.dim() < 2 or not self.is_data(tensor):
+        for place, tensor in enumerate(operands[:2]):
+            if node_of(tensor) is not None or not self.is_data(tensor):
                 continue
             layout = self.layout_of(tensor)
-            if layout is not None and layout.axis != tensor.dim() + summed:
-                layout = layout.along(layout.axis + result.dim() - tensor.dim())
-                kept.append((tensor, layout))
-            elif kept and self._contract.segments is not None:
-                break  # attention among packed examples: the model keeps them apart
-            elif layout is not None or self._is_marked(tensor):
+            if layout is None:
+                if not self._is_marked(tensor):
+                    continue
+                if isinstance(self._owned(tensor), Whole):
+                    self._note_meeting(result)
                 return None
+            # Axes are counted from the right: 1 for the columns, 2 for the rows.
+            axis = tensor.dim() - layout.axis
+            summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
+            if axis == summed:
+                if kept and self._contract.segments is not None:
+                    break  # attention among packed examples: the model keeps them apart
+                return None
+            if place == 1 and of_rows and axis == 2:
+                axis = 1  # rows of the second operand are columns of the product
+            elif operands[1 - place].dim() == 1 and (place == 0 or axis > 2):
+                axis -= 1
+            kept.append((tensor, layout.along(result.dim() - axis)))
         return self._product(kept, result)
 
-    def _contracted(self, args: tuple[Any, ...], data: list[Tensor], result: Tensor):
+    def _contracted(self, args: tuple[Any, ...], result: Tensor) -> Examples | None:
         """Return the layout of a contraction in Einstein's notation."""
         kept = []
-        for tensor in data:
+        for place, tensor in enumerate(operands_of(args[1:], {})):
+            if node_of(tensor) is not None or not self.is_data(tensor):
+                continue
             layout = self.layout_of(tensor)
             if layout is None:
                 if self._is_marked(tensor):
                     return None
                 continue
-            after = contracted(args, tensor, layout)
+            after = contracted(args, place, layout)
             if after is None:
                 return None
             kept.append((tensor, after))
@@ -268,13 +348,17 @@ class Data(Marks):
         found = trained or [layout for _, layout in kept]
         if not found:
             return self.by_contract(result)
-        plain = {layout.axis for layout in trained if layout.plain}
-        if self.batch_size > 1 and len(plain) > 1:
+        apart = self._contract.segments is not None  # by the model itself, if at all
+        axes = {layout.axis for layout in trained}
+        if self.batch_size > 1 and len(axes) > 1 and not apart:
             # Every example meets every other. Whether a loss depends on it shows in its graph.
             self.coupled[result.grad_fn] = (
                 f"multiplies every example with every other ({self.batch_size} × {self.batch_size} "
                 "products of trained values, as contrastive losses form them)"
             )
+        elif any(not _same(trained[0], other) for other in trained[1:]) and not apart:
+            self._note_meeting(result)
+            return None
         return found[0]
 
     def _joined(self, func, args, kwargs, result: Tensor) -> Examples | None:
@@ -350,3 +434,25 @@ class Data(Marks):
                 "of each example."
             )
         self.loss_order = owner
+
+
+def _same(first: Examples | Whole | Mixed, second: Examples | Whole | Mixed) -> bool:
+    """Whether two layouts say that the same examples lie in the same places."""
+    if not isinstance(first, Examples) or not isinstance(second, Examples):
+        return first == second
+    return first.axis == second.axis and same_rows(first, second)
+
+
+def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:
+    """Whether a view holds the examples that the layout of its contiguous base gives it."""
+    owner = layout.owner(base.device).to(torch.int32)
+    shape = [1] * base.dim()
+    shape[layout.axis] = -1
+    owners = owner.view(shape).expand(base.shape).contiguous()
+    offset = view.storage_offset() - base.storage_offset()
+    seen = owners.as_strided(view.shape, view.stride(), offset)
+    if isinstance(owned, Whole):
+        return bool((seen == owned.example).all())
+    return isinstance(owned, Examples) and bool(
+        (owned.lead(seen).flatten(1) == owned.owner(base.device)[:, None]).all()
+    )

@@ -24,10 +24,13 @@ from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BATCH_FIRST,
     BROADCASTS,
+    CONVOLUTIONS,
     JOINS,
+    LOOKS_AT_FIRST,
     MOVES,
     PRODUCTS,
     RESHAPES,
+    ROW_PRODUCTS,
     SCRAMBLES,
     UNFOLLOWED,
     variants,
@@ -55,7 +58,7 @@ def follow(
     Returns:
         The layout, or None where the operation may have lost it.
     """
-    if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0):
+    if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0) or is_one(func, source):
         return None
     if func is functional.linear and layout.axis == source.dim() - 1:
         return None  # the axis that a product sums
@@ -87,6 +90,11 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
     return strides[layout.axis] == stride and strides.count(stride) == 1
 
 
+def is_one(func, source: Tensor) -> bool:
+    """Whether a convolution takes its operand for one example."""
+    return source.dim() == CONVOLUTIONS.get(func, -2) + 1
+
+
 def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
     """Whether it shows at once that an operation that is not watched leaves the examples alone."""
     if not isinstance(result, Tensor):
@@ -97,6 +105,14 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         for item in args
         if isinstance(item, Tensor) and node_of(item) is None
     ):
+        return False
+    if len(args) > 1 and result.requires_grad:
+        shared = func in SHARED
+        for item in args[1:]:
+            if type(item) is Tensor and item.requires_grad:
+                if shared or item.dim() != first.dim():
+                    return False
+    if is_one(func, first):
         return False
     if not result.requires_grad or first.dim() <= axis:
         return True
@@ -111,16 +127,15 @@ def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
     return first.dim() == second.dim() > axis + 2 and second.shape[axis] != 1
 
 
-def contracted(args: tuple[Any, ...], source: Tensor, layout: Examples) -> Examples | None:
-    """An equation says where the example's index goes."""
+def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples | None:
+    """An equation says where the example's index goes, of the operand at that place."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     if not isinstance(equation, str):
         return None
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
-    position = next(i for i, operand in enumerate(operands) if operand is source)
-    letter = inputs[position][layout.axis]
+    letter = inputs[place][layout.axis]
     return layout.along(out.index(letter)) if letter in out else None
 
 
@@ -230,6 +245,12 @@ def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
 
 
+def _padded(func, args, kwargs, source, layout, result) -> Examples | None:
+    """Widths for both sides of each axis, the last axis first."""
+    place = 2 * (source.dim() - 1 - layout.axis)
+    return None if any(argument_of(args, kwargs, 1, "pad")[place : place + 2]) else layout
+
+
 def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
     """The whole is put side by side, along new axes in front and along its own."""
     after = layout.axis + result.dim() - source.dim()
@@ -277,6 +298,7 @@ REINDEXES = {
     **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
+    functional.pad: _padded,
 }  # fmt: skip
 
 # Operations that may give data another layout than the contract's.
@@ -286,3 +308,6 @@ CHANGES = frozenset().union(
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.
 PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
+
+# Operations whose second operand all examples share, unless it was computed from data.
+SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS

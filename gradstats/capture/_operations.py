@@ -43,6 +43,8 @@ MOVES = frozenset(
         Tensor.mT.__get__,  # type: ignore[attr-defined]
         Tensor.H.__get__,  # type: ignore[attr-defined]
         Tensor.mH.__get__,  # type: ignore[attr-defined]
+        torch.adjoint,
+        Tensor.adjoint,
     }
 )
 
@@ -76,7 +78,10 @@ PRODUCTS = frozenset(
     }
 )
 
-# The same, added to their first operand.
+# Products of the rows of both operands.
+ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
+
+# Products, added to their first operand.
 ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
 
 # Operations on several operands of data, element by element.
@@ -114,9 +119,10 @@ JOINS: dict[Any, int | None] = {
 UNFOLLOWED = frozenset(
     function
     for name in (
-        "tensordot", "outer", "ger", "inner", "cdist", "meshgrid", "kron", "cartesian_prod",
+        "tensordot", "outer", "ger", "inner", "meshgrid", "kron", "cartesian_prod",
         "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
         "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "addr",
+        *(name for name in dir(torch) if name.endswith("_copy") and name != "index_copy"),
     )
     for function in variants(name)
 )  # fmt: skip
@@ -129,8 +135,22 @@ SCRAMBLES = frozenset(
     )
 ) | {torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.multi_dot}  # fmt: skip
 
-# Operations whose first operand says where the examples lie, unless it is a constant.
-LOOKS_AT_FIRST = frozenset({functional.linear, functional.embedding})
+# Convolutions, with how many axes they run over; with one axis more data are one example, whose
+# channels are summed.
+CONVOLUTIONS = {
+    getattr(functional, f"conv{kind}{axes}d"): axes
+    for kind in ("", "_transpose")
+    for axes in (1, 2, 3)
+}
+
+# Operations whose first operand says where the examples lie, unless it is a constant: the others
+# are shared by all examples.
+LOOKS_AT_FIRST = frozenset(
+    {functional.linear, functional.embedding, functional.prelu, torch.prelu, *CONVOLUTIONS}
+)
+
+# Of one operand reductions, of two the larger or smaller element by element.
+EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
 
 # Operations that take the first axis for that of the examples, and the second for channels.
 BATCH_FIRST = frozenset(

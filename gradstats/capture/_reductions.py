@@ -12,6 +12,9 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._indexing import argument_of
 from gradstats.capture._operations import variants
 
+# The place of what is given by name only.
+KEYWORD = 99
+
 # Operations over some axes of their operand, with the place of the axes among their arguments; as
 # long as every operand lies as the contract says, shape tells what they leave.
 REDUCES: dict[Any, int] = {
@@ -25,6 +28,7 @@ REDUCES: dict[Any, int] = {
     ),
     **dict.fromkeys(variants("norm"), 2),
     torch.linalg.vector_norm: 2,
+    **dict.fromkeys(variants("aminmax"), KEYWORD),
 }  # fmt: skip
 
 
@@ -43,6 +47,9 @@ def reduced(
         return layout
     return layout.along(layout.axis - sum(d < layout.axis for d in dims))
 
+
+# Without an axis these run over one that the number of axes decides.
+IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.softmin})
 
 # Operations along an axis after which each element depends on all along it, with the place of the
 # axis among their arguments and the axis by default.
@@ -66,20 +73,44 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
         getattr(torch.fft, f"{kind}{axes}"): (2, default)
         for kinds, axes, default in (
             (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "", -1),
-            (("fft", "ifft", "rfft", "irfft"), "2", (-2, -1)),
+            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "2", (-2, -1)),
+            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "n", None),
         )
         for kind in kinds
     },
-    torch.linalg.cross: (9, -1),
-    functional.softmax: (1, None),
-    functional.log_softmax: (1, None),
-    functional.softmin: (1, None),
+    torch.linalg.cross: (KEYWORD, -1),
+    **dict.fromkeys(IMPLICIT, (1, None)),
+    torch.special.softmax: (1, None),
+    torch.special.log_softmax: (1, None),
+    torch.trapezoid: (KEYWORD, -1),
+    torch.trapz: (KEYWORD, -1),
+    torch.cumulative_trapezoid: (KEYWORD, -1),
     functional.normalize: (2, 1),
     functional.gumbel_softmax: (4, -1),
 }
 
+# Operations on matrices, which are the last two axes.
+OVER_MATRICES = frozenset(
+    function
+    for owner, names in (
+        (torch.linalg, (
+            "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
+            "inv_ex", "ldl_factor", "lu", "lu_factor", "lu_factor_ex", "matrix_exp",
+            "matrix_power", "matrix_rank", "pinv", "qr", "slogdet", "svd", "svdvals",
+        )),
+        *((owner, (
+            "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
+            "qr", "slogdet", "svd", "trace",
+        )) for owner in (torch, Tensor)),
+    )
+    for function in [getattr(owner, name, None) for name in names]
+    if function is not None
+)  # fmt: skip
+
 # Operations over the last axes of their operand, as many as a shape among their arguments has.
-OVER_LAST = frozenset({functional.layer_norm, torch.layer_norm, functional.rms_norm})
+OVER_LAST = frozenset(
+    {functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm}
+)
 
 ATTENTION = functional.scaled_dot_product_attention
 
@@ -95,6 +126,7 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(variants("kthvalue"), (2, -1)),
     **dict.fromkeys(variants("mode"), (1, -1)),
     **dict.fromkeys(variants("nanmedian"), (1, None)),
+    **dict.fromkeys(OVER_MATRICES, (KEYWORD, (-2, -1))),
     **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
 }
 
@@ -108,9 +140,9 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     if func in OVER_LAST:
         return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))
     dim = kwargs.get("dim", args[position] if len(args) > position else default)
-    if isinstance(dim, Tensor):
-        return False  # the larger of two tensors, for example
+    if dim is None and func in IMPLICIT:
+        return axis == (0 if dims in (0, 1, 3) else 1)
     if dim is None or dim == ():
-        return func not in SPREADS
+        return True
     over = dim if isinstance(dim, (tuple, list)) else (dim,)
     return axis in over or axis - dims in over
