@@ -212,14 +212,17 @@ class ConstantTracking(TorchFunctionMode):
         every = operands_of(args, kwargs)
         operands = [t for t in every if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
-        if len(every) > len(operands) and (func in SCRAMBLES or func in ADDED_PRODUCTS):
-            func = None  # a tracked operand's rule has looked where the examples lie
+        if len(every) > len(operands):
+            if func in SCRAMBLES or func in ADDED_PRODUCTS or type(func) in OPAQUE:
+                func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not
         elif func in READS_ONLY_FIRST:
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
+            if type(func) in OPAQUE and not torch.is_grad_enabled():
+                return  # inside a graph that was compiled, which keeps examples as it found them
             if "out" in kwargs:
                 tracker.mark_data(kwargs["out"])
             if func in WRITES and node_of(args[0]) is None:

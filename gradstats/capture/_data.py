@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
 from gradstats.capture._indexing import looked_up
-from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow, is_one
+from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow, is_one, tensordot
 from gradstats.capture._marks import Marks
 from gradstats.capture._nodes import operands_of
 from gradstats.capture._operations import (
@@ -144,7 +145,11 @@ class Data(Marks):
             if others and self._broadcast(others, result) != after:
                 after = None
         elif func is torch.einsum:
-            after = self._contracted(args, result)
+            operands = operands_of(args[1:], {})
+            after = self._contracted(operands, partial(contracted, args), result)
+        elif func is torch.tensordot:
+            operands = list(args[:2])
+            after = self._contracted(operands, partial(tensordot, args, kwargs), result)
         elif func in BROADCASTS and (
             len(data) > 1 or self._is_marked(data[0]) or result.dim() > data[0].dim()
         ):
@@ -171,7 +176,8 @@ class Data(Marks):
                 after = looked_up(func, args, kwargs, source, layout)
             else:
                 after = follow(func, args, kwargs, source, layout, result)
-            if after is None and layout is not None and func in MOVES:
+            decides = func in MOVES or type(func) in OPAQUE
+            if after is None and layout is not None and decides:
                 # Where nothing else has the batch's size, shape can decide after all.
                 alone = self._is_distinct(source) and self._is_distinct(result)
                 if alone and layout.plain and self.has_example_axis(result):
@@ -325,21 +331,25 @@ class Data(Marks):
             kept.append((tensor, layout.along(result.dim() - axis)))
         return self._product(kept, result)
 
-    def _contracted(self, args: tuple[Any, ...], result: Tensor) -> Examples | None:
-        """Return the layout of a contraction in Einstein's notation."""
+    def _contracted(self, operands: Sequence[Tensor], follow, result: Tensor) -> Examples | None:
+        """Return the layout of a contraction.
+
+        Args:
+            operands: of the contraction.
+            follow: called as follow(place, layout) with the place and layout of an operand, it
+                returns where the examples lie in the result; None where they are summed.
+            result: the contraction's.
+        """
         kept = []
-        for place, tensor in enumerate(operands_of(args[1:], {})):
+        for place, tensor in enumerate(operands):
             if node_of(tensor) is not None or not self.is_data(tensor):
                 continue
             layout = self.layout_of(tensor)
-            if layout is None:
-                if self._is_marked(tensor):
-                    return None
-                continue
-            after = contracted(args, place, layout)
-            if after is None:
+            after = None if layout is None else follow(place, layout)
+            if after is not None:
+                kept.append((tensor, after))
+            elif layout is not None or self._is_marked(tensor):
                 return None
-            kept.append((tensor, after))
         return self._product(kept, result)
 
     def _product(self, kept: list[tuple[Tensor, Examples]], result: Tensor) -> Examples | None:

@@ -139,6 +139,24 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
     return layout.along(out.index(letter)) if letter in out else None
 
 
+def tensordot(args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
+    """What is left of the first operand's axes, and behind them of the second's."""
+    first, second = args[:2]
+    dims = argument_of((*args, 2), kwargs, 2, "dims")
+    if isinstance(dims, Tensor):
+        return None
+    if isinstance(dims, int):
+        dims = range(first.dim() - dims, first.dim()), range(dims)
+    summed = [[axes] if isinstance(axes, int) else axes for axes in dims]
+    left = [
+        [axis for axis in range(tensor.dim()) if axis not in {a % tensor.dim() for a in axes}]
+        for tensor, axes in zip((first, second), summed, strict=True)
+    ]
+    if layout.axis not in left[place]:
+        return None
+    return layout.along(left[place].index(layout.axis) + (len(left[0]) if place else 0))
+
+
 def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
     # stride is another axis. Where two axes share a stride, one of them has size 1 or is expanded.
@@ -303,7 +321,8 @@ REINDEXES = {
 
 # Operations that may give data another layout than the contract's.
 CHANGES = frozenset().union(
-    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS
+    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS,
+    {torch.tensordot},
 )  # fmt: skip
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.

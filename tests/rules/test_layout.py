@@ -238,18 +238,25 @@ def test_reordered_examples_are_followed_or_refused(there, back):
 
 
 # What lays the examples along another axis, (B, B, 4) like what it is given.
-UNKNOWN = {
+PRODUCTS = {
     "tensordot": lambda h, c: torch.tensordot(c, h, dims=([1], [1])),
-    "overload": lambda h, c: torch.ops.aten.transpose.int(h, 0, 1),
     "linear": lambda h, c: nn.functional.linear(c, h[:, 0, :3]).unsqueeze(-1).expand(-1, -1, 4),
 }
 
 
-@pytest.mark.parametrize("move", UNKNOWN.values(), ids=UNKNOWN)
-def test_axes_that_nobody_follows(move):
+@pytest.mark.parametrize("move", PRODUCTS.values(), ids=PRODUCTS)
+def test_axes_of_products(move):
+    check_operation(
+        lambda m, x: m.second(move(m.first(x), torch.eye(BATCH).double())).transpose(0, 1),
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)},
+        normal(BATCH, BATCH, 4),
+    )
+
+
+def test_axes_that_nobody_follows():
     """Where two axes have the batch's size, shape does not say where the examples are."""
     check_refused(
-        lambda m, x: m.second(move(m.first(x), torch.eye(BATCH).double())).transpose(0, 1),
+        lambda m, x: m.second(torch.ops.aten.transpose.int(m.first(x), 0, 1)).transpose(0, 1),
         {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)},
         normal(BATCH, BATCH, 4),
         error=gs.ExampleAxisError,
