@@ -70,7 +70,10 @@ class Monitor:
 
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
-    accumulated, p_i and what follows from it are taken within each micro-batch.
+    accumulated, p_i and what follows from it are taken within each micro-batch. Where examples
+    weigh differently (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the
+    tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², and Ĝ² the weighted mean of
+    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j.
 
     Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of, noise
+from tests.monitor.expected import (
+    assert_metrics,
+    gradient_rows,
+    metrics_of,
+    noise,
+    weighted_tests,
+)
 from tests.oracle import assert_unchanged, oracle_gradients, snapshot
 
 B = 6
@@ -79,7 +85,7 @@ def test_explicit_weights(model, alignment):
     monitor = gs.Monitor(model, every=1, alignment=alignment)
     with monitor.step(batch_size=B, weights=weights):
         (losses_of(model, batch) * weights).sum().backward()
-    metrics, share = monitor.metrics(), (weights / weights.sum()).double().numpy()
+    metrics, share = monitor.metrics(), (weights.double() / weights.double().sum()).numpy()
     gram = rows @ rows.T
     products = np.outer(share, share)
     apart = ~np.eye(B, dtype=bool)
@@ -87,6 +93,9 @@ def test_explicit_weights(model, alignment):
     assert metrics["gns/g2"] == pytest.approx(gradient)
     assert metrics["gns/tr_sigma"] == pytest.approx(share @ gram.diagonal() - gradient)
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(weights.double().numpy() @ rows))
+    for name, value in weighted_tests(rows, share).items():
+        assert (name in metrics) == alignment
+        assert not alignment or metrics[name] == pytest.approx(value, rel=1e-9)
     np.testing.assert_allclose(
         np.sort([record.norm for record in monitor.examples(B)]),
         np.sort(np.sqrt(gram.diagonal())),
