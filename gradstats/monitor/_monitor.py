@@ -84,9 +84,10 @@ class Monitor:
         every: measure one step in so many.
         loss_reduction: how the scalar is formed, which defines ℓ_i and cannot be detected. "mean":
             (1/B) Σ ℓ_i over the micro-batch, divided by K where K are accumulated. "sum": Σ ℓ_i,
-            divided likewise. "step_mean": the scalars of all micro-batches and processes of the
-            optimizer step add up to the (1/N) Σ ℓ_i of all its N examples (a mean over the tokens
-            of the whole step: ℓ_i is N / #tokens times the sum of its token losses).
+            divided likewise. "step_mean": the scalars, added up over the micro-batches of the
+            optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
+            examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
+            step: ℓ_i is N / #tokens times the sum of its token losses).
         optimizer: the optimizer; its learning rates weigh ``self_influence``.
         scaler: the torch.amp.GradScaler; its scale is divided out.
         alignment: measure p_i too.
