@@ -73,7 +73,9 @@ class Monitor:
     accumulated, p_i and what follows from it are taken within each micro-batch. Where examples
     weigh differently (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the
     tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², and Ĝ² the weighted mean of
-    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j.
+    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j. Stiffness is averaged over pairs of which neither gradient is zero.
+    Where an example's gradient is not finite, what takes all examples or pairs of the step together
+    is NaN, and the averages over steps leave the step out.
 
     Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
@@ -406,7 +408,7 @@ class Monitor:
         if step.alignment is not None:
             along = step.batch == step.batch[position]
             square = np.average(step.alignment[along], weights=step.weight[along])
-            if square > 0:
+            if 0 < square < math.inf:
                 alignment = float(step.alignment[position] / math.sqrt(square))
         layer, share = measured.largest_part(position)
         return ExampleRecord(

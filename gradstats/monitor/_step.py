@@ -212,6 +212,9 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
     """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero.
 
+    Cosine and sign are averaged over pairs of which neither gradient is zero. All are NaN where a
+    product is not finite.
+
     Args:
         gram: (B, B) products of weighted gradients.
         weight: (B,), or one number for all.
@@ -223,13 +226,15 @@ def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
         return gram.new_full((GRAM_STATISTICS,), torch.nan)
     apart = ~torch.eye(size, dtype=torch.bool, device=gram.device)
     norm = gram.diagonal().sqrt()
-    pairs = gram.masked_fill(~apart, 0)
-    count = size * (size - 1)
-    return torch.stack(
+    lengths = norm[:, None] * norm
+    known = apart & (lengths > 0)
+    count = known.sum()
+    statistics = torch.stack(
         [
-            (pairs / (norm[:, None] * norm)).nansum() / count,
-            pairs.sign().sum() / count,
-            gram.masked_fill(~apart, torch.inf).min(),
-            (pairs < 0).double().sum() / count,
+            (gram / lengths).where(known, 0).sum() / count,
+            gram.sign().where(known, 0).sum() / count,
+            gram.where(apart, torch.inf).min(),
+            (apart & (gram < 0)).sum(dtype=torch.float64) / (size * (size - 1)),
         ]
     )
+    return statistics.where(gram.isfinite().all(), torch.nan)

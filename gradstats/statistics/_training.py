@@ -106,7 +106,7 @@ def inner_product_test(step: StepGradients) -> float:
         size, square = 1 / float(weight @ weight), float(weight @ alignment)
         if size > 1:
             above += float(weight @ (alignment - square) ** 2) * size / (size - 1)
-            below += size * square**2
+            below += size * square * square
     return _root(_ratio(above, below))
 
 
@@ -124,7 +124,7 @@ def orthogonality_test(step: StepGradients) -> float:
         if size > 1:
             # Not negative by Cauchy and Schwarz, but for rounding.
             across = float(weight @ sqnorm) - _ratio(float(weight @ alignment**2), square)
-            above += (max(across, 0.0) if across == across else NAN) * size / (size - 1)
+            above += (max(across, 0.0) if math.isfinite(across) else NAN) * size / (size - 1)
             below += size * square
     return _root(_ratio(above, below))
 
@@ -135,7 +135,7 @@ def cosines_to_mean(step: StepGradients) -> np.ndarray:
     for sqnorm, alignment, weight in _batches(step):
         square = float(weight @ alignment)
         with np.errstate(divide="ignore", invalid="ignore"):
-            cosines.append(alignment / np.sqrt(sqnorm * (square if square > 0 else NAN)))
+            cosines.append(alignment / np.sqrt(sqnorm * (square if 0 < square < math.inf else NAN)))
     return np.concatenate(cosines)
 
 
@@ -143,11 +143,13 @@ def fraction_against(step: StepGradients) -> float:
     """Return the share of examples with ⟨g_i, mean of the others⟩ < 0, within micro-batches.
 
     (p_i − w_i n_i) / (1 − w_i), for a plain mean (B p_i − n_i) / (B − 1): without the example's
-    product with itself, which is positive whatever the others do.
+    product with itself, which is positive whatever the others do. NaN where a product is.
     """
-    against = [alignment < weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
-    kept = [rows for rows in against if len(rows) > 1]
-    return float(np.concatenate(kept).mean()) if kept else NAN
+    beyond = [alignment - weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
+    kept = [rows for rows in beyond if len(rows) > 1]
+    if not kept or not all(np.isfinite(rows).all() for rows in kept):
+        return NAN
+    return float((np.concatenate(kept) < 0).mean())
 
 
 class RunningRatio:

@@ -711,3 +711,61 @@ def test_checkpoints(model, reentrant):
         checkpointed(model, batch).mean().backward()
     names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
     assert_metrics(monitor.metrics(), {k: v for k, v in metrics_of(rows).items() if k in names})
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e200])
+def test_one_example_without_a_gradient_leaves_no_estimate(model, value):
+    """What is counted or averaged over all examples or pairs is NaN where one of them is."""
+    batch = batch_of()
+    model[1] = nn.Identity()
+    batch[0][2] = value
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    undefined = (
+        "align/mean_cos_to_mean", "align/fraction_negative", "inner_test/theta", "ortho_test/nu",
+        "stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative",
+    )  # fmt: skip
+    assert {name: metrics[name] for name in undefined if not math.isnan(metrics[name])} == {}
+    assert metrics["nonfinite/examples"] == 1
+
+
+def test_squares_of_products_that_overflow_do_not_stop_a_run(model):
+    batch = batch_of()
+    model[1] = nn.Identity()
+    batch[0][2] = 1e80
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["nonfinite/examples"] == 0 and metrics["example_grad_norm/max"] > 1e79
+    assert math.isnan(metrics["ortho_test/nu"])
+
+
+def test_stiffness_is_that_of_pairs_that_have_gradients(model):
+    """Examples without a gradient have no cosine and no sign; products of zero are not negative."""
+    batch = batch_of()
+    factor = torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=torch.float64)
+
+    def some(model, batch):
+        return losses_of(model, batch) * factor
+
+    rows = gradient_rows(model, batch, some)
+    kept = metrics_of(rows[factor.numpy() > 0])
+    gram = rows @ rows.T
+    pairs = gram[~np.eye(B, dtype=bool)]
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        some(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["stiffness/cos"] == pytest.approx(kept["stiffness/cos"], rel=1e-9)
+    assert metrics["stiffness/sign"] == pytest.approx(kept["stiffness/sign"], rel=1e-9)
+    assert metrics["confusion/fraction_negative"] == pytest.approx((pairs < 0).mean())
+    monitor = gs.Monitor(model, every=1, gram=True)
+    factor = torch.tensor([1.0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    model.zero_grad()
+    with monitor.step(batch_size=B):
+        some(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert math.isnan(metrics["stiffness/cos"]) and math.isnan(metrics["stiffness/sign"])
