@@ -27,6 +27,8 @@ from gradstats.statistics._training import RunningRatio, cosines_to_mean
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
 WATCHED = ("grad_norm", "example_grad_norm/max")
 WINDOW, FEWEST = 100, 5
+# How many spikes, and how many examples whose gradient was not finite, are remembered.
+SPIKES, NONFINITE = 200, 1000
 STATE_VERSION = 1
 
 
@@ -154,9 +156,9 @@ class Monitor:
         self._spike_factor, self._top, self._clip = spike, top, clip
         self.process_group = process_group
         self.steps = 0
-        self._spikes: list[Spike] = []
+        self._spikes: deque[Spike] = deque(maxlen=SPIKES)
         self._self_influence = RunningSelfInfluence()
-        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=NONFINITE)
         self._history: dict[str, list[float]] = {}
         self._decay = decay
         self._ratios: dict[str, RunningRatio] = {}
@@ -208,9 +210,12 @@ class Monitor:
 
     @property
     def spikes(self) -> list[Spike]:
-        """The steps at which a norm stood out."""
+        """The steps at which a norm stood out, the last 200 of them.
+
+        Of steps at which a norm was not finite, one after the other, the first.
+        """
         self._settle()
-        return self._spikes
+        return list(self._spikes)
 
     @property
     def nonfinite(self) -> deque[tuple[int, int]]:
@@ -306,9 +311,9 @@ class Monitor:
         self_influence = RunningSelfInfluence()
         self_influence.load_state_dict(state["self_influence"])
         recent = {name: deque(state["recent"][name], maxlen=WINDOW) for name in WATCHED}
-        spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        spikes = deque(map(Spike.from_state, state["spikes"]), maxlen=SPIKES)
         history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=NONFINITE)
         counts = state["steps"], state["undefined"], state["nonfinite_steps"]
         # All of it was there: nothing is lost to a state that is not whole.
         self.steps, self._undefined, self._nonfinite_steps = counts
@@ -390,6 +395,9 @@ class Monitor:
             typical = median(recent) if len(recent) >= FEWEST else math.nan
             if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
+                before = self._history.get(name, [0.0])[-1]
+                if not (math.isfinite(value) or math.isfinite(before)):
+                    continue
                 examples = self.examples(self._top)
                 if self._options.alignment:
                     examples += self.examples(self._top, by="alignment")

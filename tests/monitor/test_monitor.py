@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.monitor._monitor import WATCHED
 from tests.monitor.expected import (
     assert_metrics,
     gradient_rows,
@@ -411,6 +412,39 @@ def test_gradients_that_are_not_finite_are_counted_and_named(model):
     assert metrics["example_grad_norm/mean"] > 0
     assert metrics["gns/b_simple"] == pytest.approx(before["gns/b_simple"], nan_ok=True)
     assert monitor.examples(1)[0].id == 10
+
+
+def test_steps_that_are_not_finite_one_after_the_other_are_one_spike(model):
+    monitor = gs.Monitor(model, every=1, alignment=False, top=1)
+    inputs, labels = batch_of()
+    spoilt = inputs.clone()
+    spoilt[3] = math.nan
+    for step in range(9):
+        if step == 5:
+            # Resumed in the middle of a stretch.
+            state, monitor = monitor.state_dict(), gs.Monitor(model, every=1, top=1)
+            monitor.load_state_dict(state)
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            losses_of(model, (spoilt if step not in (2, 7) else inputs, labels)).mean().backward()
+        assert monitor.metrics()["spike"] == (step not in (2, 7))
+    assert [spike.step for spike in monitor.spikes] == [0, 3, 8]
+    assert [spike.examples[0].position for spike in monitor.spikes] == [3, 3, 3]
+
+
+def test_only_the_last_spikes_are_kept(model, monkeypatch):
+    monkeypatch.setattr("gradstats.monitor._monitor.SPIKES", 3)
+    monitor = gs.Monitor(model, every=1, alignment=False, top=1)
+    inputs, labels = batch_of()
+    for step in range(12):
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            (losses_of(model, (inputs, labels)) * (math.nan if step % 2 else 1)).mean().backward()
+    named = [(spike.step, spike.quantity) for spike in monitor.spikes]
+    assert named == [(9, WATCHED[1]), (11, WATCHED[0]), (11, WATCHED[1])]
+    again = gs.Monitor(model, every=1)
+    again.load_state_dict(monitor.state_dict())
+    assert str(again.spikes) == str(monitor.spikes)
 
 
 def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_path):
