@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -300,6 +300,10 @@ class Monitor:
 
         What another choice of options left out of it starts anew.
         """
+        if not isinstance(state, Mapping):
+            raise TrackingError(
+                f"state is {type(state).__name__}, expected what monitor.state_dict() returned."
+            )
         if state.get("version") != STATE_VERSION:
             raise TrackingError(
                 f"the monitor's state has version {state.get('version')!r}, expected "

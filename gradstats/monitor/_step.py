@@ -16,8 +16,9 @@ from gradstats.capture._uses import Settings
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._measured import GRAM_STATISTICS, Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
+from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
-from gradstats.statistics._norms import check_workspace, together_for
+from gradstats.statistics._norms import together_for
 
 
 class Collector:

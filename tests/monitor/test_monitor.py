@@ -600,11 +600,20 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m).examples(-1), "k is -1"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(1, 2)), "micro-batch 0 was expected"),
         (lambda m: gs.Monitor(m).examples(by="loss"), "by is 'loss'"),
+        (lambda m: gs.Monitor(m).self_influence.top(-1), "k is -1"),
+        (lambda m: gs.Monitor(m).self_influence.top("a"), "k is 'a'"),
+        (lambda m: gs.Monitor(m).load_state_dict(None), "state is NoneType"),
     ],
 )
 def test_bad_arguments(model, call, message):
     with pytest.raises(gs.TrackingError, match=message):
         call(model)
+
+
+@pytest.mark.parametrize("name", ["layers", "parameters", "exclude"])
+def test_patterns_that_are_none(model, name):
+    with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):
+        gs.Monitor(model, **{name: 3})
 
 
 def test_ids_are_looked_at_before_the_model_is_touched(model):
