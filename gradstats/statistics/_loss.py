@@ -205,10 +205,10 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
             raise LossShapeError(
                 f"weights are {reprlib.repr(weights)} ({error}), {expected}."
             ) from error
-        if tuple(weights.shape) != (batch_size,) or weights.is_complex():
-            raise LossShapeError(
-                f"weights have shape {tuple(weights.shape)} and dtype {weights.dtype}, {expected}."
-            )
+        if weights.is_complex():
+            raise LossShapeError(f"weights have dtype {weights.dtype}, {expected}.")
+        if tuple(weights.shape) != (batch_size,):
+            raise LossShapeError(f"weights have shape {tuple(weights.shape)}, {expected}.")
         if not bool((weights.isfinite() & (weights != 0)).all()):
             raise LossShapeError(
                 f"weights are {reprlib.repr(weights.tolist())}, {expected}. An example of weight "
