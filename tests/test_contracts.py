@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -214,6 +215,18 @@ def test_options(model, batch, options, error, message):
     [
         ({"batch_size": 0}, gs.ExampleAxisError, "batch_size is 0"),
         ({"batch_size": 5.0}, gs.ExampleAxisError, "batch_size is 5.0"),
+        ({"batch_size": True}, gs.ExampleAxisError, "batch_size is True"),
+        (
+            {"batch_size": B, "scaler": 3},
+            gs.TrackingError,
+            "scaler is 3, expected a torch.amp.GradScaler",
+        ),
+        ({"batch_size": B, "weights": [1.0, 1, 1, 1, float("nan")]}, gs.LossShapeError, "finite"),
+        ({"batch_size": B, "weights": [1.0, 1, 1, 1, float("inf")]}, gs.LossShapeError, "finite"),
+        ({"batch_size": B, "weights": [1, 1, 1, 1, 1j]}, gs.LossShapeError, "real"),
+        ({"batch_size": B, "weights": "abcde"}, gs.LossShapeError, "weights are 'abcde'"),
+        ({"batch_size": B, "nonfinite": ["raise"]}, gs.TrackingError, "nonfinite is"),
+        ({"batch_size": B, "nonfinite": np.array([1, 2])}, gs.TrackingError, "nonfinite is"),
         ({"batch_size": 5, "loss_reduction": "max"}, gs.TrackingError, "loss_reduction is 'max'"),
         (
             {"batch_size": 5, "weights": torch.ones(4)},
@@ -279,3 +292,82 @@ def test_parameter_subclasses_are_refused(model, batch):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     assert type(model[0].weight) is ScaledParameter
     assert type(model[2].weight) is nn.Parameter
+
+
+CALLS = {
+    "per_example_norms": lambda m, b, f, **options: gs.per_example_norms(m, b, f, **options),
+    "inner_products": lambda m, b, f, **options: gs.inner_products(m, b, m, b, f, **options),
+    "alignment": lambda m, b, f, **options: gs.alignment(m, b, f, "mean", **options),
+    "verify": lambda m, b, f, **options: gs.verify(m, b, f, **options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_arguments_that_are_none(call, model, batch):
+    losses = per_example_cross_entropy
+    for options in ({}, {"cu_seqlens": torch.tensor([0, 2, 5])}):
+        with pytest.raises(gs.TrackingError, match=r"model.* is NoneType, expected a torch\.nn"):
+            call(None, batch, losses, **options)
+    with pytest.raises(gs.TrackingError, match="loss_fn is NoneType, expected a function"):
+        call(model, batch, None)
+    for name in ("parameters", "exclude"):
+        for value in (3, [3]):
+            with pytest.raises(gs.CoverageError, match=rf"{name} is .*3.*, expected an fnmatch"):
+                call(model, batch, losses, **{name: value})
+    with pytest.raises(gs.ExampleAxisError, match="cu_seqlens is 'abc'"):
+        call(model, batch, losses, cu_seqlens="abc")
+    before = snapshot(model)
+    with torch.inference_mode(), pytest.raises(gs.TrackingError, match="inference_mode"):
+        call(model, batch, losses)
+    assert_unchanged(model, before)
+
+
+def test_the_second_model_is_looked_at(model, batch):
+    with pytest.raises(gs.TrackingError, match="model_b is NoneType"):
+        gs.inner_products(model, batch, None, batch, per_example_cross_entropy)
+    with pytest.raises(gs.ExampleAxisError, match=r"cu_seqlens has 3 entries.* pair"):
+        gs.inner_products(
+            model, batch, model, batch, per_example_cross_entropy, cu_seqlens=(None, None, None)
+        )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tolerance": "a"}, "tolerance is 'a'"),
+        ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"examples": True}, "examples is True"),
+        ({"examples": 2.0}, "examples is 2.0"),
+    ],
+)
+def test_verify_options(model, batch, options, message):
+    with pytest.raises(gs.TrackingError, match=message):
+        gs.verify(model, batch, per_example_cross_entropy, **options)
+
+
+def test_integers_of_numpy_are_integers(model, batch):
+    report = gs.verify(model, batch, per_example_cross_entropy, examples=np.int64(2))
+    assert report.ok
+    expected = gs.per_example_norms(model, batch, per_example_cross_entropy).norm
+    options = {"batch_dim": np.int32(0), "workspace": np.int64(2**20)}
+    stats = gs.per_example_norms(model, batch, per_example_cross_entropy, **options)
+    torch.testing.assert_close(stats.norm, expected)
+    with gs.track(model, batch_size=np.int64(B), **options) as tracker:
+        tracker.backward(per_example_cross_entropy(model, batch))
+    torch.testing.assert_close(tracker.stats.norm, expected)
+    monitor = gs.Monitor(model, every=np.int64(1), top=np.int64(2))
+    model.zero_grad()
+    with monitor.step(np.int64(B), accumulation=(np.int64(0), np.int64(1))):
+        per_example_cross_entropy(model, batch).mean().backward()
+    assert monitor.metrics()["example_grad_norm/max"] == pytest.approx(expected.max().item())
+
+
+def test_tracking_needs_recorded_gradients(model):
+    with torch.inference_mode():
+        with pytest.raises(gs.TrackingError, match="inference_mode"):
+            with gs.track(model, batch_size=B):
+                raise AssertionError("not reached")
+        monitor = gs.Monitor(model)
+        with pytest.raises(gs.TrackingError, match="inference_mode"):
+            with monitor.step(batch_size=B):
+                raise AssertionError("not reached")

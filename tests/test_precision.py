@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import gradstats as gs
 from gradstats import _cost, contractions
 from gradstats._factors import Outer, Rows, Vector
 from gradstats.contractions import _outer
@@ -117,3 +118,75 @@ def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
     assert_exact(
         contractions.sqnorm([vector], WORKSPACE), Vector(vector.values.double(), (300,)), rtol=1e-5
     )
+
+
+def tiny_losses(model, batch):
+    """Losses whose gradients are sigmoid(−z): the smaller, the more certain the model is."""
+    x, z = batch
+    logits = model(x).flatten(1).sum(1) - z
+    return torch.nn.functional.softplus(logits)
+
+
+CONFIDENT = [10.0, 44, 48, 50, 52, 60, 70]
+
+
+@pytest.mark.parametrize("positions", [None, 1, 5])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_norms_whose_squares_float32_cannot_hold(positions, hidden):
+    """Every norm is within the bound that is stated of its square, which is tight in range."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)] if hidden else []
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
+    torch.nn.init.zeros_(model[-1].bias)
+    model[-1].weight.data.mul_(1e-3)
+    x = torch.randn(len(CONFIDENT), *([] if positions is None else [positions]), 8)
+    batch = x, torch.tensor(CONFIDENT)
+    stats = gs.per_example_norms(model, batch, tiny_losses)
+    parameters = list(model.parameters())
+    for number, (norm, square) in enumerate(zip(stats.norm, stats.sqnorm, strict=True)):
+        # Plain float32 gradients are the input here; only their squares leave the range.
+        gradients = torch.autograd.grad(tiny_losses(model, batch)[number], parameters)
+        expected = torch.cat([g.flatten() for g in gradients]).double().norm().item()
+        bound = stats.error_bound[number].item()
+        if expected > 1e-19:
+            assert bound < 1e-5
+        else:
+            assert bound > 3e-7
+        if norm > 0:
+            assert abs((norm.item() / expected) ** 2 - 1) <= bound + 2e-6
+            assert abs(square.item() / expected**2 - 1) <= bound + 2e-6
+        else:
+            assert bound == 0 and expected < 1e-21
+
+
+def test_a_norm_is_not_the_root_of_a_rounded_square():
+    """One position: both sides of the product are in range, and so is the norm."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    x = torch.full((2, 4), 1e-12)
+    stats = gs.per_example_norms(model, x, lambda model, x: 1e-12 * model(x).sum(1))
+    torch.testing.assert_close(stats.norm, torch.full((2,), 2e-24), rtol=1e-6, atol=0)
+    assert (stats.sqnorm == 0).all() and (stats.error_bound > 1).all()
+
+
+def test_zero_gradients_are_exact():
+    model = torch.nn.Linear(4, 2)
+    stats = gs.per_example_norms(model, torch.randn(3, 4), lambda m, x: 0 * m(x).sum(1))
+    assert (stats.norm == 0).all() and (stats.error_bound == 0).all()
+
+
+def test_squares_that_overflow_are_not_called_infinite_gradients():
+    model = torch.nn.Linear(3, 2)
+    x = torch.ones(2, 3)
+    x[0] = 1e20
+
+    def losses(model, x):
+        return model(x).sum(1)
+
+    with pytest.raises(gs.NonFiniteGradientError, match=r"example \[0\].*overflowed float32"):
+        gs.per_example_norms(model, x, losses)
+    x[0] = float("nan")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"gradient of example \[0\] is not finite"):
+        gs.per_example_norms(model, x, losses)
+    x[0] = 1e20
+    wide = gs.per_example_norms(model.double(), x.double(), losses)
+    assert wide.norm[0].item() == pytest.approx(6**0.5 * 1e20, rel=1e-6)

@@ -53,8 +53,8 @@ class Anatomy:
             )
         if parameters is None and not exclude:
             return trainable
-        include = _patterns(parameters) if parameters is not None else ("*",)
-        leave_out = _patterns(exclude)
+        include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
+        leave_out = patterns_of("exclude", exclude)
         for pattern in (*include, *leave_out):
             if not any(fnmatchcase(name, pattern) for name in trainable):
                 raise CoverageError(
@@ -160,8 +160,22 @@ def is_compiled(model: nn.Module) -> bool:
     return "torch._dynamo" in sys.modules and anatomy_of(model).compiled
 
 
-def _patterns(patterns: Sequence[str] | str) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the patterns that an argument holds, or raise.
+
+    Args:
+        name: of the argument.
+        patterns: what was given.
+    """
+    try:
+        found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        if all(isinstance(pattern, str) for pattern in found):
+            return found
+    except TypeError:
+        pass
+    raise CoverageError(
+        f"{name} is {patterns!r}, expected an fnmatch pattern over names, or several."
+    )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

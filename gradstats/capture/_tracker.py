@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -391,16 +392,29 @@ class Tracker(Data):
             values = values + compiled[:, VALUE]
         return values if self.loss_order is None else values[:, self.loss_order]
 
-    def error_bound(self, sqnorm: Tensor, total: Tensor) -> Tensor:
-        """Return what bounds the rounding errors of the sum over parameters, relative to it: (B,).
+    def error_bound(
+        self, sqnorm: Tensor, total: Tensor, unit: Tensor | float
+    ) -> Callable[[], Tensor]:
+        """Return what finds a bound on the rounding errors of the sum over parameters: (B,).
+
+        It is relative to the sum, and found when somebody asks: every small operation counts.
 
         Args:
             sqnorm: (parameters, B), as reported.
             total: (B,) their sum.
+            unit: what both are divided by, before they are rounded.
         """
-        results, compiled = [root.result for root in self.roots], self._compiled_reports()
-        more = None if compiled is None else compiled[:, BOUND].sum(0)
-        return relative_error(results, sqnorm, total, order=self.loss_order, more=more)
+        compiled = self._compiled_reports()
+        return partial(
+            relative_error,
+            [root.result for root in self.roots],
+            sqnorm,
+            total,
+            elements=[root.parameter.numel() for root in self.roots],
+            order=self.loss_order,
+            more=None if compiled is None else compiled[:, BOUND].sum(0),
+            unit=unit,
+        )
 
     def _compiled_reports(self) -> Tensor | None:
         """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""

@@ -26,7 +26,7 @@ from gradstats._factors import (
     compute_dtype,
     segment_sum,
 )
-from gradstats.contractions import _outer, _tiles, _triton, _triton_layers
+from gradstats.contractions import _outer, _patches, _tiles, _triton, _triton_layers
 from gradstats.contractions._elementwise import summed
 
 
@@ -185,17 +185,7 @@ def _outer_total(factor: Outer) -> Tensor:
 
 
 def _patches_total(factor: Patches) -> Tensor:
-    dtype = compute_dtype(factor.input, factor.grad)
-    geometry, spatial = factor.geometry, factor.grad.dim() - 2
-    # Only the weight's shape is read: one number stands for all of it.
-    sizes = (*factor.shape[:2], *factor.kernel)
-    weight = factor.input.new_empty(1, dtype=dtype).expand(sizes)
-    gradient = torch.ops.aten.convolution_backward(
-        factor.grad.to(dtype), factor.input.to(dtype), weight, None, geometry.stride,
-        geometry.padding, geometry.dilation, False, [0] * spatial, geometry.groups,
-        [False, True, False],
-    )[1]  # fmt: skip
-    return gradient.reshape(factor.shape)
+    return _patches.summed(factor, compute_dtype(factor.input, factor.grad))
 
 
 def _ragged_total(factor: Ragged) -> Tensor:

@@ -106,25 +106,23 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
     )
 
 
-def _total(factor: Patches) -> Tensor:
-    """Return Σ_i G_i by PyTorch's own weight gradient."""
+def summed(factor: Patches, dtype: torch.dtype) -> Tensor:
+    """Return Σ_i G_i by PyTorch's own weight gradient, its operands cast to ``dtype``."""
     geometry = factor.geometry
-    dtype = torch.promote_types(factor.input.dtype, factor.grad.dtype)
-    weight = factor.input.new_empty(1, dtype=dtype).expand(*factor.shape[:2], *factor.kernel)
+    # Only the weight's shape is read: one number stands for all of it.
+    sizes = (*factor.shape[:2], *factor.kernel)
+    weight = factor.input.new_empty(1, dtype=dtype).expand(sizes)
     total = torch.ops.aten.convolution_backward(
-        factor.grad.to(dtype),
-        factor.input.to(dtype),
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0] * len(geometry.stride),
-        geometry.groups,
+        factor.grad.to(dtype), factor.input.to(dtype), weight, None, geometry.stride,
+        geometry.padding, geometry.dilation, False, [0] * len(geometry.stride), geometry.groups,
         [False, True, False],
-    )[1]
+    )[1]  # fmt: skip
     return total.reshape(factor.shape)
+
+
+def _total(factor: Patches) -> Tensor:
+    """Return Σ_i G_i in the operands' own precision, as a training step has it."""
+    return summed(factor, torch.promote_types(factor.input.dtype, factor.grad.dtype))
 
 
 def _direct(factor: Patches, workspace: int, *, with_sum: bool):

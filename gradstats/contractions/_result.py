@@ -13,6 +13,10 @@ from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Factor
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
+# The smallest positive number: a square below the range of normal numbers is a multiple of it.
+SMALLEST = {
+    dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
+}
 
 
 @dataclass
@@ -40,16 +44,25 @@ class WellConditioned(Contraction):
         norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
             the value; none where the value is known.
         dtype: the accumulation dtype.
+        width: the larger number of elements that one of the norms is taken over; 0 without norms.
     """
 
-    def __init__(self, norms: tuple[Tensor, ...], dtype: torch.dtype, value: Tensor | None = None):
+    def __init__(
+        self,
+        norms: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        *,
+        width: int = 0,
+        value: Tensor | None = None,
+    ):
         self.norms = norms
         self.dtype = dtype
+        self.width = width
         self._value = value
 
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
-        return WellConditioned(self.norms[:1], self.dtype)
+        return WellConditioned(self.norms[:1], self.dtype, width=self.width)
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
@@ -111,34 +124,56 @@ def relative_error(
     values: Tensor,
     total: Tensor,
     *,
+    elements: Sequence[int],
     order: Tensor | None = None,
     more: Tensor | None = None,
+    unit: Tensor | float = 1.0,
 ) -> Tensor:
     """Return what bounds the rounding errors of a sum of results, relative to it: (B,).
+
+    Zero where the sum is zero. Squares that leave the range of normal numbers keep few digits or
+    none; what that loses is counted for as many squares as there are elements, and for two norms
+    that are multiplied for the elements of either, times the other's square.
 
     Args:
         results: with None for zeros.
         values: what ``stack`` returned of them, with the examples in ``order``.
         total: (B,) the sum of ``values``.
+        elements: of the gradients that the results are squared norms of.
         order: (B,) the example whose column of ``values`` it is; None where none was moved.
         more: (B,) float64, bound of what else is in ``values``.
+        unit: what the sum is divided by before it is rounded to the accumulation dtype.
     """
     rows: dict[torch.dtype, list[int]] = {}
     absolute = [] if more is None else [more]
-    for row, result in enumerate(results):
+    products: list[Tensor] = []
+    # One for the rounding of the sum itself.
+    widest, squares = 0, 1.0 * unit
+    for row, (result, count) in enumerate(zip(results, elements, strict=True)):
         if isinstance(result, WellConditioned):
             rows.setdefault(result.dtype, []).append(row)
+            if len(result.norms) == 2:
+                products += result.norms
+                widest = max(widest, result.width)
+                continue
         elif result is not None:
             absolute.append(result.bound.to(values.device))
+        squares = squares + count
+    smallest = SMALLEST[torch.float64 if set(rows) == {torch.float64} else torch.float32]
+    lost = squares * smallest
+    if products:
+        sides = torch.stack([norm.to(values.device) for norm in products])
+        others = torch.linalg.vector_norm(sides, dim=0, dtype=torch.float64).square_()
+        lost = (others if order is None else others[order]).mul_(widest * smallest).add_(lost)
     if not absolute and len(rows) == 1:
         (dtype,) = rows
-        return torch.where(total > 0, relative_bound(dtype), 0.0)
+        return torch.where(total > 0, lost / total + relative_bound(dtype), 0.0)
     bound = torch.zeros_like(total)
     for dtype, chosen in rows.items():
         bound += relative_bound(dtype) * values[chosen].sum(0)
     for each in absolute:
         bound += each if order is None else each[order]
-    return torch.where(bound > 0, bound / total, 0.0)
+    return torch.where(total > 0, (bound + lost) / total, 0.0)
 
 
 @dataclass(eq=False)
@@ -158,7 +193,7 @@ class Fused:
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     """Return a result whose terms are squares, given its value."""
-    return WellConditioned((), dtype, value)
+    return WellConditioned((), dtype, value=value)
 
 
 def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:

@@ -22,7 +22,8 @@ def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
     if values.dim() == 1:
         values = values.unsqueeze(1)
     if values.dim() == 2:
-        return WellConditioned((torch.linalg.vector_norm(values, dim=1, dtype=dtype),), dtype)
+        norms = (torch.linalg.vector_norm(values, dim=1, dtype=dtype),)
+        return WellConditioned(norms, dtype, width=values.shape[1])
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
+from gradstats.statistics._arguments import check_scaler, check_workspace, integer
 from gradstats.statistics._loss import loss_weights
-from gradstats.statistics._norms import check_workspace
 
 
 def check_monitor(
@@ -20,14 +20,14 @@ def check_monitor(
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
-    optimizes = optimizer is None or _is_object_with(optimizer, "param_groups")
-    scales = scaler is None or _is_object_with(scaler, "scale")
+    optimizes = optimizer is None or (
+        hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
+    )
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
         ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer, an object of it"),
-        ("scaler", scaler, scales, "a torch.amp.GradScaler, an object of it"),
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
         ("top", top, is_count(top), "a number of examples"),
@@ -35,6 +35,7 @@ def check_monitor(
     ):
         if not is_good:
             raise TrackingError(f"{name} is {value!r}, expected {expected}.")
+    check_scaler(scaler)
     check_workspace(workspace)
 
 
@@ -77,12 +78,9 @@ def checked_ids(ids, batch_size: int) -> Tensor:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    number = integer(value)
+    return number is not None and number >= 0
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_object_with(value: Any, attribute: str) -> bool:
-    return not isinstance(value, type) and hasattr(value, attribute)

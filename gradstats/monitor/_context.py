@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradstats.capture._tracker import Tracker
 from gradstats.monitor._arguments import checked_ids, checked_weights
+from gradstats.statistics._arguments import check_recording
 from gradstats.statistics._loss import check_batch_size
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class MonitorStep:
         collector = monitor._collector
         if collector is None:
             return
-        check_batch_size(self._batch_size)
+        check_recording()
+        self._batch_size = check_batch_size(self._batch_size)
         if self._weights is not None:
             self._weights = checked_weights(self._weights, self._batch_size)
         if self._ids is not None:

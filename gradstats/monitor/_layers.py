@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from gradstats.capture._selection import patterns_of
 from gradstats.errors import CoverageError
 
 
@@ -22,7 +23,7 @@ class Layers:
     """
 
     def __init__(self, parameters: Sequence[str], patterns: Sequence[str] | str | None):
-        wanted = [patterns] if isinstance(patterns, str) else list(patterns or ())
+        wanted = () if patterns is None else patterns_of("layers", patterns)
         paths = [_layer(name, wanted) for name in parameters]
         for pattern in wanted:
             if not any(_layer(name, [pattern]) for name in parameters):

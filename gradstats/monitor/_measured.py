@@ -31,7 +31,7 @@ H_BATCHES, H_MEASURED, H_SCALE, H_STALE, H_TWICE = range(5)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
 GRAM_STATISTICS, LEAST = 4, 2
 
-# What the micro-batches' scalars add up to, with N examples in the whole step:
+# How the scalar of a micro-batch is formed; ``Monitor`` has the formulas.
 REDUCTIONS = ("mean", "sum", "step_mean")
 MAX_ID = 2**53
 

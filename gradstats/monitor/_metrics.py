@@ -44,16 +44,16 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
         else math.nan,
     }
     if step.alignment is not None:
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             cosines = cosines_to_mean(step)
             metrics["inner_test/theta"] = inner_product_test(step)
             metrics["ortho_test/nu"] = orthogonality_test(step)
+            metrics["align/fraction_negative"] = fraction_against(step)
         known = cosines[np.isfinite(cosines)]
         metrics["align/mean_cos_to_mean"] = float(known.mean()) if len(known) else math.nan
         metrics["align/mean_cos_to_mean_se"] = (
             float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
         )
-        metrics["align/fraction_negative"] = fraction_against(step)
     if measured.gram is not None:
         names = ("stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative")
         metrics |= dict(zip(names, measured.gram.tolist(), strict=True))

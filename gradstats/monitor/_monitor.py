@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,6 +27,8 @@ from gradstats.statistics._training import RunningRatio, cosines_to_mean
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
 WATCHED = ("grad_norm", "example_grad_norm/max")
 WINDOW, FEWEST = 100, 5
+# How many spikes, and how many examples whose gradient was not finite, are remembered.
+SPIKES, NONFINITE = 200, 1000
 STATE_VERSION = 1
 
 
@@ -70,7 +72,12 @@ class Monitor:
 
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
-    accumulated, p_i and what follows from it are taken within each micro-batch.
+    accumulated, p_i and what follows from it are taken within each micro-batch. Where examples
+    weigh differently (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the
+    tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², and Ĝ² the weighted mean of
+    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j. Stiffness is averaged over pairs of which neither gradient is zero.
+    Where an example's gradient is not finite, what takes all examples or pairs of the step together
+    is NaN, and the averages over steps leave the step out.
 
     Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
@@ -81,9 +88,10 @@ class Monitor:
         every: measure one step in so many.
         loss_reduction: how the scalar is formed, which defines ℓ_i and cannot be detected. "mean":
             (1/B) Σ ℓ_i over the micro-batch, divided by K where K are accumulated. "sum": Σ ℓ_i,
-            divided likewise. "step_mean": the scalars of all micro-batches and processes of the
-            optimizer step add up to the (1/N) Σ ℓ_i of all its N examples (a mean over the tokens
-            of the whole step: ℓ_i is N / #tokens times the sum of its token losses).
+            divided likewise. "step_mean": the scalars, added up over the micro-batches of the
+            optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
+            examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
+            step: ℓ_i is N / #tokens times the sum of its token losses).
         optimizer: the optimizer; its learning rates weigh ``self_influence``.
         scaler: the torch.amp.GradScaler; its scale is divided out.
         alignment: measure p_i too.
@@ -148,9 +156,9 @@ class Monitor:
         self._spike_factor, self._top, self._clip = spike, top, clip
         self.process_group = process_group
         self.steps = 0
-        self._spikes: list[Spike] = []
+        self._spikes: deque[Spike] = deque(maxlen=SPIKES)
         self._self_influence = RunningSelfInfluence()
-        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=NONFINITE)
         self._history: dict[str, list[float]] = {}
         self._decay = decay
         self._ratios: dict[str, RunningRatio] = {}
@@ -202,9 +210,12 @@ class Monitor:
 
     @property
     def spikes(self) -> list[Spike]:
-        """The steps at which a norm stood out."""
+        """The steps at which a norm stood out, the last 200 of them.
+
+        Of steps at which a norm was not finite, one after the other, the first.
+        """
         self._settle()
-        return self._spikes
+        return list(self._spikes)
 
     @property
     def nonfinite(self) -> deque[tuple[int, int]]:
@@ -289,6 +300,10 @@ class Monitor:
 
         What another choice of options left out of it starts anew.
         """
+        if not isinstance(state, Mapping):
+            raise TrackingError(
+                f"state is {type(state).__name__}, expected what monitor.state_dict() returned."
+            )
         if state.get("version") != STATE_VERSION:
             raise TrackingError(
                 f"the monitor's state has version {state.get('version')!r}, expected "
@@ -300,9 +315,9 @@ class Monitor:
         self_influence = RunningSelfInfluence()
         self_influence.load_state_dict(state["self_influence"])
         recent = {name: deque(state["recent"][name], maxlen=WINDOW) for name in WATCHED}
-        spikes = [Spike.from_state(saved) for saved in state["spikes"]]
+        spikes = deque(map(Spike.from_state, state["spikes"]), maxlen=SPIKES)
         history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=1000)
+        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=NONFINITE)
         counts = state["steps"], state["undefined"], state["nonfinite_steps"]
         # All of it was there: nothing is lost to a state that is not whole.
         self.steps, self._undefined, self._nonfinite_steps = counts
@@ -384,6 +399,9 @@ class Monitor:
             typical = median(recent) if len(recent) >= FEWEST else math.nan
             if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
+                before = self._history.get(name, [0.0])[-1]
+                if not (math.isfinite(value) or math.isfinite(before)):
+                    continue
                 examples = self.examples(self._top)
                 if self._options.alignment:
                     examples += self.examples(self._top, by="alignment")
@@ -402,7 +420,7 @@ class Monitor:
         if step.alignment is not None:
             along = step.batch == step.batch[position]
             square = np.average(step.alignment[along], weights=step.weight[along])
-            if square > 0:
+            if 0 < square < math.inf:
                 alignment = float(step.alignment[position] / math.sqrt(square))
         layer, share = measured.largest_part(position)
         return ExampleRecord(

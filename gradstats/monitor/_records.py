@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from gradstats.errors import TrackingError
+from gradstats.monitor._arguments import is_count
+
 
 @dataclass(frozen=True)
 class ExampleRecord:
@@ -111,6 +114,8 @@ class RunningSelfInfluence:
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the k examples of largest S_i as (id, S_i), in falling order."""
+        if not is_count(k):
+            raise TrackingError(f"k is {k!r}, expected a number of examples.")
         return sorted(self.items(), key=lambda item: -item[1])[:k]
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -16,8 +16,9 @@ from gradstats.capture._uses import Settings
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._measured import GRAM_STATISTICS, Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
+from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
-from gradstats.statistics._norms import check_workspace, together_for
+from gradstats.statistics._norms import together_for
 
 
 class Collector:
@@ -212,6 +213,9 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
     """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero.
 
+    Cosine and sign are averaged over pairs of which neither gradient is zero. All are NaN where a
+    product is not finite.
+
     Args:
         gram: (B, B) products of weighted gradients.
         weight: (B,), or one number for all.
@@ -223,13 +227,15 @@ def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
         return gram.new_full((GRAM_STATISTICS,), torch.nan)
     apart = ~torch.eye(size, dtype=torch.bool, device=gram.device)
     norm = gram.diagonal().sqrt()
-    pairs = gram.masked_fill(~apart, 0)
-    count = size * (size - 1)
-    return torch.stack(
+    lengths = norm[:, None] * norm
+    known = apart & (lengths > 0)
+    count = known.sum()
+    statistics = torch.stack(
         [
-            (pairs / (norm[:, None] * norm)).nansum() / count,
-            pairs.sign().sum() / count,
-            gram.masked_fill(~apart, torch.inf).min(),
-            (pairs < 0).double().sum() / count,
+            (gram / lengths).where(known, 0).sum() / count,
+            gram.sign().where(known, 0).sum() / count,
+            gram.where(apart, torch.inf).min(),
+            (apart & (gram < 0)).sum(dtype=torch.float64) / (size * (size - 1)),
         ]
     )
+    return statistics.where(gram.isfinite().all(), torch.nan)

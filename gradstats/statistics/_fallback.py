@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradstats._factors import compute_dtype
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
@@ -96,12 +96,16 @@ def norms_with_fallback(
     bound: Tensor | float = 0.0
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
-        bound = stats.error_bound.double() * stats.sqnorm.double()
+        bound = stats.error_bound.double() * stats.norm.double().square()
     wide = any(parameter.dtype == torch.float64 for parameter in selected.values())
     rows = torch.stack([values[name] for name in selected])
     total = rows.sum(0)
-    relative = torch.where(total > 0, bound / total, 0.0)
+    relative = partial(_relative, bound, total)
     return summarise(list(selected), rows, total, relative, together, nonfinite, wide)
+
+
+def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
+    return torch.where(total > 0, bound / total, 0.0)
 
 
 def sqnorms_one_by_one(
@@ -218,8 +222,7 @@ def sqnorm_of(gradient: Tensor) -> Tensor:
     """Return ‖gradient‖² in float64, of a sparse or complex gradient too."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    magnitude = gradient.abs()
-    return magnitude.to(compute_dtype(magnitude)).square().sum(dtype=torch.float64)
+    return torch.linalg.vector_norm(gradient.abs(), dtype=torch.float64).square()
 
 
 def _inner(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:

@@ -27,8 +27,13 @@ from gradstats.capture._selection import clean_name, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
+from gradstats.statistics._arguments import (
+    check_call,
+    check_choice,
+    check_model,
+    check_workspace,
+)
 from gradstats.statistics._loss import differentiate_losses, examples_in, tensors_in
-from gradstats.statistics._norms import check_choice, check_workspace
 from gradstats.statistics._result import check_finite
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -264,12 +269,20 @@ def inner_products(
         Pruthi et al., arXiv 2002.08484 (TracIn); the identity ⟨g aᵀ, g' a'ᵀ⟩ = (a·a')(g·g') of
         Goodfellow, arXiv 1510.01799.
     """
+    check_model(model_a, "model_a")
+    check_model(model_b, "model_b")
+    check_call(model_a, loss_fn)
     check_choice("pairs", pairs, ("all", "diagonal"))
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     check_same_parameters(
         shapes_of(model_a, parameters, exclude), shapes_of(model_b, parameters, exclude)
     )
     bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    if len(bounds) != 2:
+        raise ExampleAxisError(
+            f"cu_seqlens has {len(bounds)} entries, expected a pair, one for each batch; or one "
+            "tensor for both."
+        )
     sides = zip((batch_a, batch_b), bounds, (model_a, model_b), strict=True)
     sizes = [examples_in(batch, batch_dim, cu, model)[0] for batch, cu, model in sides]
     if pairs == "diagonal":
@@ -340,6 +353,7 @@ def alignment(
         A forward and a backward without weight gradients, and as much as one forward pass for the
         products with v; with "mean" also the weight gradients.
     """
+    check_call(model, loss_fn)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     shapes = shapes_of(model, parameters, exclude)
     consumer: Along | Together

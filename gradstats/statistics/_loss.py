@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradstats._factors import Segments
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
+from gradstats.statistics._arguments import integer
 
 
 def differentiate_losses(
@@ -72,22 +74,24 @@ def check_losses(losses, batch_size: int) -> Tensor:
 
 def check_batch_size(batch_size: int) -> int:
     """Return the batch size, or raise unless it is a positive integer."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+    number = integer(batch_size)
+    if number is None or number < 1:
         raise ExampleAxisError(
             f"batch_size is {batch_size!r}, expected a positive integer: the number of examples in "
             "the batch."
         )
-    return batch_size
+    return number
 
 
 def check_batch_dim(batch_dim: int) -> int:
     """Return the example axis, or raise unless it is a non-negative integer."""
-    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
+    number = integer(batch_dim)
+    if number is None or number < 0:
         raise ExampleAxisError(
             f"batch_dim is {batch_dim!r}, expected a non-negative integer: the example axis, "
             "counted from the front."
         )
-    return batch_dim
+    return number
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:
@@ -112,7 +116,7 @@ def examples_in(
     batch, batch_dim: int, cu_seqlens: Tensor | None, model: nn.Module
 ) -> tuple[int, Segments | None]:
     """Return the number of examples of a batch and, of packed ones, whose each row is."""
-    check_batch_dim(batch_dim)
+    batch_dim = check_batch_dim(batch_dim)
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
     segments = packed_segments(cu_seqlens, model)
@@ -128,7 +132,13 @@ def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
             of rows.
         model: the data are where its parameters are.
     """
-    bounds = torch.as_tensor(cu_seqlens)
+    try:
+        bounds = torch.as_tensor(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ExampleAxisError(
+            f"cu_seqlens is {reprlib.repr(cu_seqlens)} ({error}), expected a vector of B + 1 "
+            "integers: 0, the ends of the first B − 1 examples, and the number of rows."
+        ) from error
     integers = bounds.dtype in (torch.int32, torch.int64)
     if not integers or bounds.dim() != 1 or bounds.numel() < 2:
         raise ExampleAxisError(
@@ -186,12 +196,23 @@ def loss_scale(scaler, device: torch.device) -> Tensor | float:
 def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:
     """Return what multiplies each ℓ_i in the caller's scalar, by how they say it was formed."""
     if weights is not None:
-        weights = torch.as_tensor(weights).detach()
-        if tuple(weights.shape) != (batch_size,) or not bool((weights != 0).all()):
+        expected = (
+            f"expected ({batch_size},) finite, real, non-zero numbers: scalar = Σ weights_i ℓ_i"
+        )
+        try:
+            weights = torch.as_tensor(weights).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
             raise LossShapeError(
-                f"weights have shape {tuple(weights.shape)}, expected ({batch_size},) non-zero "
-                "numbers: scalar = Σ weights_i ℓ_i. An example of weight zero leaves no gradient "
-                "to measure: leave it out of the batch."
+                f"weights are {reprlib.repr(weights)} ({error}), {expected}."
+            ) from error
+        if weights.is_complex():
+            raise LossShapeError(f"weights have dtype {weights.dtype}, {expected}.")
+        if tuple(weights.shape) != (batch_size,):
+            raise LossShapeError(f"weights have shape {tuple(weights.shape)}, {expected}.")
+        if not bool((weights.isfinite() & (weights != 0)).all()):
+            raise LossShapeError(
+                f"weights are {reprlib.repr(weights.tolist())}, {expected}. An example of weight "
+                "zero leaves no gradient to measure: leave it out of the batch."
             )
         return weights.double()
     if loss_reduction == "mean":

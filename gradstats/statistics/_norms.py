@@ -10,9 +10,17 @@ from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
 from gradstats.capture._selection import is_compiled
-from gradstats.capture._tracker import DEFAULT_WORKSPACE, SharedInGraphError, Tracker
+from gradstats.capture._tracker import SharedInGraphError, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+from gradstats.statistics._arguments import (
+    check_call,
+    check_choice,
+    check_model,
+    check_recording,
+    check_scaler,
+    check_workspace,
+)
 from gradstats.statistics._batches import State
 from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
@@ -81,6 +89,7 @@ def per_example_norms(
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
         2110.05679.
     """
+    check_call(model, loss_fn)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     check_choice("fallback", fallback, (None, "vmap"))
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
@@ -193,7 +202,9 @@ class track:
         alignment: bool = False,
         gram: bool = False,
     ):
-        self._batch_size = check_batch_size(batch_size)
+        check_model(model)
+        check_scaler(scaler)
+        self._batch_size = batch_size = check_batch_size(batch_size)
         self._weights = loss_weights(loss_reduction, weights, batch_size)
         self._weighted = weights is not None
         self._scaler = scaler
@@ -231,6 +242,7 @@ class track:
                 "this tracking context was used before. One context serves one batch: open a new "
                 "one."
             )
+        check_recording()
         self._tracker.open()
         return self
 
@@ -279,17 +291,3 @@ class track:
 def together_for(alignment: bool, gram: bool) -> Together | None:
     """Return what takes the inner products that are wanted; None for norms alone."""
     return Together(alignment=alignment, gram=gram) if alignment or gram else None
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if value not in choices:
-        raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
-    return value
-
-
-def check_workspace(workspace: int | None) -> int:
-    if workspace is None:
-        return DEFAULT_WORKSPACE
-    if not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 1:
-        raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
-    return workspace

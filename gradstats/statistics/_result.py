@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,12 +18,19 @@ from gradstats.errors import NonFiniteGradientError
 class GradientNorms:
     """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
 
+    Squares are accumulated in float32 (float64 for float64 models) and added up in float64: norms
+    from about 1e-19 to 1e19 have full precision. Below, squares lose digits and then vanish, as
+    ``error_bound`` says of all that are not zero; above, they overflow.
+
     Attributes:
+        norm: (B,) norms, in units of loss; rounded once, not the root of ``sqnorm``, whose range is
+            that of its dtype.
         sqnorm: (B,) squared norms, float32 (float64 for float64 models), in units of loss².
         loss: (B,) the losses; None where the caller ran the backward of a scalar of their own.
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
-        error_bound: (B,) relative bound on what rounding in the contractions may have done to
-            ``sqnorm``.
+        error_bound: (B,) relative bound on what rounding and underflow in the contractions may
+            have done to ``sqnorm``, and about twice what they may have done to ``norm``; zero for
+            norms of zero.
         names: of the parameters, in the model's order.
         rows: (parameters, B) what ``by_parameter`` holds, as one matrix.
         alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
@@ -34,9 +41,10 @@ class GradientNorms:
         gram: (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
     """
 
+    norm: Tensor
     sqnorm: Tensor
     loss: Tensor | None
-    error_bound: Tensor
+    _error_bound: Callable[[], Tensor]
     names: tuple[str, ...]
     rows: Tensor
     alignment: Tensor | None = None
@@ -49,10 +57,10 @@ class GradientNorms:
         """Name → (B,) squared norms."""
         return dict(zip(self.names, self.rows, strict=True))
 
-    @property
-    def norm(self) -> Tensor:
-        """(B,) norms."""
-        return self.sqnorm.sqrt()
+    @cached_property
+    def error_bound(self) -> Tensor:
+        """(B,) relative bound on the rounding error of ``sqnorm``."""
+        return self._error_bound().to(self.sqnorm.dtype)
 
     def __repr__(self) -> str:
         norm = self.norm
@@ -82,12 +90,12 @@ def gather(
     """
     values = tracker.sqnorm_by_parameter()
     total = values.sum(0)
-    relative = tracker.error_bound(values, total)
     device = values.device
     weight: Tensor | float = weights
     if isinstance(weights, Tensor):
         weight = weights.to(device, torch.float64)
     square = (weight * scale) ** 2
+    relative = tracker.error_bound(values, total, square)
     names = [root.name for root in tracker.roots]
     wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
     if isinstance(square, Tensor) or square != 1:
@@ -121,7 +129,7 @@ def summarise(
     names: Sequence[str],
     values: Tensor,
     total: Tensor,
-    relative: Tensor,
+    relative: Callable[[], Tensor],
     loss: Tensor | None,
     nonfinite: str,
     wide: bool,
@@ -132,7 +140,7 @@ def summarise(
         names: of the parameters.
         values: (parameters, B) squared norms, float64.
         total: (B,) their sum.
-        relative: (B,) bound on its rounding error, relative to it.
+        relative: finds (B,) a bound on its rounding error, relative to it.
         loss: (B,) losses or None.
         nonfinite: "raise" or "keep".
         wide: the model is in float64, and so are the results.
@@ -141,9 +149,10 @@ def summarise(
         check_total(names, values, total)
     dtype = torch.float64 if wide else torch.float32
     return GradientNorms(
+        total.sqrt().to(dtype),
         total.to(dtype),
         None if loss is None else loss.detach(),
-        relative.to(dtype),
+        relative,
         tuple(names),
         values.to(dtype),
     )
@@ -173,9 +182,20 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         finite = values.isfinite().all(1).tolist()
         spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
         listed = ", ".join(map(repr, spoilt[:3])) + (", …" if len(spoilt) > 3 else "")
+        infinite = bool((total[bad] == torch.inf).all())
+        what = (
+            "the squared norm of {} is infinite: it overflowed float32, in which squares are "
+            "accumulated (norms above 1.8e19 do), or the gradient itself is infinite. It came to "
+            "infinity in {}. Divide the losses by a constant, use model.double(), look at these "
+            "examples and their losses, or "
+            if infinite
+            else "the gradient of {} is not finite, in {}. Look at these examples and their "
+            "losses, or "
+        )
         raise NonFiniteGradientError(
-            f"the gradient of example{'s' if len(bad) > 1 else ''} {bad} is not finite, in "
-            f"{len(spoilt)} of {len(names)} parameters ({listed}). Look at these examples "
-            "and their losses, or "
-            'pass nonfinite="keep" to have the values returned.'
+            what.format(
+                f"example{'s' if len(bad) > 1 else ''} {bad}",
+                f"{len(spoilt)} of {len(names)} parameters ({listed})",
+            )
+            + 'pass nonfinite="keep" to have the values returned.'
         )

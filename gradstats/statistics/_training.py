@@ -61,7 +61,7 @@ class StepGradients:
         if len(self.sqnorm) < 2:
             return NAN, NAN
         diagonal = float(self.weight**2 @ self.sqnorm)
-        gradient = (self.mean_sqnorm - diagonal) / (1 - 1 / self.effective_batch)
+        gradient = _ratio(self.mean_sqnorm - diagonal, 1 - 1 / self.effective_batch)
         return self.mean_of_sqnorms - gradient, gradient
 
 
@@ -95,33 +95,36 @@ def norm_test(step: StepGradients) -> float:
 def inner_product_test(step: StepGradients) -> float:
     """Return θ = √(Var_i(p_i) / (B Ḡ⁴)), within micro-batches.
 
-    Σ (p_i − Ḡ²)² / ((B − 1) B Ḡ⁴), its numerators and denominators averaged over micro-batches.
+    θ² = Σ w_i (p_i − Ḡ²)² / ((B − 1) Ḡ⁴) with B = 1 / Σ w_i² where examples weigh differently, its
+    numerators and denominators averaged over micro-batches.
 
     Source:
         Bollapragada et al., arXiv 1710.11258.
     """
     above = below = 0.0
-    for _, alignment, _ in _batches(step):
-        size = len(alignment)
+    for _, alignment, weight in _batches(step):
+        size, square = 1 / float(weight @ weight), float(weight @ alignment)
         if size > 1:
-            above += float(alignment.var(ddof=1))
-            below += size * float(alignment.mean()) ** 2
+            above += float(weight @ (alignment - square) ** 2) * size / (size - 1)
+            below += size * square * square
     return _root(_ratio(above, below))
 
 
 def orthogonality_test(step: StepGradients) -> float:
-    """Return ν = √((Σ n_i − Σ p_i² / Ḡ²) / ((B − 1) B Ḡ²)), within micro-batches.
+    """Return ν = √(Σ w_i (n_i − p_i² / Ḡ²) / ((B − 1) Ḡ²)), within micro-batches.
+
+    B and averages over micro-batches are those of ``inner_product_test``.
 
     Source:
         Bollapragada et al., arXiv 1710.11258.
     """
     above = below = 0.0
-    for sqnorm, alignment, _ in _batches(step):
-        size, square = len(alignment), float(alignment.mean())
+    for sqnorm, alignment, weight in _batches(step):
+        size, square = 1 / float(weight @ weight), float(weight @ alignment)
         if size > 1:
             # Not negative by Cauchy and Schwarz, but for rounding.
-            across = float(sqnorm.sum()) - _ratio(float(alignment @ alignment), square)
-            above += (max(across, 0.0) if across == across else NAN) / (size - 1)
+            across = float(weight @ sqnorm) - _ratio(float(weight @ alignment**2), square)
+            above += (max(across, 0.0) if math.isfinite(across) else NAN) * size / (size - 1)
             below += size * square
     return _root(_ratio(above, below))
 
@@ -132,7 +135,7 @@ def cosines_to_mean(step: StepGradients) -> np.ndarray:
     for sqnorm, alignment, weight in _batches(step):
         square = float(weight @ alignment)
         with np.errstate(divide="ignore", invalid="ignore"):
-            cosines.append(alignment / np.sqrt(sqnorm * (square if square > 0 else NAN)))
+            cosines.append(alignment / np.sqrt(sqnorm * (square if 0 < square < math.inf else NAN)))
     return np.concatenate(cosines)
 
 
@@ -140,11 +143,13 @@ def fraction_against(step: StepGradients) -> float:
     """Return the share of examples with ⟨g_i, mean of the others⟩ < 0, within micro-batches.
 
     (p_i − w_i n_i) / (1 − w_i), for a plain mean (B p_i − n_i) / (B − 1): without the example's
-    product with itself, which is positive whatever the others do.
+    product with itself, which is positive whatever the others do. NaN where a product is.
     """
-    against = [alignment < weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
-    kept = [rows for rows in against if len(rows) > 1]
-    return float(np.concatenate(kept).mean()) if kept else NAN
+    beyond = [alignment - weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
+    kept = [rows for rows in beyond if len(rows) > 1]
+    if not kept or not all(np.isfinite(rows).all() for rows in kept):
+        return NAN
+    return float((np.concatenate(kept) < 0).mean())
 
 
 class RunningRatio:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import glob
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
+from gradstats.statistics._arguments import check_call, check_choice, integer
 from gradstats.statistics._batches import (
     Division,
     State,
@@ -85,17 +87,18 @@ def verify(
         About ten forwards of the batch and two backwards for each compared example; memory for the
         copy and two whole gradients in float64.
     """
-    if fallback not in (None, "vmap"):
-        raise TrackingError(f"fallback is {fallback!r}, expected one of (None, 'vmap').")
-    if not isinstance(examples, int) or isinstance(examples, bool) or examples < 1:
+    check_call(model, loss_fn)
+    check_choice("fallback", fallback, (None, "vmap"))
+    wanted = integer(examples)
+    if wanted is None or wanted < 1:
         raise TrackingError(f"examples is {examples!r}, expected a positive number of examples.")
-    if tolerance is not None and not tolerance > 0:
+    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance > 0):
         raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     bounds = None if segments is None else segments.offsets
     division = Division(batch_size, batch_dim, bounds)
     selected = select_parameters(model, parameters, exclude)
-    count = min(examples, batch_size)
+    count = min(wanted, batch_size)
     chosen = sorted({round(k * (batch_size - 1) / max(1, count - 1)) for k in range(count)})
     options: dict[str, Any] = {
         "batch_dim": batch_dim,

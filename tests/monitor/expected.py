@@ -58,6 +58,19 @@ def metrics_of(rows: np.ndarray) -> dict[str, float]:
     }
 
 
+def weighted_tests(rows: np.ndarray, weight: np.ndarray) -> dict[str, float]:
+    """Return inner product and orthogonality test of one batch under weights of sum one."""
+    mean, count = weight @ rows, 1 / (weight @ weight)
+    square = mean @ mean
+    along = rows @ mean
+    across = rows - np.outer(along / square, mean)
+    variance = weight @ (along - square) ** 2
+    return {
+        "inner_test/theta": np.sqrt(variance / ((count - 1) * square**2)),
+        "ortho_test/nu": np.sqrt(weight @ (across**2).sum(1) / ((count - 1) * square)),
+    }
+
+
 def assert_metrics(got: dict[str, float], expected: dict[str, float], rtol: float = 1e-9) -> None:
     """Compare every expected metric that was measured; alignments may not have been."""
     for name, value in expected.items():

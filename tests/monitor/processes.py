@@ -185,6 +185,7 @@ def data_parallel(rank: int) -> None:
     for micro_batches, fused in ((1, True), (2, False)):
         check_training(rank, DistributedDataParallel, micro_batches, fused)
     check_uneven_batches(rank)
+    check_a_mean_over_the_step(rank)
 
 
 def check_uneven_batches(rank: int) -> None:
@@ -204,6 +205,28 @@ def check_uneven_batches(rank: int) -> None:
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(share @ rows))
     expected = (products * gram)[apart].sum() / products[apart].sum()
     assert metrics["gns/g2"] == pytest.approx(expected)
+
+
+def check_a_mean_over_the_step(rank: int) -> None:
+    """ "step_mean": scalars add up over micro-batches and average over processes."""
+    alone, wrapped = same_network(2)
+    wrapped = DistributedDataParallel(wrapped)
+    size = 6
+    batch = whole_batch(torch.Generator().manual_seed(2), size)
+    rows = gradient_rows(alone, batch, losses_of)
+    parts = ((slice(0, 1), slice(1, 2)), (slice(2, 5), slice(5, 6)))[rank]
+    monitor = gs.Monitor(wrapped, every=1, loss_reduction="step_mean")
+    for k, part in enumerate(parts):
+        synchronise(wrapped, k == 1)
+        with monitor.step(part.stop - part.start, accumulation=(k, 2)):
+            losses = losses_of(wrapped, tuple(item[part] for item in batch))
+            (losses.sum() * RANKS / size).backward()
+    metrics, expected = monitor.metrics(), metrics_of(rows)
+    kept = ("gns", "grad", "example", "m_coherence", "norm_test")
+    assert_metrics(metrics, {k: v for k, v in expected.items() if k.startswith(kept)})
+    assert metrics["batch_loss"] == pytest.approx(losses_of(alone, batch).mean().item())
+    averaged = [parameter.grad.flatten() for parameter in wrapped.parameters()]
+    np.testing.assert_allclose(torch.cat(averaged).norm().item(), metrics["grad_norm"], rtol=1e-9)
 
 
 def shard(model):

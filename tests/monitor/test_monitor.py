@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of, noise
+from gradstats.monitor._monitor import WATCHED
+from tests.monitor.expected import (
+    assert_metrics,
+    gradient_rows,
+    metrics_of,
+    noise,
+    weighted_tests,
+)
 from tests.oracle import assert_unchanged, oracle_gradients, snapshot
 
 B = 6
@@ -79,7 +86,7 @@ def test_explicit_weights(model, alignment):
     monitor = gs.Monitor(model, every=1, alignment=alignment)
     with monitor.step(batch_size=B, weights=weights):
         (losses_of(model, batch) * weights).sum().backward()
-    metrics, share = monitor.metrics(), (weights / weights.sum()).double().numpy()
+    metrics, share = monitor.metrics(), (weights.double() / weights.double().sum()).numpy()
     gram = rows @ rows.T
     products = np.outer(share, share)
     apart = ~np.eye(B, dtype=bool)
@@ -87,6 +94,9 @@ def test_explicit_weights(model, alignment):
     assert metrics["gns/g2"] == pytest.approx(gradient)
     assert metrics["gns/tr_sigma"] == pytest.approx(share @ gram.diagonal() - gradient)
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(weights.double().numpy() @ rows))
+    for name, value in weighted_tests(rows, share).items():
+        assert (name in metrics) == alignment
+        assert not alignment or metrics[name] == pytest.approx(value, rel=1e-9)
     np.testing.assert_allclose(
         np.sort([record.norm for record in monitor.examples(B)]),
         np.sort(np.sqrt(gram.diagonal())),
@@ -404,6 +414,39 @@ def test_gradients_that_are_not_finite_are_counted_and_named(model):
     assert monitor.examples(1)[0].id == 10
 
 
+def test_steps_that_are_not_finite_one_after_the_other_are_one_spike(model):
+    monitor = gs.Monitor(model, every=1, alignment=False, top=1)
+    inputs, labels = batch_of()
+    spoilt = inputs.clone()
+    spoilt[3] = math.nan
+    for step in range(9):
+        if step == 5:
+            # Resumed in the middle of a stretch.
+            state, monitor = monitor.state_dict(), gs.Monitor(model, every=1, top=1)
+            monitor.load_state_dict(state)
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            losses_of(model, (spoilt if step not in (2, 7) else inputs, labels)).mean().backward()
+        assert monitor.metrics()["spike"] == (step not in (2, 7))
+    assert [spike.step for spike in monitor.spikes] == [0, 3, 8]
+    assert [spike.examples[0].position for spike in monitor.spikes] == [3, 3, 3]
+
+
+def test_only_the_last_spikes_are_kept(model, monkeypatch):
+    monkeypatch.setattr("gradstats.monitor._monitor.SPIKES", 3)
+    monitor = gs.Monitor(model, every=1, alignment=False, top=1)
+    inputs, labels = batch_of()
+    for step in range(12):
+        model.zero_grad()
+        with monitor.step(batch_size=B):
+            (losses_of(model, (inputs, labels)) * (math.nan if step % 2 else 1)).mean().backward()
+    named = [(spike.step, spike.quantity) for spike in monitor.spikes]
+    assert named == [(9, WATCHED[1]), (11, WATCHED[0]), (11, WATCHED[1])]
+    again = gs.Monitor(model, every=1)
+    again.load_state_dict(monitor.state_dict())
+    assert str(again.spikes) == str(monitor.spikes)
+
+
 def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_path):
     """S_i = Σ_t η_t ‖g_i(w_t)‖², summed over parameter groups with their own learning rates."""
     inputs, labels = batch_of(10)
@@ -557,11 +600,20 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m).examples(-1), "k is -1"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(1, 2)), "micro-batch 0 was expected"),
         (lambda m: gs.Monitor(m).examples(by="loss"), "by is 'loss'"),
+        (lambda m: gs.Monitor(m).self_influence.top(-1), "k is -1"),
+        (lambda m: gs.Monitor(m).self_influence.top("a"), "k is 'a'"),
+        (lambda m: gs.Monitor(m).load_state_dict(None), "state is NoneType"),
     ],
 )
 def test_bad_arguments(model, call, message):
     with pytest.raises(gs.TrackingError, match=message):
         call(model)
+
+
+@pytest.mark.parametrize("name", ["layers", "parameters", "exclude"])
+def test_patterns_that_are_none(model, name):
+    with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):
+        gs.Monitor(model, **{name: 3})
 
 
 def test_ids_are_looked_at_before_the_model_is_touched(model):
@@ -702,3 +754,61 @@ def test_checkpoints(model, reentrant):
         checkpointed(model, batch).mean().backward()
     names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
     assert_metrics(monitor.metrics(), {k: v for k, v in metrics_of(rows).items() if k in names})
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e200])
+def test_one_example_without_a_gradient_leaves_no_estimate(model, value):
+    """What is counted or averaged over all examples or pairs is NaN where one of them is."""
+    batch = batch_of()
+    model[1] = nn.Identity()
+    batch[0][2] = value
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    undefined = (
+        "align/mean_cos_to_mean", "align/fraction_negative", "inner_test/theta", "ortho_test/nu",
+        "stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative",
+    )  # fmt: skip
+    assert {name: metrics[name] for name in undefined if not math.isnan(metrics[name])} == {}
+    assert metrics["nonfinite/examples"] == 1
+
+
+def test_squares_of_products_that_overflow_do_not_stop_a_run(model):
+    batch = batch_of()
+    model[1] = nn.Identity()
+    batch[0][2] = 1e80
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["nonfinite/examples"] == 0 and metrics["example_grad_norm/max"] > 1e79
+    assert math.isnan(metrics["ortho_test/nu"])
+
+
+def test_stiffness_is_that_of_pairs_that_have_gradients(model):
+    """Examples without a gradient have no cosine and no sign; products of zero are not negative."""
+    batch = batch_of()
+    factor = torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=torch.float64)
+
+    def some(model, batch):
+        return losses_of(model, batch) * factor
+
+    rows = gradient_rows(model, batch, some)
+    kept = metrics_of(rows[factor.numpy() > 0])
+    gram = rows @ rows.T
+    pairs = gram[~np.eye(B, dtype=bool)]
+    monitor = gs.Monitor(model, every=1, gram=True)
+    with monitor.step(batch_size=B):
+        some(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["stiffness/cos"] == pytest.approx(kept["stiffness/cos"], rel=1e-9)
+    assert metrics["stiffness/sign"] == pytest.approx(kept["stiffness/sign"], rel=1e-9)
+    assert metrics["confusion/fraction_negative"] == pytest.approx((pairs < 0).mean())
+    monitor = gs.Monitor(model, every=1, gram=True)
+    factor = torch.tensor([1.0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    model.zero_grad()
+    with monitor.step(batch_size=B):
+        some(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert math.isnan(metrics["stiffness/cos"]) and math.isnan(metrics["stiffness/sign"])

@@ -18,7 +18,7 @@ from gradstats.statistics._training import (
     norm_test,
     orthogonality_test,
 )
-from tests.monitor.expected import metrics_of
+from tests.monitor.expected import metrics_of, weighted_tests
 
 
 def of(rows: np.ndarray, weight: np.ndarray | None = None) -> StepGradients:
@@ -48,6 +48,34 @@ def test_every_formula_against_its_definition():
     }
     for name, value in got.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-10, err_msg=name)
+
+
+def test_unequal_weights():
+    """Means are weighted, ḡ included; 1 / Σ w_i² stands for the number of examples."""
+    rows = np.random.default_rng(0).normal(0.3, 1, (6, 20))
+    weight = np.array([0.4, 0.3, 0.1, 0.1, 0.05, 0.05])
+    step, expected = of(rows, weight), weighted_tests(rows, weight)
+    assert inner_product_test(step) == pytest.approx(expected["inner_test/theta"], rel=1e-12)
+    assert orthogonality_test(step) == pytest.approx(expected["ortho_test/nu"], rel=1e-12)
+    equal = weighted_tests(rows, np.full(6, 1 / 6))
+    for name, value in equal.items():
+        assert value == pytest.approx(metrics_of(rows)[name], rel=1e-12)
+
+
+def test_weights_by_which_most_examples_point_away_from_the_mean():
+    """ḡ = 0.75; p = (0.75, −1.125, −1.125); all gradients lie along ḡ."""
+    step = of(np.array([[1.0, 0.0], [-1.5, 0.0], [-1.5, 0.0]]), np.array([0.9, 0.05, 0.05]))
+    spread = 0.9 * (0.75 - 0.5625) ** 2 + 0.1 * (-1.125 - 0.5625) ** 2
+    theta = math.sqrt(spread / ((1 / 0.815 - 1) * 0.5625**2))
+    assert inner_product_test(step) == pytest.approx(theta, rel=1e-12)
+    assert orthogonality_test(step) == pytest.approx(0, abs=1e-6)
+
+
+def test_one_example_that_has_all_the_weight():
+    """To rounding there is one example only: nothing is known of the spread."""
+    step = of(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([1.0, 1e-20]))
+    assert all(map(math.isnan, step.noise_scale))
+    assert math.isnan(inner_product_test(step)) and math.isnan(orthogonality_test(step))
 
 
 def test_equal_and_orthogonal_gradients():

@@ -1,0 +1,80 @@
+"""What every call that measures gradients may be given, and what is said of the rest."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradstats.capture._tracker import DEFAULT_WORKSPACE
+from gradstats.errors import TrackingError
+
+
+def check_call(model: Any, loss_fn: Any) -> None:
+    """Raise unless the gradients of a loss function can be measured on a model, here and now."""
+    check_model(model)
+    check_loss_function(loss_fn)
+    check_recording()
+
+
+def check_model(model: Any, name: str = "model") -> None:
+    """Raise unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise TrackingError(f"{name} is {type(model).__name__}, expected a torch.nn.Module.")
+
+
+def check_loss_function(loss_fn: Any) -> None:
+    """Raise unless it can be called."""
+    if not callable(loss_fn):
+        raise TrackingError(
+            f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) -> "
+            "(B,) unreduced losses."
+        )
+
+
+def check_recording() -> None:
+    """Raise where PyTorch records nothing that could be differentiated."""
+    if torch.is_inference_mode_enabled():
+        raise TrackingError(
+            "gradients were asked for under torch.inference_mode(), where PyTorch records none. "
+            "Call from outside of it; torch.no_grad() does no harm to functions that run the "
+            "forward themselves."
+        )
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise unless it is None or scales losses."""
+    # Its class has the method too, and no scale.
+    if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "scale")):
+        raise TrackingError(
+            f"scaler is {scaler!r}, expected a torch.amp.GradScaler, an object of it."
+        )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
+    """Return one of several choices, or raise."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
+    return value
+
+
+def check_workspace(workspace: Any) -> int:
+    """Return a number of bytes, the default for None, or raise."""
+    if workspace is None:
+        return DEFAULT_WORKSPACE
+    number = integer(workspace)
+    if number is None or number < 1:
+        raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
+    return number
+
+
+def integer(value: Any) -> int | None:
+    """Return an integer of any library as Python's; None for all else, True and False included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
