@@ -403,6 +403,46 @@ def test_tied_weights_that_are_nowhere_are_missing():
         gs.self_influence(model, data, loss_fn, gs.Checkpoints([content], lr=1.0), progress=False)
 
 
+def transposed_tie():
+    """Tied by memory alone: the head holds the embedding's table the other way round."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight.data = model[0].weight.data.T
+    return model, ("0.weight", "1.weight")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (Tied(True), ("head.weight", "embedding.weight")),
+    lambda: (Tied(False), ("embedding.weight", "head.weight")),
+    transposed_tie,
+])  # fmt: skip
+def test_untied_weights_do_not_fit_a_model_that_ties_them(make):
+    """Of two values one would be scored and the other dropped without a word."""
+    model, (first, second) = make()
+    before = snapshot(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state[first] += 1
+    data = [(torch.randint(4, (5,)), torch.randint(4, (5,)))]
+    message = rf"other values for '{first}' than for '{second}', which share memory in the model"
+    for call in (
+        lambda run: gs.self_influence(model, data, loss_fn, run, progress=False),
+        lambda run: gs.influence(
+            model, data, data, loss_fn, gs.Checkpoints([model.state_dict()], lr=1.0),
+            query_checkpoints=run, progress=False,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(gs.CheckpointError, match=message):
+            call(gs.Checkpoints([state], lr=1.0))
+        assert_unchanged(model, before)
+    # Coarser numbers, NaN among them, are the same where they were the same before.
+    with torch.no_grad():
+        model.state_dict()[second][0, 0] = float("nan")
+    half = {name: value.half() for name, value in model.state_dict().items()}
+    table = gs.self_influence(
+        model, data, loss_fn, gs.Checkpoints([half], lr=1.0), nonfinite="keep", progress=False
+    )
+    assert len(table) == 5
+
+
 def test_a_tied_transformer_as_saved_by_its_library(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
