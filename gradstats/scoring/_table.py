@@ -134,7 +134,7 @@ class SelfInfluence:
         }
         rows, missing = {}, {}
         for name, values in scores.items():
-            unknown = np.isnan(values)
+            unknown = ~np.isfinite(values)
             if not unknown.any():
                 rows[name] = detect(values, bad)
             elif name in ("mean margin", "mean EL2N") and self.reason is not None:
