@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import gradstats as gs
 from gradstats.__main__ import main
 from gradstats.demo import DemoError, Settings, run_demo
 from gradstats.demo._data import flip_labels, load_noisy_digits
@@ -318,11 +319,12 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path, no_training):
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("sklearn.datasets", "scikit-learn"), ("matplotlib.figure", "matplotlib")],
+    [("sklearn.datasets", "sklearn"), ("matplotlib.figure", "matplotlib")],
 )
 def test_a_missing_package_names_the_extra(module, package, tmp_path, no_training, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DemoError, match=rf"needs {package}.*pip install 'gradstats\[demo\]'"):
+    message = rf"{package} is needed .*pip install 'gradstats\[demo\]'"
+    with pytest.raises(gs.MissingPackageError, match=message):
         run_demo(SHORT, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
