@@ -60,7 +60,7 @@ def test_normalize_chooses_what_is_shown(setting):
     assert_scores(run(setting, normalize="cosine"), oracle_influence(setting, cosine=True))
 
 
-def test_memory_and_disk_agree_to_the_bit(setting, tmp_path):
+def test_memory_disk_and_lists_agree_to_the_bit(setting, tmp_path):
     setting.model.float()
     float_batches = [
         [(x.float(), y) for x, y in side] for side in (setting.train_batches, setting.query_batches)
@@ -74,6 +74,14 @@ def test_memory_and_disk_agree_to_the_bit(setting, tmp_path):
     ]  # fmt: skip
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0].cosine, found[1].cosine)
+    top = gs.influence(
+        setting.model, *float_batches, loss_fn, gs.Checkpoints(setting.states, lr=0.1),
+        progress=False, top_k=3,
+    )  # fmt: skip
+    for query in range(6):
+        expected = found[0].opponents(query, 3)
+        assert np.array_equal(top.opponents(query, 3).scores, expected.scores)
+        assert np.array_equal(top.opponents(query, 3).positions, expected.positions)
     folder = next((tmp_path / "scores").glob("checkpoint-*"))
     assert np.load(folder / "products.npy").dtype == np.float32
 
