@@ -13,6 +13,7 @@ from gradstats.errors import GradStatsError as GradStatsError
 from gradstats.errors import GradStatsWarning as GradStatsWarning
 from gradstats.errors import LoaderError as LoaderError
 from gradstats.errors import LossShapeError as LossShapeError
+from gradstats.errors import MissingPackageError as MissingPackageError
 from gradstats.errors import NonFiniteGradientError as NonFiniteGradientError
 from gradstats.errors import ScoreError as ScoreError
 from gradstats.errors import StoreError as StoreError
@@ -21,7 +22,6 @@ from gradstats.errors import UnsupportedOperationError as UnsupportedOperationEr
 from gradstats.monitor import Monitor as Monitor
 from gradstats.scoring._checkpoints import Checkpoints as Checkpoints
 from gradstats.scoring._influence import influence as influence
-from gradstats.scoring._requirements import MissingPackageError as MissingPackageError
 from gradstats.scoring._scores import InfluenceScores as InfluenceScores
 from gradstats.scoring._scores import TopScores as TopScores
 from gradstats.scoring._self_influence import self_influence as self_influence

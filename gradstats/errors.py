@@ -63,5 +63,9 @@ class ScoreError(GradStatsError):
     """Scores were asked for something that they cannot answer."""
 
 
+class MissingPackageError(GradStatsError):
+    """A package that only some results need cannot be imported."""
+
+
 class GradStatsWarning(UserWarning):
     """A result is as asked for, and may not mean what it seems to mean."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks import all as every_benchmark
 from benchmarks import harness, op_overhead, plots, providers, report, scaling, step_overhead
+from benchmarks.ledger import host_peak
 from benchmarks.providers import PROVIDERS, Provider, oracle, prepare
 from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
 from tests.oracle import oracle_gradients, oracle_sqnorms
@@ -351,3 +352,30 @@ def test_every_benchmark_takes_a_folder(device, monkeypatch, capsys):
 def test_results_are_kept_where_git_is_not_installed(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert harness.commit() == "unknown"
+
+
+def test_arrays_count_beside_tensors():
+    """What is alive at once: a peak of arrays between two tensors, and both kinds together."""
+    size = 2**22
+
+    def together():
+        array = numpy.ones(size, dtype=numpy.uint8)
+        tensor = torch.ones(size, dtype=torch.uint8)
+        return array, tensor
+
+    def one_after_the_other():
+        torch.ones(size, dtype=torch.uint8)
+        numpy.ones(size, dtype=numpy.uint8)
+        torch.ones(size, dtype=torch.uint8)
+
+    def in_between():
+        tensor = torch.ones(size, dtype=torch.uint8)
+        numpy.ones(2 * size, dtype=numpy.uint8)
+        return tensor
+
+    def of_a_tensor():
+        return torch.ones(size, dtype=torch.uint8).numpy()
+
+    expected = {together: 2, one_after_the_other: 1, in_between: 3, of_a_tensor: 1}
+    for run, count in expected.items():
+        assert host_peak(run) == pytest.approx(count * size, rel=0.02), run.__name__

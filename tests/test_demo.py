@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import gradstats as gs
 from gradstats.__main__ import main
 from gradstats.demo import DemoError, Settings, run_demo
 from gradstats.demo._data import flip_labels, load_noisy_digits
 from gradstats.demo._experiment import Ranked
 from gradstats.demo._report import chance, table, verdict
-from gradstats.demo._scores import Score, self_influence
-from gradstats.demo._training import digit_network
+from gradstats.demo._training import digit_network, loss_fn
 from gradstats.scoring._confidence import el2n, negated_margin
 from gradstats.scoring._metrics import Detection, chance_halfwidth, detect
 from tests.oracle import oracle_sqnorms
@@ -96,8 +96,6 @@ def test_score_formulas_by_value():
         el2n(probability, given), np.sqrt([0.3**2 + 0.2**2 + 0.1**2, 0.1**2 + 0.7**2 + 0.6**2])
     )
     np.testing.assert_allclose(negated_margin(probability[None], given), [[-0.5, 0.3]])
-    influence = self_influence(np.array([0.5, 0.1]), np.array([[2.0, 4.0], [10.0, 20.0]]))
-    np.testing.assert_allclose(influence, [2.0, 4.0])
 
 
 def test_flips_are_symmetric_and_of_the_asked_number():
@@ -131,7 +129,7 @@ def ranked(name, forward_only, flipped_ranks):
     flipped = np.zeros(200, dtype=bool)
     flipped[flipped_ranks] = True
     values = -np.arange(200.0)
-    return Ranked(Score(name, f"title of {name}", forward_only, values), detect(values, flipped))
+    return Ranked(name, f"title of {name}", forward_only, values, detect(values, flipped))
 
 
 def test_verdict_follows_the_numbers():
@@ -153,9 +151,9 @@ def test_verdict_follows_the_numbers():
 def test_chance_sentence_follows_the_numbers():
     def sentence(auroc):
         values = np.array([0.0, 1.0])
-        score = Score("grand_at_initialisation", "GraNd", False, values)
         detection = Detection(np.array([0, 100, 200]), np.array([0, 100 * auroc, 100]))
-        return chance([Ranked(score, detection)], halfwidth=0.05)
+        ranked = Ranked("grand_at_initialisation", "GraNd", False, values, detection)
+        return chance([ranked], halfwidth=0.05)
 
     assert "no better than chance" in sentence(0.46)
     assert "above chance" in sentence(0.6)
@@ -183,13 +181,11 @@ def oracle_scores(outcome, chosen):
     given = torch.from_numpy(outcome.data.given)[chosen]
     batch = (outcome.data.images[chosen], given)
 
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
     model = digit_network(0)
     sqnorms = []
-    for checkpoint in outcome.checkpoints:
-        model.load_state_dict(checkpoint.state)
+    assert list(outcome.checkpoints) == list(SHORT.checkpoints)
+    for checkpoint in outcome.checkpoints.values():
+        model.load_state_dict(checkpoint["model"])
         sqnorms.append(sum(oracle_sqnorms(model, batch, loss_fn).values()).numpy())
     rates = [SHORT.learning_rate_at(epoch) for epoch in SHORT.checkpoints]
     early = SHORT.checkpoints.index(SHORT.early_epoch)
@@ -205,6 +201,33 @@ def test_csv_holds_what_the_oracle_computes(short_run):
     np.testing.assert_allclose(values[chosen], influence, rtol=1e-4)
     written = [float(rows[index]["squared_norm_epoch_3"]) for index in chosen]
     np.testing.assert_allclose(written, early, rtol=1e-4)
+
+
+def test_csv_holds_what_the_forward_passes_say(short_run):
+    """Loss, margin and EL2N of every digit, and the class that the early checkpoint predicts."""
+    folder, outcome = short_run
+    rows = read_scores(folder)
+    given = torch.from_numpy(outcome.data.given)
+    model = digit_network(0).double()
+    probability, losses = [], []
+    for checkpoint in outcome.checkpoints.values():
+        model.load_state_dict(checkpoint["model"])
+        logits = model(outcome.data.images.double()).detach()
+        probability.append(logits.softmax(1).numpy())
+        losses.append(F.cross_entropy(logits, given, reduction="none").numpy())
+    early = probability[SHORT.checkpoints.index(SHORT.early_epoch)]
+    margins = [negated_margin(each, given.numpy()) for each in probability]
+    expected = {
+        "mean_loss": np.mean(losses, axis=0),
+        "negated_mean_margin": np.mean(margins, axis=0),
+        "el2n_epoch_3": el2n(early, given.numpy()),
+        "predicted_label": early.argmax(1),
+    }
+    for name, values in expected.items():
+        written = np.array([float(row[name]) for row in rows])
+        np.testing.assert_allclose(written, values, rtol=1e-4, atol=1e-6, err_msg=name)
+    last = (probability[-1].argmax(1) == outcome.data.given)[outcome.data.flipped]
+    assert outcome.memorised == last.mean()
 
 
 def test_csv_holds_the_labels_and_every_score(short_run):
@@ -318,11 +341,12 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path, no_training):
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("sklearn.datasets", "scikit-learn"), ("matplotlib.figure", "matplotlib")],
+    [("sklearn.datasets", "sklearn"), ("matplotlib.figure", "matplotlib")],
 )
 def test_a_missing_package_names_the_extra(module, package, tmp_path, no_training, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DemoError, match=rf"needs {package}.*pip install 'gradstats\[demo\]'"):
+    message = rf"{package} is needed .*pip install 'gradstats\[demo\]'"
+    with pytest.raises(gs.MissingPackageError, match=message):
         run_demo(SHORT, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -2,5 +2,5 @@
 
 from gradstats.demo._command import add_command as add_command
 from gradstats.demo._command import run_demo as run_demo
-from gradstats.demo._requirements import DemoError as DemoError
+from gradstats.demo._settings import DemoError as DemoError
 from gradstats.demo._settings import Settings as Settings

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import tempfile
 import time
 from pathlib import Path
 
+from gradstats._requirements import require
 from gradstats.demo._experiment import Outcome, run_experiment
 from gradstats.demo._pictures import draw_curves, draw_suspicious_digits
 from gradstats.demo._report import report, write_csv
-from gradstats.demo._requirements import DemoError, require_packages
-from gradstats.demo._settings import Settings
+from gradstats.demo._settings import DemoError, Settings
 
 LARGEST_SEED = 2**32 - 1
 WRITERS = {
@@ -57,9 +58,12 @@ def run_demo(settings: Settings, folder: Path) -> Outcome:
         Outcome: what was found.
 
     Raises:
-        DemoError: before any training, where a package is missing or the folder cannot be used.
+        MissingPackageError, DemoError: before any training, where a package is missing or the
+            folder cannot be used.
     """
-    require_packages()
+    with require("demo"):
+        for module in ("sklearn.datasets", "matplotlib.figure"):
+            importlib.import_module(module)
     check_folder(folder)
     start = time.perf_counter()
     outcome = run_experiment(settings)

@@ -1,29 +1,43 @@
-"""The experiment: flip labels, train, measure at every checkpoint, score."""
+"""The experiment: flip labels, train, score the training digits, compare the scores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from tqdm import tqdm
+from torch.utils.data import DataLoader, TensorDataset
 
+import gradstats as gs
 from gradstats.demo._data import NoisyDigits, load_noisy_digits
-from gradstats.demo._measurement import Measurement, measure
-from gradstats.demo._scores import Score, all_scores
 from gradstats.demo._settings import Settings
-from gradstats.demo._training import Checkpoint, digit_network, train
-from gradstats.scoring._metrics import Detection, detect
+from gradstats.demo._training import digit_network, loss_fn, train
+from gradstats.scoring._metrics import Detection
+
+SELF_INFLUENCE = "self_influence"
+GRAND_AT_INITIALISATION = "grand_at_initialisation"
+EXAMPLES_PER_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A score and how well it does."""
+    """One ranking of the training examples, and how well it finds the flipped labels.
 
-    score: Score
+    Attributes:
+        name: the column in the CSV file.
+        title: for people.
+        forward_only: True where no gradient is needed.
+        values: (N,) larger is more suspicious.
+        detection: how well.
+    """
+
+    name: str
+    title: str
+    forward_only: bool
+    values: np.ndarray
     detection: Detection
 
 
@@ -34,8 +48,8 @@ class Outcome:
     Attributes:
         settings: what was asked for.
         data: the digits and their labels.
-        checkpoints: of the training run.
-        predicted: (N,) class of highest probability, averaged over the checkpoints.
+        checkpoints: epoch → the state of model and optimizer.
+        predicted: (N,) class of highest probability after the early epoch.
         scores: every score and how well it does, always in the same order.
         held_out_accuracy: of the last checkpoint.
         memorised: fraction of the flipped labels that the last checkpoint predicts as given.
@@ -43,7 +57,7 @@ class Outcome:
 
     settings: Settings
     data: NoisyDigits
-    checkpoints: list[Checkpoint]
+    checkpoints: dict[int, dict[str, Any]]
     predicted: np.ndarray
     scores: list[Ranked]
     held_out_accuracy: float
@@ -87,41 +101,66 @@ def run_experiment(settings: Settings) -> Outcome:
     random = np.random.default_rng(training_seed)
     model_seeds = [int(seed) for seed in random.integers(2**31, size=settings.initialisations)]
     model = digit_network(model_seeds[0])
-    checkpoints = train(model, data.images, torch.from_numpy(data.given), settings, random)
-    measurements, at_initialisation = _measure_all(model, data, checkpoints, model_seeds)
-    scores = all_scores(
-        checkpoints, measurements, at_initialisation, data.given, settings.early_epoch
-    )
-    last = measurements[-1].probability.argmax(1)
+    given = torch.from_numpy(data.given)
+    checkpoints = train(model, data.images, given, settings, random)
     with torch.no_grad():
         held_out = model(data.held_out_images).argmax(1).numpy()
+    loader = DataLoader(TensorDataset(data.images, given), EXAMPLES_PER_BATCH)
+    initial = [digit_network(seed).state_dict() for seed in model_seeds]
+    run, early, untrained = (
+        gs.self_influence(model, loader, loss_fn, weights)
+        for weights in (
+            gs.Checkpoints(list(checkpoints.values()), lr="optimizer"),
+            gs.Checkpoints(checkpoints[settings.early_epoch], lr="optimizer"),
+            # Their mean norm is asked for, which knows no rates.
+            gs.Checkpoints(initial, lr=1.0),
+        )
+    )
     return Outcome(
         settings=settings,
         data=data,
         checkpoints=checkpoints,
-        predicted=np.mean([each.probability for each in measurements], axis=0).argmax(1),
-        scores=[Ranked(score, detect(score.values, data.flipped)) for score in scores],
+        predicted=early.predicted,
+        scores=compare(run, early, untrained, data.flipped, settings.early_epoch),
         held_out_accuracy=float((held_out == data.held_out_labels).mean()),
-        memorised=float((last == data.given)[data.flipped].mean()),
+        memorised=float((run.predicted == data.given)[data.flipped].mean()),
     )
 
 
-def _measure_all(
-    model: nn.Module,
-    data: NoisyDigits,
-    checkpoints: Sequence[Checkpoint],
-    model_seeds: Sequence[int],
-) -> tuple[list[Measurement], list[Measurement]]:
-    """Measure the training set at every checkpoint and at every initialisation."""
-    given = torch.from_numpy(data.given)
-    measurements, at_initialisation = [], []
-    passes = len(checkpoints) + len(model_seeds)
-    with tqdm(total=passes, desc="measuring gradient norms", unit="pass") as progress:
-        for checkpoint in checkpoints:
-            model.load_state_dict(checkpoint.state)
-            measurements.append(measure(model, data.images, given))
-            progress.update()
-        for seed in model_seeds:
-            at_initialisation.append(measure(digit_network(seed), data.images, given))
-            progress.update()
-    return measurements, at_initialisation
+def compare(
+    run: gs.SelfInfluence,
+    early: gs.SelfInfluence,
+    untrained: gs.SelfInfluence,
+    flipped: np.ndarray,
+    epoch: int,
+) -> list[Ranked]:
+    """Return every score of the demo with how well it finds the flipped labels, in this order.
+
+    Args:
+        run: over the checkpoints of one training run.
+        early: at one of them.
+        untrained: over some random initialisations.
+        flipped: (N,) bool.
+        epoch: of the early checkpoint.
+
+    Source:
+        TracIn: Pruthi et al., arXiv 2002.08484. GraNd and EL2N: Paul et al., arXiv 2107.07075.
+    """
+    span, seeds = f"{len(run.checkpoints)} checkpoints", f"{len(untrained.checkpoints)} seeds"
+    # Column, title, whether forward passes are enough, values, and their row of a table's report.
+    scores = (
+        (SELF_INFLUENCE, f"self-influence (TracIn), {span}", False, run.self_influence,
+         run, "self-influence"),
+        ("mean_loss", f"mean loss, {span}", True, run.loss, run, "mean loss"),
+        ("negated_mean_margin", f"mean probability margin, {span}", True, -run.margin,
+         run, "mean margin"),
+        (f"el2n_epoch_{epoch}", f"EL2N, epoch {epoch}", True, early.el2n, early, "mean EL2N"),
+        (f"squared_norm_epoch_{epoch}", f"squared gradient norm, epoch {epoch}", False,
+         early.sqnorm[0], early, "mean gradient norm"),
+        (GRAND_AT_INITIALISATION, f"GraNd at initialisation, {seeds}", False, untrained.grad_norm,
+         untrained, "mean gradient norm"),
+    )  # fmt: skip
+    return [
+        Ranked(name, title, forward_only, values, table.report(flipped).rows[row])
+        for name, title, forward_only, values, table, row in scores
+    ]

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstats.demo._experiment import Outcome
-from gradstats.demo._scores import SELF_INFLUENCE
+from gradstats.demo._experiment import SELF_INFLUENCE, Outcome
 
 ROWS, COLUMNS = 4, 6
 # Okabe and Ito's colours: told apart with any colour vision.
@@ -33,9 +32,7 @@ def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    values = next(
-        ranked.score.values for ranked in outcome.scores if ranked.score.name == SELF_INFLUENCE
-    )
+    values = next(ranked.values for ranked in outcome.scores if ranked.name == SELF_INFLUENCE)
     top = np.argsort(-values, kind="stable")[: ROWS * COLUMNS]
     flipped = outcome.data.flipped
     figure = Figure(figsize=(9.6, 8.2), dpi=120)
@@ -57,8 +54,8 @@ def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:
     figure.text(
         0.5,
         0.925,
-        "given: the label trained on.  model: the class of highest probability, averaged over "
-        f"{len(outcome.checkpoints)} checkpoints.",
+        "given: the label trained on.  model: the class of highest probability after epoch "
+        f"{outcome.settings.early_epoch}.",
         ha="center",
         fontsize=11,
     )
@@ -129,6 +126,6 @@ def _draw_scores(outcome: Outcome, panels: tuple[Any, ...], horizontal: str) -> 
             axes.plot(
                 getattr(ranked.detection, horizontal),
                 ranked.detection.found_fraction,
-                label=f"{ranked.score.title}: AUROC {ranked.detection.auroc:.4f}",
+                label=f"{ranked.title}: AUROC {ranked.detection.auroc:.4f}",
                 **{"linewidth": 1.7, "zorder": 3, **style},
             )

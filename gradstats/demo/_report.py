@@ -7,8 +7,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradstats.demo._experiment import Outcome, Ranked
-from gradstats.demo._scores import GRAND_AT_INITIALISATION, SELF_INFLUENCE
+from gradstats.demo._experiment import (
+    GRAND_AT_INITIALISATION,
+    SELF_INFLUENCE,
+    Outcome,
+    Ranked,
+)
 from gradstats.scoring._metrics import chance_halfwidth
 
 # AUROCs that differ by no more are called close.
@@ -18,10 +22,10 @@ WIDTH = 88
 
 def report(outcome: Outcome) -> str:
     """Return the printed report of a run."""
-    data = outcome.data
+    data, epochs = outcome.data, outcome.settings.checkpoints[-1]
     introduction = (
         f"{len(data.ids)} training digits, {data.flipped.sum()} of them with a flipped label "
-        f"(seed {outcome.settings.seed}). After {outcome.checkpoints[-1].epoch} epochs the network "
+        f"(seed {outcome.settings.seed}). After {epochs} epochs the network "
         f"has memorised {outcome.memorised:.0%} of the flipped labels, and is right on "
         f"{outcome.held_out_accuracy:.1%} of {len(data.held_out_labels)} held-out digits."
     )
@@ -36,8 +40,8 @@ def table(ranking: Sequence[Ranked]) -> str:
     header = ("score", "needs", "AUROC", "recall at noise rate")
     rows = [
         (
-            ranked.score.title,
-            "forward passes" if ranked.score.forward_only else "gradient norms",
+            ranked.title,
+            "forward passes" if ranked.forward_only else "gradient norms",
             f"{ranked.detection.auroc:.4f}",
             f"{ranked.detection.recall_at_noise_rate:.3f}",
         )
@@ -54,19 +58,19 @@ def table(ranking: Sequence[Ranked]) -> str:
 def verdict(ranking: Sequence[Ranked]) -> str:
     """Return one sentence that sets self-influence against the scores that need no gradient."""
     own = _find(ranking, SELF_INFLUENCE)
-    baselines = [ranked for ranked in ranking if ranked.score.forward_only]
+    baselines = [ranked for ranked in ranking if ranked.forward_only]
     best = max(baselines, key=lambda ranked: ranked.detection.auroc)
     ahead = sum(ranked.detection.auroc >= own.detection.auroc for ranked in baselines)
     if ahead == 0:
         return (
             f"Self-influence ({_numbers(own)}) is ahead of all {len(baselines)} cheap baselines; "
-            f"the best of them is {best.score.title} ({_numbers(best)})."
+            f"the best of them is {best.title} ({_numbers(best)})."
         )
     gap = best.detection.auroc - own.detection.auroc
     distance = "close to but not better than" if gap <= CLOSE else "behind"
     which = "the cheap baselines" if ahead == len(baselines) else "the best cheap baseline"
     return (
-        f"Self-influence ({_numbers(own)}) is {distance} {which}: {best.score.title} gets "
+        f"Self-influence ({_numbers(own)}) is {distance} {which}: {best.title} gets "
         f"{_numbers(best)} from forward passes alone."
     )
 
@@ -95,14 +99,14 @@ def write_csv(path: Path, outcome: Outcome) -> None:
     header = ["id", "given_label", "true_label", "flipped", "predicted_label"]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(header + [ranked.score.name for ranked in outcome.scores])
+        writer.writerow(header + [ranked.name for ranked in outcome.scores])
         columns = [data.ids, data.given, data.true, data.flipped.astype(int), outcome.predicted]
-        columns += [ranked.score.values for ranked in outcome.scores]
+        columns += [ranked.values for ranked in outcome.scores]
         writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _find(ranking: Sequence[Ranked], name: str) -> Ranked:
-    return next(ranked for ranked in ranking if ranked.score.name == name)
+    return next(ranked for ranked in ranking if ranked.name == name)
 
 
 def _numbers(ranked: Ranked) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradstats.demo._requirements import DemoError
+from gradstats.errors import GradStatsError
+
+
+class DemoError(GradStatsError):
+    """The demo cannot run as asked."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""A small convolutional network and its training, with the weights kept at some epochs."""
+"""A small convolutional network and its training, with checkpoints kept at some epochs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,21 +12,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from gradstats.demo._settings import Settings
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The weights after an epoch.
-
-    Attributes:
-        epoch: counted from 1.
-        learning_rate: the step size of the epochs that led here.
-        state: the network's state dict.
-    """
-
-    epoch: int
-    learning_rate: float
-    state: dict[str, Tensor]
 
 
 def digit_network(seed: int) -> nn.Sequential:
@@ -42,13 +28,19 @@ def digit_network(seed: int) -> nn.Sequential:
         )
 
 
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return one cross-entropy (B,) for each example."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
 def train(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
     settings: Settings,
     random: np.random.Generator,
-) -> list[Checkpoint]:
+) -> dict[int, dict[str, Any]]:
     """Train in place with SGD on the mean cross-entropy.
 
     Args:
@@ -59,21 +51,23 @@ def train(
         random: source of the order of the examples.
 
     Returns:
-        list[Checkpoint]: one for each of ``settings.checkpoints``.
+        dict: after each epoch of ``settings.checkpoints`` the state of model and optimizer, as a
+        training loop would save them.
     """
     optimizer = torch.optim.SGD(
         model.parameters(), lr=settings.learning_rate, momentum=settings.momentum
     )
-    checkpoints = []
+    checkpoints = {}
     for epoch in tqdm(range(1, settings.epochs + 1), desc="training", unit="epoch"):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(epoch)
         order = torch.from_numpy(random.permutation(len(images)))
         for chosen in order.split(settings.batch_size):
             optimizer.zero_grad()
-            F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            loss_fn(model, (images[chosen], labels[chosen])).mean().backward()
             optimizer.step()
         if epoch in settings.checkpoints:
-            state = {name: value.clone() for name, value in model.state_dict().items()}
-            checkpoints.append(Checkpoint(epoch, settings.learning_rate_at(epoch), state))
+            checkpoints[epoch] = copy.deepcopy(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            )
     return checkpoints

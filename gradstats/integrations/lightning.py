@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.errors import GradStatsError, TrackingError
+from gradstats._requirements import require
+from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
@@ -23,17 +24,13 @@ from gradstats.statistics._loss import infer_batch_size
 
 def _callback_class() -> type:
     # Whichever the user imported; the two differ only in their name.
-    packages = sorted(("lightning", "pytorch_lightning"), key=lambda name: name not in sys.modules)
-    for package in packages:
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    first, second = sorted(packages, key=lambda name: name not in sys.modules)
+    with require("lightning"):
         try:
-            module = "lightning.pytorch" if package == "lightning" else package
-            return importlib.import_module(module).Callback
-        except ImportError as error:
-            failure = error
-    raise GradStatsError(
-        f"gradstats.integrations.lightning needs Lightning, which cannot be imported ({failure}). "
-        "Install the extra: pip install 'gradstats[lightning]'"
-    ) from failure
+            return importlib.import_module(first).Callback
+        except ImportError:
+            return importlib.import_module(second).Callback
 
 
 class GradStatsCallback(_callback_class()):  # type: ignore[misc]

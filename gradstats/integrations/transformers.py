@@ -16,19 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.errors import GradStatsError, TrackingError
+from gradstats._requirements import require
+from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
 from gradstats.statistics._loss import infer_batch_size
 
-try:
+with require("transformers"):
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
-except ImportError as error:
-    raise GradStatsError(
-        "gradstats.integrations.transformers needs transformers with its Trainer, which cannot be "
-        f"imported ({error}). Install the extra: pip install 'gradstats[transformers]'"
-    ) from error
 
 
 class GradStatsCallback(TrainerCallback, ExportableState):

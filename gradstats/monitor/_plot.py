@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradstats._requirements import require
 from gradstats.errors import GradStatsError
 
 if TYPE_CHECKING:
@@ -33,15 +34,11 @@ def plot(monitor: Monitor) -> Figure:
         a matplotlib figure: ``figure.savefig("run.png")``.
 
     Raises:
-        GradStatsError: matplotlib is missing, or nothing was measured yet.
+        MissingPackageError: without matplotlib.
+        GradStatsError: nothing was measured yet.
     """
-    try:
+    with require("plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise GradStatsError(
-            f"gradstats.monitor.plot needs matplotlib, which cannot be imported ({error}). "
-            "Install the extra: pip install 'gradstats[plot]'"
-        ) from error
     monitor.metrics()
     history = {name: np.array(values) for name, values in monitor.history.items()}
     if not history:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,31 +21,16 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
-    """One parameter group of an optimizer's state.
-
-    Attributes:
-        rate: its learning rate when the checkpoint was written.
-        count: how many parameters it holds.
-        names: theirs, None where the optimizer was not given named parameters.
-    """
-
-    rate: float
-    count: int
-    names: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
 class Content:
     """What a checkpoint holds.
 
     Attributes:
         weights: name → value, as a model's ``state_dict()`` gives them.
-        groups: of the optimizer, None where the checkpoint has no optimizer state.
+        optimizers: the states of optimizers as they stand there; nobody has looked at them.
     """
 
     weights: Mapping[str, Any]
-    groups: tuple[ParameterGroup, ...] | None
+    optimizers: tuple[Any, ...] = ()
 
 
 def find_files(pattern: str | Path) -> list[Path]:
@@ -76,7 +61,7 @@ def read_file(path: Path) -> Content:
     try:
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
-                return Content({name: file.get_tensor(name) for name in file.keys()}, None)
+                return Content({name: file.get_tensor(name) for name in file.keys()})
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")
@@ -90,7 +75,7 @@ def read_file(path: Path) -> Content:
 
 
 def parse(content: Any, name: str) -> Content:
-    """Return weights and parameter groups of a state dict, or of a dict that holds one."""
+    """Return what a state dict holds, or a dict with one and perhaps an optimizer's state."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{name} holds {type(content).__name__}, expected a state dict, or a dict with one "
@@ -108,34 +93,7 @@ def parse(content: Any, name: str) -> Content:
             f"{name} holds no weights: its keys are {list(content)[:8]}, expected parameter names, "
             f"or a state dict under one of {WEIGHTS_KEYS}."
         )
-    return Content(weights, _parameter_groups(content, name) if held else None)
-
-
-def _parameter_groups(content: Mapping, name: str) -> tuple[ParameterGroup, ...] | None:
-    states = [content[key] for key in OPTIMIZER_KEYS if content.get(key)]
-    states = [
-        state[0] if isinstance(state, Sequence) and len(state) == 1 else state for state in states
-    ]
-    if not states:
-        return None
-    if len(states) > 1 or not isinstance(states[0], Mapping) or "param_groups" not in states[0]:
-        raise CheckpointError(
-            f"{name} holds an optimizer state that is not that of one torch.optim.Optimizer. Pass "
-            "the learning rates: lr=0.1, or one for each checkpoint."
-        )
-    groups = []
-    for number, group in enumerate(states[0]["param_groups"]):
-        if "lr" not in group:
-            raise CheckpointError(
-                f"{name}: parameter group {number} of the optimizer has no 'lr', expected one. "
-                "Pass the learning rates: lr=0.1, or one for each checkpoint."
-            )
-        names = group.get("param_names")
-        groups.append(
-            ParameterGroup(
-                rate=float(group["lr"]),
-                count=len(group["params"]),
-                names=None if names is None else tuple(names),
-            )
-        )
-    return tuple(groups)
+    if not held:
+        return Content(weights)
+    states = (content.get(key) for key in OPTIMIZER_KEYS)
+    return Content(weights, tuple(state for state in states if state is not None))

@@ -17,7 +17,7 @@ from gradstats.scoring._rates import (
     REMEDY,
     Rates,
     check_rate,
-    from_groups,
+    from_optimizer,
     from_patterns,
     is_zero,
 )
@@ -82,11 +82,11 @@ class Checkpoints:
 
     def load(self, index: int, model: nn.Module, names: Sequence[str]) -> Checkpoint:
         """Return one checkpoint with the rates of the named parameters of a model."""
-        checkpoint, content = load_weights(self._sources[index])
+        checkpoint, content = read_source(self._sources[index])
         rates = self._rates_at(index, content, model, names)
         if is_zero(rates):
             others = (
-                self._rates_at(other, load_weights(self._sources[other])[1], model, names)
+                self._rates_at(other, read_source(self._sources[other])[1], model, names)
                 for other in range(len(self))
                 if other != index
             )
@@ -105,7 +105,7 @@ class Checkpoints:
     ) -> Rates:
         name, rate = self.names[index], self._rates[index]
         if rate == "optimizer":
-            return from_groups(content.groups, model, names, name)
+            return from_optimizer(content.optimizers, model, names, name)
         if isinstance(rate, Mapping):
             return from_patterns(rate, names, name)
         return rate
@@ -126,11 +126,11 @@ class WeightsOnly:
 
     def load(self, index: int) -> Checkpoint:
         """Return one checkpoint."""
-        name, content = load_weights(self._sources[index])
+        name, content = read_source(self._sources[index])
         return Checkpoint(name, content.weights, None)
 
 
-def load_weights(source: tuple[str, Any]) -> tuple[str, Content]:
+def read_source(source: tuple[str, Any]) -> tuple[str, Content]:
     """Return the name and the content of a file or of a state dict in memory."""
     name, held = source
     return name, read_file(held) if isinstance(held, Path) else held

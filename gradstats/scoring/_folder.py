@@ -143,7 +143,11 @@ class Folder:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change what a folder is; a killed one lets go of its lock."""
+    """Let one process at a time change what a folder is; a killed one lets go of its lock.
+
+    Where there are no such locks (Windows, some network file systems) all else works, and a warning
+    asks for one process at a time.
+    """
     try:
         file = _lock(path).open("ab")
     except OSError as error:

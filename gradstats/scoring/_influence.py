@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from gradstats.errors import CheckpointError, ScoreError
 from gradstats.scoring import _ranks
@@ -17,6 +19,7 @@ from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
 from gradstats.scoring._loaders import Data, IdSource
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import (
+    PARTS,
     InfluenceScores,
     Partial,
     TopScores,
@@ -109,9 +112,9 @@ def influence(
         progress: print an estimate of the work and show a progress bar, on standard error.
 
     Returns:
-        InfluenceScores (N, Q), float64 sums of parts in the model's precision; in memory two such
-        matrices, on disk one of the model's precision for each checkpoint. TopScores with
-        ``top_k``.
+        InfluenceScores (N, Q), float64 sums of parts in the model's precision; in memory both
+        forms, 16 bytes for each score, on disk one matrix of the model's precision for each
+        checkpoint. TopScores with ``top_k``.
 
     Raises:
         CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
@@ -148,7 +151,7 @@ def influence(
     scores: InfluenceScores | TopScores
     with borrowed(work.model):
         if k is None:
-            source = run.matrix()
+            source = run.in_memory() if folder is None else run.on_disk(folder)
             scores = InfluenceScores(
                 source, train.ids, query.ids, normalize, checkpoints.names, (train, query)
             )
@@ -202,60 +205,71 @@ class _Run:
         self.budget, self.out, self.resume = budget, out, resume
         self.stream = Stream(work, train, query, budget)
         self.recognition = Recognition(work, None if out is None else train)
-        self.tiles_each = train.batches * query.batches
 
-    def matrix(self) -> list[Partial] | dict[str | None, np.ndarray]:
-        """Compute the whole matrix; return it, or where its parts are on disk."""
-        folder = None
-        if self.out is not None:
-            description = self._description("influence")
-            folder = open_folder(self.out, description, self._ids(), self.resume)
+    def in_memory(self) -> dict[str | None, np.ndarray]:
+        """Compute the whole matrix, added up in place, and return both forms."""
+        sums = Chunk(slice(0, self.train.examples), self.query.examples, *self._spans)
+        everything = np.ones((self.train.batches, self.query.batches), dtype=bool)
+        with self._bar() as bar:
+            for number in range(len(self.pairs)):
+                pair = self._move_to(number)
+                self.recognition.entry(*pair)
+                if number == 0:
+                    announce = partial(self._announce, everything, sums.nbytes, "in memory")
+                    _ranks.together(announce)
+                _ranks.together(partial(self.stream.fill, everything, sums.write, bar))
+        return sums.scores()
+
+    def on_disk(self, out: Path) -> list[Partial]:
+        """Compute what is missing of the whole matrix, and return where its parts are."""
+        folder = open_folder(out, self._description("influence"), self._ids(), self.resume)
         arrays = {
             "products": Array(("row", "column"), self.work.dtype),
             "train_sqnorm": Array(("row",), np.dtype(np.float64)),
             "query_sqnorm": Array(("column",), np.dtype(np.float64)),
         }
-        bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
-        partials: list[Partial] = []
-        sums: dict[str | None, np.ndarray] = {}
-        for number in range(len(self.pairs)):
-            pair = self.pairs.load(number)
-            self.stream.move_to(*pair)
-            tiles, done = open_tiles(
-                folder,
-                lambda kind, path: kind(path, arrays, self.train.spans, self.query.spans),
-                self.recognition.entry(*pair),
-                self.work,
-            )
-            pending = ~done
-            try:
-                self._check_held(tiles, done, *pair)
-                if number == 0:
-                    _ranks.together(partial(self._announce, pending, *self._room(tiles.nbytes)))
-                bar.update(int(done.sum()))
-                _ranks.together(partial(self.stream.fill, pending, tiles.write, bar))
-            finally:
-                tiles.close()
-            found = self._partial(tiles)
-            if folder is not None:
-                partials.append(found)
-                continue
-            for form in (None, "cosine"):
-                part = found.read((slice(None), slice(None)), form)
-                sums[form] = sums[form] + part if form in sums else part
-        bar.close()
-        return partials if folder is not None else sums
+        parts: list[Partial] = []
+        with self._bar() as bar:
+            for number in range(len(self.pairs)):
+                pair = self._move_to(number)
+                tiles, done = open_tiles(
+                    folder,
+                    lambda kind, path: kind(path, arrays, *self._spans),
+                    self.recognition.entry(*pair),
+                    self.work,
+                )
+                with closing(tiles):
+                    self._check_held(tiles, done, *pair)
+                    if number == 0:
+                        size = tiles.nbytes * len(self.pairs)
+                        _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
+                    bar.update(int(done.sum()))
+                    _ranks.together(partial(self.stream.fill, ~done, tiles.write, bar))
+                parts.append(Partial(*map(tiles.view, PARTS)))
+        return parts
+
+    def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
+        """Load the checkpoints of both sides, and give the model the train side's."""
+        pair = self.pairs.load(number)
+        self.stream.move_to(*pair)
+        return pair
+
+    @property
+    def _spans(self) -> tuple[list[slice], list[slice]]:
+        """The rows of the train batches and the columns of the query batches."""
+        return self.train.spans, self.query.spans
+
+    def _bar(self) -> tqdm:
+        tiles = self.train.batches * self.query.batches
+        return self.work.bar(len(self.pairs) * tiles, "influence")
 
     def top(self, k: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Compute the lists of the strongest examples without the matrix."""
         lists = TopLists(self.query.examples, k)
-        folder = None
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self.pairs)):
-            pair = self.pairs.load(number)
-            self.stream.move_to(*pair)
-            entries[str(number)] = self.recognition.entry(*pair)
+            entries[str(number)] = self.recognition.entry(*self._move_to(number))
             del entries[str(number)]["name"]
         if self.out is not None:
             description = self._description("strongest influence")
@@ -263,13 +277,11 @@ class _Run:
             # Lists do not say which gradients were not finite.
             description["nonfinite"] = self.work.nonfinite
             description["summed"] = entries
-            folder = open_folder(self.out, description, self._ids(), self.resume)
+            open_folder(self.out, description, self._ids(), self.resume)
             problem = lists.restore(self.out)
             if problem is not None:
                 self.work.say(f"{problem}: computing it again")
         left = list(chunks(self.train.sizes, self.query.examples, self.budget, lists.next_batch))
-        bar = self.work.bar(len(self.pairs) * self.tiles_each, "influence")
-        bar.update(len(self.pairs) * lists.next_batch * self.query.batches)
         only = self.pairs.load(0) if len(self.pairs) == 1 else None
         announced = False
 
@@ -286,11 +298,9 @@ class _Run:
                     announced = True
                 self.stream.fill(pending, chunk.write, bar)
 
-        fill_lists(
-            lists, k, (self.train.spans, self.query.spans), iter(left), compute,
-            None if folder is None else self.out,
-        )  # fmt: skip
-        bar.close()
+        with self._bar() as bar:
+            bar.update(len(self.pairs) * lists.next_batch * self.query.batches)
+            fill_lists(lists, k, self._spans, iter(left), compute, self.out)
         return lists.lists
 
     def _check_held(
@@ -306,17 +316,6 @@ class _Run:
             norms = tiles.view(name)[held]
             self.work.check_finite(norms, data.ids[held], checkpoint.name, role)
 
-    def _partial(self, tiles: Tiles) -> Partial:
-        products, rows, columns = (
-            tiles.view(name) for name in ("products", "train_sqnorm", "query_sqnorm")
-        )
-        if self.out is None and _ranks.size() > 1:
-            _ranks.add_up(products)
-            _ranks.add_up(rows)
-            # Every process that had work holds all the queries' norms.
-            columns = max(_ranks.gather(columns), key=lambda norms: float(norms.sum()))
-        return Partial(products, rows, columns)
-
     def _ids(self) -> dict[str, np.ndarray]:
         return {"train_ids": self.train.ids, "query_ids": self.query.ids}
 
@@ -328,12 +327,6 @@ class _Run:
             "query": self.query.description(),
             "query_checkpoints": self.pairs.two_sided,
         }
-
-    def _room(self, nbytes: int) -> tuple[int, str]:
-        """Return the bytes of all results and where they are."""
-        if self.out is not None:
-            return nbytes * len(self.pairs), f"in {self.out}"
-        return 16 * self.train.examples * self.query.examples, "in memory"
 
     def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
         """Print size, memory and time of what there is to do, after a trial of one tile."""

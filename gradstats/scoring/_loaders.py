@@ -53,11 +53,12 @@ class Data:
         else:
             sizes, named = [], []
             for number, batch in enumerate(self._all()):
-                sizes.append(infer_batch_size(batch, batch_dim))
+                size = infer_batch_size(batch, batch_dim)
+                sizes.append(size)
                 self._compare(number, batch)
                 content.add(batch)
                 if ids is not None:
-                    named.extend(pick(batch, ids))
+                    named.extend(pick(batch, ids, size))
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
             self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
@@ -103,6 +104,8 @@ class Data:
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Yield (number, batch) for some batches, in ascending order."""
         wanted = list(numbers)
+        if not wanted:
+            return
         if self._index_lists is not None:
             chosen = _again(self._loader, [self._index_lists[number] for number in wanted])
             pairs: Iterable[tuple[int, Any]] = zip(wanted, chosen, strict=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from gradstats._requirements import require
 from gradstats.scoring._loaders import Data
-from gradstats.scoring._requirements import require
 from gradstats.statistics._loss import tensors_in
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def draw_self_influence(
         bad: (N,) bool, None where nothing is known.
         report: of the bad examples.
     """
-    figure_class = require("matplotlib.figure", "plot").Figure
-    figure = figure_class(figsize=(6 if report is None else 12, 4.5), layout="constrained")
+    with require("plot"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(6 if report is None else 12, 4.5), layout="constrained")
     panels = figure.subplots(1, 1 if report is None else 2, squeeze=False)[0]
     order = np.argsort(-scores, kind="stable")
     ranks = np.arange(1, len(scores) + 1)
@@ -76,12 +77,13 @@ def draw_query(
         data: the two sides, None where only scores are known.
         query: the query's position.
     """
-    figure_class = require("matplotlib.figure", "plot").Figure
+    with require("plot"):
+        from matplotlib.figure import Figure
     pictures = None if data is None else _picture(data[1], query)
     if data is None or pictures is None:
-        return _draw_bars(figure_class, name, rankings)
+        return _draw_bars(name, rankings)
     width = max(len(ranking) for ranking in rankings)
-    figure = figure_class(figsize=(1.6 * (width + 1), 4.2), layout="constrained")
+    figure = Figure(figsize=(1.6 * (width + 1), 4.2), layout="constrained")
     grid = figure.subplots(2, width + 1, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
@@ -98,11 +100,13 @@ def draw_query(
     return figure
 
 
-def _draw_bars(figure_class: Any, name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
+def _draw_bars(name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
+    from matplotlib.figure import Figure
+
     proponents, opponents = rankings
     names = [str(each) for each in (*proponents.ids, *opponents.ids[::-1])]
     scores = [*proponents.scores, *opponents.scores[::-1]]
-    figure = figure_class(figsize=(6, 0.3 * len(names) + 1.2), layout="constrained")
+    figure = Figure(figsize=(6, 0.3 * len(names) + 1.2), layout="constrained")
     axes = figure.subplots()
     places = np.arange(len(names))
     axes.barh(places, scores, color=[GOOD_COLOUR if s > 0 else BAD_COLOUR for s in scores])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
+from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
-from gradstats.scoring._checkpoint_files import ParameterGroup
 
 # One learning rate, or one for each parameter by name.
 Rates = float | dict[str, float]
@@ -22,8 +24,25 @@ REMEDY = (
 )
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """One parameter group of an optimizer's state.
+
+    Attributes:
+        rate: its learning rate when the checkpoint was written.
+        count: how many parameters it holds.
+        names: theirs, None where the optimizer was not given named parameters.
+    """
+
+    rate: float
+    count: int
+    names: tuple[str, ...] | None
+
+
 def check_rate(rate, of: str) -> float:
     """Return a learning rate as a float, or raise."""
+    if isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
+        rate = rate.item()
     if not isinstance(rate, Real) or isinstance(rate, bool):
         raise CheckpointError(f"the learning rate of {of} is {rate!r}, expected a number. {REMEDY}")
     if not math.isfinite(rate) or rate < 0:
@@ -48,18 +67,11 @@ def from_patterns(patterns: Mapping[str, float], names: Sequence[str], checkpoin
     return simplify(rates)
 
 
-def from_groups(
-    groups: Sequence[ParameterGroup] | None, model: nn.Module, names: Sequence[str], checkpoint: str
+def from_optimizer(
+    optimizers: Sequence[Any], model: nn.Module, names: Sequence[str], checkpoint: str
 ) -> Rates:
-    """Return the rates that an optimizer's parameter groups say, or raise where they do not."""
-    if groups is None:
-        raise CheckpointError(
-            f'{checkpoint} holds no optimizer state, and lr="optimizer" asks for the learning rate '
-            "in it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, or "
-            "pass the learning rates: lr=0.1, or one for each checkpoint."
-        )
-    for number, group in enumerate(groups):
-        check_rate(group.rate, f"parameter group {number} in {checkpoint}")
+    """Return the rates that an optimizer's state says, or raise where it does not."""
+    groups = _parameter_groups(optimizers, checkpoint)
     if all(group.names is not None for group in groups):
         rates = {
             clean_name(name): group.rate
@@ -91,6 +103,46 @@ def from_groups(
             "optimizer from model.named_parameters(), or pass lr={pattern: rate}."
         )
     return groups[0].rate
+
+
+def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[ParameterGroup]:
+    """Return the parameter groups of the one optimizer whose state a checkpoint holds."""
+    if not optimizers:
+        raise CheckpointError(
+            f'{checkpoint} holds no optimizer state, and lr="optimizer" asks for the learning rate '
+            "in it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, or "
+            "pass the learning rates: lr=0.1, or one for each checkpoint."
+        )
+    states = [
+        state[0] if isinstance(state, Sequence) and len(state) == 1 else state
+        for state in optimizers
+    ]
+    held = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
+    if len(states) > 1 or not isinstance(held, Sequence) or not all(map(_is_group, held)):
+        raise CheckpointError(
+            f"{checkpoint} holds an optimizer state that is not that of one "
+            "torch.optim.Optimizer. Pass the learning rates: lr=0.1, or one for each checkpoint."
+        )
+    groups = []
+    for number, group in enumerate(held):
+        if "lr" not in group:
+            raise CheckpointError(
+                f"{checkpoint}: parameter group {number} of the optimizer has no 'lr', expected "
+                "one. Pass the learning rates: lr=0.1, or one for each checkpoint."
+            )
+        own = group.get("param_names")
+        groups.append(
+            ParameterGroup(
+                rate=check_rate(group["lr"], f"parameter group {number} in {checkpoint}"),
+                count=len(group["params"]),
+                names=None if own is None else tuple(own),
+            )
+        )
+    return groups
+
+
+def _is_group(held: Any) -> bool:
+    return isinstance(held, Mapping) and isinstance(held.get("params"), Sequence)
 
 
 def simplify(rates: dict[str, float]) -> Rates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,7 +176,8 @@ class Partial:
 class InfluenceScores(Rankings):
     """The train × query matrix, read like an array: ``scores[i, j]``, ``scores[:, j]``.
 
-    A score above zero says that a step on the training example lowers the query's loss.
+    A score above zero says that a step on the training example lowers the query's loss. Scores are
+    read-only: ``np.array(scores)`` is a copy that may be changed.
 
     Attributes:
         train_ids, query_ids: (N,) and (Q,) what names the examples.
@@ -197,6 +198,8 @@ class InfluenceScores(Rankings):
     ):
         super().__init__(train_ids, query_ids, normalize, checkpoints, data)
         self._source = source
+        if isinstance(source, dict):
+            _protect(source.values())
 
     @classmethod
     def load(cls, folder: str | Path, normalize: str | None = None) -> InfluenceScores:
@@ -228,7 +231,13 @@ class InfluenceScores(Rankings):
         return total
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self[:], dtype=dtype)
+        values = self[:]
+        if not isinstance(self._source, dict) and values.flags.writeable:
+            # Made for this call: nobody else's.
+            if copy is False:
+                raise ValueError("scores on disk are read and added up into an array: copy=None")
+            return np.asarray(values, dtype=dtype)
+        return np.array(values, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:
         return len(self.train_ids)
@@ -275,6 +284,8 @@ class TopScores(Rankings):
     ):
         super().__init__(train_ids, query_ids, normalize, checkpoints, data)
         self._lists = lists
+        for arrays in lists.values():
+            _protect(arrays)
         self.top_k = next(iter(lists.values()))[0].shape[1]
 
     @property
@@ -313,6 +324,12 @@ class TopScores(Rankings):
             each[query][:k] for each in self._lists[list_name(self.normalize, sign)]
         )
         return Ranking(positions, self.train_ids[positions], scores)
+
+
+def _protect(arrays: Iterable[np.ndarray]) -> None:
+    """Make results read-only: slices of them are given out, and a change would be to all."""
+    for array in arrays:
+        array.setflags(write=False)
 
 
 def list_name(normalize: str | None, sign: int) -> str:

@@ -118,8 +118,8 @@ def self_influence(
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
     recognition = Recognition(work, None if path is None else data)
-    with borrowed(work.model):
-        bar = work.bar(len(checkpoints) * data.batches, "self-influence")
+    bar = work.bar(len(checkpoints) * data.batches, "self-influence")
+    with borrowed(work.model), bar:
         for number in range(len(checkpoints)):
             checkpoint = checkpoints.load(number, work.model, work.names)
             load_weights(work.model, checkpoint)
@@ -155,7 +155,6 @@ def self_influence(
             values[number] = tiles.view("values")
             if folder is None:
                 _ranks.add_up(values[number])
-        bar.close()
     return SelfInfluence(data.ids, tuple(checkpoints.names), values, watch.reason)
 
 

@@ -178,7 +178,7 @@ class Stream:
         work.check_finite(sqnorm, ids, self._train_at.name, "training")
         rows = np.concatenate(
             [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]
-        )
+        ).astype(work.dtype)
         ends = np.cumsum([len(each.sqnorm) for each in block])
         return [
             {"products": values, "train_sqnorm": sqnorm, "query_sqnorm": each.sqnorm}

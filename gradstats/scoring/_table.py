@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats._requirements import require
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
-from gradstats.scoring._requirements import require
 from gradstats.scoring._scores import check_k
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class SelfInfluence:
         }
         rows, missing = {}, {}
         for name, values in scores.items():
-            unknown = np.isnan(values)
+            unknown = ~np.isfinite(values)
             if not unknown.any():
                 rows[name] = detect(values, bad)
             elif name in ("mean margin", "mean EL2N") and self.reason is not None:
@@ -149,11 +150,15 @@ class SelfInfluence:
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the table as a pandas DataFrame."""
-        return require("pandas", "tables").DataFrame(self.columns)
+        with require("tables"):
+            import pandas
+        return pandas.DataFrame(self.columns)
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the table to a Parquet file."""
-        require("pyarrow", "tables")
+        with require("tables"):
+            # Asked for here: what pandas says of a missing one names no extra.
+            importlib.import_module("pyarrow")
         self.to_pandas().to_parquet(path, index=False)
 
     def plot(self, known_bad: Any = None) -> Figure:

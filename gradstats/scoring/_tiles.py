@@ -12,7 +12,9 @@ import errno
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -60,12 +62,15 @@ class Tiles:
         self._rows, self._columns = rows, columns
         self.damaged: list[str] = []
         self._grid = (len(rows), len(columns))
-        self._files: dict[str, int] = {}
+        self._files: dict[str, FileIO] = {}
         self._starts: dict[str, int] = {}
         self._written = np.zeros(self._grid, dtype=bool)
 
     def create_or_check(self) -> None:
-        """Make the files that are missing, at full size, and look at every tile that is there."""
+        """Make the files that are missing, at full size, and look at every tile that is there.
+
+        The files are closed when this returns.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fresh = not self._path("done").exists()
@@ -73,7 +78,8 @@ class Tiles:
                 self._make(self._path(name), self._shape(name), self._arrays[name].dtype, fresh)
             self._make(self._path("done"), self._grid, np.dtype(np.uint64), fresh)
             self.open()
-            self._drop_damaged()
+            with closing(self):
+                self._drop_damaged()
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
@@ -89,13 +95,15 @@ class Tiles:
 
     def open(self) -> None:
         """Open the files, made before, for writing."""
-        for name in [*self._arrays, "done"]:
-            with self._path(name).open("rb") as file:
-                _header(file)
-                self._starts[name] = file.tell()
-            if name not in self._files:
-                self._files[name] = os.open(self._path(name), os.O_RDWR)
-        self._written = self.done
+        files = {}
+        with ExitStack() as opened:
+            for name in [*self._arrays, "done"]:
+                files[name] = opened.enter_context(self._path(name).open("r+b", buffering=0))
+                _header(files[name])
+                self._starts[name] = files[name].tell()
+            self._written = self.done
+            opened.pop_all()
+        self._files = files
 
     @property
     def done(self) -> np.ndarray:
@@ -104,16 +112,16 @@ class Tiles:
 
     def close(self) -> None:
         """Write everything out to the disk and close the files."""
-        descriptors = list(self._files.values())
+        files = list(self._files.values())
         self._files.clear()
         try:
-            for descriptor in descriptors:
-                os.fsync(descriptor)
+            for file in files:
+                os.fsync(file.fileno())
         except OSError as error:
             raise cannot_write(self.folder, error) from error
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            for file in files:
+                file.close()
 
     def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
         """Write one tile; it counts as done when this returns.
@@ -193,23 +201,23 @@ class Tiles:
             raise ValueError(f"{name}: got a tile of shape {value.shape}, expected {shape}")
         size = value.dtype.itemsize
         if len(spans) == 1:
-            self._pwrite(name, spans[0].start * size, value.tobytes())
+            self._write(name, spans[0].start * size, value.tobytes())
             return
         height = self._shape(name)[0]
         for number in range(shape[1]):
             offset = (spans[1].start + number) * height + spans[0].start
-            self._pwrite(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
+            self._write(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
 
-    def _pwrite(self, name: str, offset: int, data: bytes) -> None:
+    def _write(self, name: str, offset: int, data: bytes) -> None:
         """Write bytes at a place of an array; never through a map, where a full disk kills."""
-        descriptor, place = self._files[name], self._starts[name] + offset
+        file = self._files[name]
+        file.seek(self._starts[name] + offset)
         while data:
-            written = os.pwrite(descriptor, data, place)
-            data, place = data[written:], place + written
+            data = data[put(file, data) :]
 
     def _mark(self, row: int, column: int, mark: int) -> None:
         place = column * len(self._rows) + row
-        self._pwrite("done", place * 8, np.uint64(mark).tobytes())
+        self._write("done", place * 8, np.uint64(mark).tobytes())
 
     def _checksum(self, views: Mapping[str, np.ndarray], row: int, column: int) -> int:
         checksum = 0
@@ -252,6 +260,11 @@ def cannot_write(path: Path, error: OSError) -> StoreError:
         f"{errno.errorcode.get(error.errno or 0)}). What was done is kept: make room, and call "
         "again with the same arguments to go on."
     )
+
+
+def put(file: FileIO, data: bytes) -> int:
+    """Write bytes where a file stands, and return how many were written."""
+    return file.write(data)
 
 
 def _header(file) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -104,6 +104,17 @@ class Chunk:
         self._scores["cosine"][rows, columns] += cosine_of(tile)
         self._held[rows] = True
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both forms."""
+        return sum(scores.nbytes for scores in self._scores.values())
+
+    def scores(self) -> dict[str | None, np.ndarray]:
+        """Return both forms, with the rows of all processes."""
+        for scores in self._scores.values():
+            _ranks.add_up(scores)
+        return self._scores
+
     def lists(self, k: int) -> Lists:
         """Return the strongest of this process's rows for every query."""
         rows = np.flatnonzero(self._held)

@@ -15,6 +15,7 @@ from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
+from gradstats.statistics._batches import same_bits
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give the borrowed model a checkpoint's weights; every name and shape must agree."""
+    """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
     held, state = fitted(model, checkpoint), model.state_dict()
     if all(_place(held[name]) == _place(state[name]) for name in state):
         return
@@ -52,6 +53,26 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         model.load_state_dict(held)
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint.name} does not fit the model: {error}") from error
+    _check_shared(model, held, checkpoint.name)
+
+
+def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> None:
+    """Raise where what was loaded under one name was overwritten by what another name holds."""
+    sharing: dict[int, dict[str, Tensor]] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            local = _local(value)
+            sharing.setdefault(local.untyped_storage()._cdata, {})[name] = local
+    for group in (group for group in sharing.values() if len(group) > 1):
+        for name, value in group.items():
+            if same_bits(value, _local(held[name]).to(value)):
+                continue
+            others = _some([clean_name(other) for other in group if other != name])
+            raise CheckpointError(
+                f"{checkpoint} holds other values for {clean_name(name)!r} than for {others}, "
+                "which share memory in the model. Expected equal values: pass a model that ties "
+                "its weights as the one that was trained does."
+            )
 
 
 def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -158,9 +158,7 @@ def open_tiles(
 
     def first() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, lambda path: make(Tiles, path))
-        done = prepared.done
-        prepared.close()
-        return prepared.folder.name, prepared.damaged, done
+        return prepared.folder.name, prepared.damaged, prepared.done
 
     name, damaged, done = _ranks.on_first(first)
     for line in damaged:

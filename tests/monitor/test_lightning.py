@@ -352,7 +352,7 @@ def test_the_extra_is_named_where_lightning_is_missing(monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "gradstats.integrations.lightning")
-    with pytest.raises(gs.GradStatsError, match=r"gradstats\[lightning\]"):
+    with pytest.raises(gs.MissingPackageError, match=r"gradstats\[lightning\]"):
         importlib.import_module("gradstats.integrations.lightning")
 
 

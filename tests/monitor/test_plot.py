@@ -59,5 +59,5 @@ def test_what_is_missing_is_said(monitor, monkeypatch):
     with pytest.raises(gs.GradStatsError, match="nothing to plot"):
         plot(gs.Monitor(monitor.model))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(gs.GradStatsError, match=r"gradstats\[plot\]"):
+    with pytest.raises(gs.MissingPackageError, match=r"gradstats\[plot\]"):
         plot(monitor)

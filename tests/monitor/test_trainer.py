@@ -289,5 +289,5 @@ def test_it_must_be_called_by_a_trainer(tmp_path):
 def test_the_extra_is_named_where_transformers_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
     monkeypatch.delitem(sys.modules, "gradstats.integrations.transformers")
-    with pytest.raises(gs.GradStatsError, match=r"gradstats\[transformers\]"):
+    with pytest.raises(gs.MissingPackageError, match=r"gradstats\[transformers\]"):
         importlib.import_module("gradstats.integrations.transformers")

@@ -21,6 +21,7 @@ import numpy as np
 from torch import distributed
 
 import gradstats as gs
+from gradstats.scoring import _tiles
 from tests.scoring.setting import RATES, loss_fn, make_setting, setting_state
 
 CALLS = ("matrix", "top", "self")
@@ -78,25 +79,25 @@ def ended(child: int) -> int:
 def kill_at(count: int, kind: str, out: Path) -> None:
     """Make a call that is killed at its count-th write, with half of the bytes written."""
     writes = 0
-    pwrite, fsync = os.pwrite, os.fsync
+    put, fsync = _tiles.put, os.fsync
 
     def tick() -> bool:
         nonlocal writes
         writes += 1
         return writes == count
 
-    def dying_pwrite(descriptor, data, place):
+    def dying_put(file, data):
         if tick():
-            pwrite(descriptor, data[: len(data) // 2], place)
+            put(file, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        return pwrite(descriptor, data, place)
+        return put(file, data)
 
     def dying_fsync(descriptor):
         if tick():
             os.kill(os.getpid(), signal.SIGKILL)
         return fsync(descriptor)
 
-    os.pwrite, os.fsync = dying_pwrite, dying_fsync
+    _tiles.put, os.fsync = dying_put, dying_fsync
     call(kind, out)
 
 
@@ -124,16 +125,16 @@ def beside(number: int, size: int, out: Path) -> None:
 def limit_at(count: int, out: Path) -> None:
     """Make a call whose files may not grow or be written any more from its count-th write on."""
     writes = 0
-    pwrite = os.pwrite
+    put = _tiles.put
 
-    def limited(descriptor, data, place):
+    def limited(file, data):
         nonlocal writes
         writes += 1
         if writes == count:
             resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
-        return pwrite(descriptor, data, place)
+        return put(file, data)
 
-    os.pwrite = limited
+    _tiles.put = limited
     if count == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
     try:

@@ -151,6 +151,61 @@ def test_rates_that_cannot_be_known_are_errors(setting):
     score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}), parameters="0.*")
 
 
+def two_optimizers(setting):
+    """As Lightning keeps them for a model trained by several optimizers, such as a GAN."""
+    parts = list(setting.model[0].parameters()), list(setting.model[3].parameters())
+    held = [torch.optim.SGD(part, lr=0.1).state_dict() for part in parts]
+    return {"state_dict": setting.states[0], "optimizer_states": held}
+
+
+def without_rate(setting):
+    """As an optimizer that sets its own steps keeps them, such as Adafactor."""
+    optimizer = torch.optim.SGD(setting.model.parameters(), lr=0.1).state_dict()
+    optimizer["param_groups"][0]["lr"] = None
+    return {"model": setting.states[0], "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("source", ["memory", "file"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (two_optimizers, r"not that of one torch\.optim\.Optimizer\. Pass the learning rates"),
+        (without_rate, r"rate of parameter group 0 in .* is None, expected a number\. Pass lr="),
+        (lambda setting: {"model": setting.states[0], "optimizer": {"param_groups": 3}},
+         r"not that of one torch\.optim\.Optimizer"),
+        (lambda setting: {"model": setting.states[0], "optimizer": {"param_groups": [{"lr": 1}]}},
+         r"not that of one torch\.optim\.Optimizer"),
+    ],
+)  # fmt: skip
+def test_an_unusual_optimizer_is_read_only_where_it_is_asked(
+    setting, tmp_path, make, message, source
+):
+    content = [make(setting)]
+    if source == "file":
+        torch.save(content[0], tmp_path / "weights.pt")
+        content = tmp_path / "weights.pt"
+    want = expected(setting, setting.states[:1], [0.1])
+    np.testing.assert_allclose(score(setting, gs.Checkpoints(content, lr=0.1)), want, rtol=1e-10)
+    scores = gs.influence(
+        setting.model, setting.train_batches, setting.train_batches, loss_fn,
+        gs.Checkpoints(setting.states[:1], lr=0.1), query_checkpoints=content, progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.diag(scores), want, rtol=1e-10)
+    with pytest.raises(gs.CheckpointError, match=message):
+        score(setting, gs.Checkpoints(content, lr="optimizer"))
+
+
+def test_rates_in_tensors(setting):
+    """As capturable optimizers keep them; also in a list."""
+    optimizer = torch.optim.SGD(setting.model.parameters(), lr=0.5).state_dict()
+    optimizer["param_groups"][0]["lr"] = torch.tensor(0.5)
+    content = {"model": setting.states[0], "optimizer": optimizer}
+    want = expected(setting, setting.states[:1], [0.5])
+    for lr in ("optimizer", [torch.tensor(0.5)], [np.array(0.5)]):
+        got = score(setting, gs.Checkpoints([content], lr=lr))
+        np.testing.assert_allclose(got, want, rtol=1e-10)
+
+
 def with_rates(setting, rates):
     """Checkpoints as a schedule leaves them."""
     contents = []
@@ -401,6 +456,46 @@ def test_tied_weights_that_are_nowhere_are_missing():
     data = [(torch.randint(9, (5,)), torch.randint(9, (5,)))]
     with pytest.raises(gs.CheckpointError, match=r"lacks 'embedding\.weight', 'head\.weight', and"):
         gs.self_influence(model, data, loss_fn, gs.Checkpoints([content], lr=1.0), progress=False)
+
+
+def transposed_tie():
+    """Tied by memory alone: the head holds the embedding's table the other way round."""
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight.data = model[0].weight.data.T
+    return model, ("0.weight", "1.weight")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (Tied(True), ("head.weight", "embedding.weight")),
+    lambda: (Tied(False), ("embedding.weight", "head.weight")),
+    transposed_tie,
+])  # fmt: skip
+def test_untied_weights_do_not_fit_a_model_that_ties_them(make):
+    """Of two values one would be scored and the other dropped without a word."""
+    model, (first, second) = make()
+    before = snapshot(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state[first] += 1
+    data = [(torch.randint(4, (5,)), torch.randint(4, (5,)))]
+    message = rf"other values for '{first}' than for '{second}', which share memory in the model"
+    for call in (
+        lambda run: gs.self_influence(model, data, loss_fn, run, progress=False),
+        lambda run: gs.influence(
+            model, data, data, loss_fn, gs.Checkpoints([model.state_dict()], lr=1.0),
+            query_checkpoints=run, progress=False,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(gs.CheckpointError, match=message):
+            call(gs.Checkpoints([state], lr=1.0))
+        assert_unchanged(model, before)
+    # Coarser numbers, NaN among them, are the same where they were the same before.
+    with torch.no_grad():
+        model.state_dict()[second][0, 0] = float("nan")
+    half = {name: value.half() for name, value in model.state_dict().items()}
+    table = gs.self_influence(
+        model, data, loss_fn, gs.Checkpoints([half], lr=1.0), nonfinite="keep", progress=False
+    )
+    assert len(table) == 5
 
 
 def test_a_tied_transformer_as_saved_by_its_library(tmp_path):

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from tqdm import tqdm
 
 import gradstats as gs
 from gradstats.scoring._memory import Halving
 from tests.oracle import assert_unchanged, snapshot
+from tests.scoring import processes
 from tests.scoring.setting import (
     RATES,
     batches,
@@ -58,7 +60,7 @@ def test_normalize_chooses_what_is_shown(setting):
     assert_scores(run(setting, normalize="cosine"), oracle_influence(setting, cosine=True))
 
 
-def test_memory_and_disk_agree_to_the_bit(setting, tmp_path):
+def test_memory_disk_and_lists_agree_to_the_bit(setting, tmp_path):
     setting.model.float()
     float_batches = [
         [(x.float(), y) for x, y in side] for side in (setting.train_batches, setting.query_batches)
@@ -72,6 +74,14 @@ def test_memory_and_disk_agree_to_the_bit(setting, tmp_path):
     ]  # fmt: skip
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0].cosine, found[1].cosine)
+    top = gs.influence(
+        setting.model, *float_batches, loss_fn, gs.Checkpoints(setting.states, lr=0.1),
+        progress=False, top_k=3,
+    )  # fmt: skip
+    for query in range(6):
+        expected = found[0].opponents(query, 3)
+        assert np.array_equal(top.opponents(query, 3).scores, expected.scores)
+        assert np.array_equal(top.opponents(query, 3).positions, expected.positions)
     folder = next((tmp_path / "scores").glob("checkpoint-*"))
     assert np.load(folder / "products.npy").dtype == np.float32
 
@@ -234,6 +244,39 @@ def test_indexing(setting):
     assert scores.shape == (11, 6) and len(scores) == 11
     np.testing.assert_allclose(list(scores), expected, rtol=1e-10)
     assert "11 train × 6 query" in repr(scores)
+
+
+@pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 2), (True, 2), (True, 1)])
+def test_scores_are_changed_in_copies_only(setting, tmp_path, on_disk, checkpoints):
+    """Slices, rankings and arrays never reach what the scores are read from."""
+    run_of = gs.Checkpoints(setting.states[:checkpoints], lr=0.1)
+    scores = run(setting, run_of, out=tmp_path / "scores" if on_disk else None)
+    expected = np.array(scores)
+    for copied in (np.array(scores), np.array(scores, copy=True), scores[:].copy()):
+        copied[:] = 7.0
+        np.testing.assert_array_equal(scores, expected)
+    assert np.array(scores, dtype=np.float32).dtype == np.float32
+    for key in (slice(None), (slice(None), 0), 3):
+        part = scores[key]
+        if part.flags.writeable:
+            part[...] = 7.0
+        else:
+            with pytest.raises(ValueError, match="read-only"):
+                part.sort()
+        np.testing.assert_array_equal(scores, expected)
+    assert scores[:].flags.writeable == (on_disk and checkpoints > 1)
+    top = run(setting, run_of, top_k=2).proponents(1, 2)
+    for listed in (top.scores, top.positions):
+        with pytest.raises(ValueError, match="read-only"):
+            listed.sort()
+
+
+def test_an_array_without_a_copy(setting, tmp_path):
+    scores = run(setting)
+    assert np.shares_memory(np.array(scores, copy=False), np.asarray(scores))
+    added_up = run(setting, out=tmp_path / "scores")
+    with pytest.raises(ValueError, match="on disk are read and added up into an array"):
+        np.array(added_up, copy=False)
 
 
 @pytest.mark.parametrize("query", [6, -7, 1.0, True, "a"])
@@ -483,6 +526,18 @@ def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):
     assert "the first checkpoint is there already" in capsys.readouterr().err
     run(setting, progress=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["self", "matrix", "top"])
+def test_bars_are_closed_after_an_exception(kind):
+    def failing(model, batch):
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop") as caught:
+        processes.call(kind, None, loss=failing, progress=True)
+    # The traceback would keep an open one.
+    assert caught.value.__traceback__ is not None
+    assert not list(tqdm._instances)
 
 
 def test_pictures_where_the_data_are_images(setting):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import namedtuple
-from dataclasses import dataclass
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -160,6 +160,21 @@ class Fields:
     y: Tensor
 
 
+@dataclass
+class Counted(Fields):
+    examples: int = field(init=False)
+
+    def __post_init__(self):
+        self.examples = len(self.x)
+
+
+def defaulting(x, y):
+    """A mapping whose constructor takes no items first."""
+    batch = defaultdict(list)
+    batch["x"], batch["y"] = x, y
+    return batch
+
+
 def test_every_kind_of_batch(setting):
     expected = reference(setting)
     by_name = lambda model, batch: loss_fn(model, (batch.x, batch.y))  # noqa: E731
@@ -169,21 +184,25 @@ def test_every_kind_of_batch(setting):
         ([Fields(*batch) for batch in setting.train_batches], by_name),
         ([dict(zip("xy", batch, strict=True)) for batch in setting.train_batches], dict_loss),
         (tuple(setting.train_batches), loss_fn),
+        ([defaulting(*batch) for batch in setting.train_batches], dict_loss),
+        ([Counted(*batch) for batch in setting.train_batches], by_name),
     ]
     for loader, loss in cases:
         np.testing.assert_array_equal(score(setting, loader, loss).self_influence, expected)
 
 
-@pytest.mark.parametrize("kind", ["pair", "fields", "dict"])
+@pytest.mark.parametrize("kind", ["pair", "fields", "counted", "dict", "defaulting"])
 def test_every_kind_of_batch_can_be_halved(setting, kind):
     make = {
+        "counted": Counted,
+        "defaulting": defaulting,
         "pair": lambda x, y: Pair(x, y),
         "fields": lambda x, y: Fields(x, y),
         "dict": lambda x, y: {"x": x, "y": y, "name": "shared", "more": [x]},
     }[kind]
 
     def hungry(model, batch):
-        x, y = (batch["x"], batch["y"]) if kind == "dict" else (batch.x, batch.y)
+        x, y = (batch["x"], batch["y"]) if kind.startswith("d") else (batch.x, batch.y)
         if len(x) > 2:
             raise torch.OutOfMemoryError("out of memory")
         return loss_fn(model, (x, y))
@@ -205,6 +224,36 @@ class Stream(IterableDataset):
 def test_loaders_that_are_read_from_the_start(setting):
     loader = DataLoader(Stream(setting.train_batches), batch_size=None)
     np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+
+
+@pytest.mark.parametrize("kind", ["self", "matrix"])
+def test_what_is_complete_is_not_read_again(setting, tmp_path, kind):
+    """A loader that can only be read from the start is not, for nothing."""
+    reads = 0
+
+    class Counted(Stream):
+        def __iter__(self):
+            nonlocal reads
+            for item in self.items:
+                reads += 1
+                yield item
+
+    loader = DataLoader(Counted(setting.train_batches), batch_size=None)
+
+    def call():
+        if kind == "self":
+            score(setting, loader, out=tmp_path)
+        else:
+            gs.influence(
+                setting.model, loader, setting.query_batches, loss_fn,
+                gs.Checkpoints(setting.states, lr=0.1), out=tmp_path, progress=False,
+            )  # fmt: skip
+
+    call()
+    reads = 0
+    call()
+    # Once to know the data; the first batch at each checkpoint, by whose losses it is recognised.
+    assert reads == 3 + 1 + 1
 
 
 class Changing:
@@ -336,13 +385,40 @@ def test_a_list_of_batches_that_are_tensors(setting):
         (5, "has no ids at 5"),
         ("missing", "has no ids at 'missing'"),
         (lambda batch: [1.5] * len(batch[0]), "expected one integer or string"),
-        (lambda batch: [1], "expected one integer or string for each of the 11"),
+        (lambda batch: [1], "gives 1 id for a batch of 4 examples, expected one integer or"),
+        (
+            lambda batch: [-1, 2**63, *range(2, len(batch[0]))],
+            "expected one integer or string for each of the 11",
+        ),
         (lambda batch: batch[1], "ids are not unique"),
+        (lambda batch: 5, r"gives 5 \(int\) for a batch of 4 examples, expected one integer or"),
+        (lambda batch: None, r"gives None \(NoneType\) for a batch of 4 examples"),
+        (lambda batch: torch.tensor(3), r"gives 3 \(int\) for a batch of 4 examples"),
+        (lambda batch: "abcd", r"gives 'abcd' \(str\) for a batch of 4"),
+        (lambda batch: [[1], [2, 3], [4], [5]], r"gives \[1\] \(list\) for an example, expected"),
+        (lambda batch: [True] * len(batch[0]), r"gives True \(bool\) for an example"),
+        (lambda batch: set(range(4)), r"gives \{0, 1, 2, 3\} \(set\) for a batch"),
+        (lambda batch: range(3), "gives 3 ids for a batch of 4 examples"),
     ],
 )
 def test_ids_that_name_nothing(setting, ids, message):
     with pytest.raises(gs.LoaderError, match=message):
         score(setting, setting.train_batches, ids=ids)
+
+
+def list_of_tensors(ids):
+    return [torch.tensor(each) for each in ids]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, list_of_tensors])
+def test_ids_in_every_kind_of_sequence(setting, kind):
+    ends = iter(np.cumsum([0, 4, 4]).tolist())
+
+    def ids(batch):
+        start = next(ends)
+        return kind([start + each for each in range(len(batch[0]))])
+
+    assert score(setting, setting.train_batches, ids=ids).ids.tolist() == list(range(11))
 
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):

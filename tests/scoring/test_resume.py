@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.scoring import _folder
+from gradstats.scoring import _folder, _tiles
 from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
@@ -396,7 +396,10 @@ def test_where_there_are_no_locks_a_warning_says_so(where, tmp_path, monkeypatch
     if where == "file system":
         monkeypatch.setattr(fcntl, "flock", no_locks)
     else:
+        # As on Windows, where positioned writes and reserved blocks are missing too.
         monkeypatch.setattr(_folder, "fcntl", None)
+        for name in ("pwrite", "posix_fallocate"):
+            monkeypatch.delattr(os, name)
     with pytest.warns(gs.GradStatsWarning, match=r"be locked here \(Function not .*one process"):
         scores = call("matrix", tmp_path / "scores")
     assert_same("matrix", scores, call("matrix", None))
@@ -414,6 +417,32 @@ def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     with pytest.raises(gs.StoreError, match=r"torch: on disk '1\.0', now"):
         call("matrix", out)
+
+
+@pytest.mark.parametrize("why", ["other versions", "manifest", "unreadable", "summed"])
+def test_a_folder_that_is_refused_leaves_no_file_open(tmp_path, monkeypatch, why):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    done = sorted(out.glob("checkpoint-*"))[0] / "done.npy"
+    done.write_bytes(done.read_bytes()[:-8] + bytes(8))
+    if why == "other versions":
+        monkeypatch.setattr(_folder, "versions", lambda: {"torch": "1.0"})
+    elif why == "manifest":
+        manifest = json.loads((out / "manifest.json").read_text())
+        (out / "manifest.json").write_text(json.dumps({**manifest, "checkpoints": {}}))
+        monkeypatch.setattr(_folder.Folder, "_write", refuse)
+    elif why == "unreadable":
+        monkeypatch.setattr(_tiles.Tiles, "done", property(refuse))
+    else:
+        monkeypatch.setattr(_tiles.Tiles, "_drop_damaged", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((gs.StoreError, OSError)):
+        call("matrix", out)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def refuse(*arguments):
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_a_checkpoint_added_later(tmp_path):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.scoring._metrics import detect
+from gradstats.scoring._table import FIELDS
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import RATES, batches, loss_fn, make_setting
 
@@ -199,6 +200,16 @@ def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
         report
     )
     assert len(table.plot([2, 5]).axes) == 2
+
+
+def test_infinite_scores_are_left_out_of_the_report(setting):
+    """They would rank, and above all others."""
+    held = run(setting)._values
+    held[0, 4, FIELDS.index("sqnorm")] = held[1, 4, FIELDS.index("weighted")] = np.inf
+    report = gs.SelfInfluence(np.arange(11), ("a", "b"), held, None).report([2, 5])
+    assert list(report.rows) == ["mean loss", "mean margin", "mean EL2N"]
+    for name in ("self-influence", "mean gradient norm"):
+        assert report.missing[name] == "not finite for the examples with ids [4]"
 
 
 def test_average_precision():
