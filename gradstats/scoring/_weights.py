@@ -28,6 +28,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     tensors = _tensors(model)
     memory = [tensor.data for tensor in tensors]
+    # A forward may assign other tensors to them.
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
@@ -38,6 +40,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         finally:
             for tensor, own in zip(tensors, memory, strict=True):
                 tensor.data = own
+            for module, named in buffers:
+                module._buffers.update(named)
             for module, training in modes:
                 module.training = training
 

@@ -22,6 +22,7 @@ from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
+from gradstats.statistics._arguments import check_call
 from gradstats.statistics._loss import check_batch_dim
 
 
@@ -50,18 +51,7 @@ class Work:
     @classmethod
     def of(cls, model, loss_fn, *, nonfinite: str, progress: bool, **options) -> Work:
         """Return the work of a call, its options checked."""
-        if not isinstance(model, nn.Module):
-            raise TrackingError(f"model is {type(model).__name__}, expected a torch.nn.Module.")
-        if not callable(loss_fn):
-            raise TrackingError(
-                f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) "
-                "-> (B,) unreduced losses."
-            )
-        if torch.is_inference_mode_enabled():
-            raise TrackingError(
-                "scores are made of gradients, which PyTorch does not record under "
-                "torch.inference_mode(). Call from outside of it; torch.no_grad() does no harm."
-            )
+        check_call(model, loss_fn)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         if nonfinite not in ("raise", "keep"):

@@ -391,6 +391,31 @@ def test_the_model_comes_back_after_an_exception(setting):
     assert calls == [False] * 4
 
 
+def test_buffers_that_a_forward_assigns_come_back(setting):
+    """A running mean that is not written in place, and a count that was not there yet."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = setting.model
+            self.register_buffer("mean", torch.zeros(()).double(), persistent=False)
+            self.register_buffer("count", None, persistent=False)
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+            self.count = torch.ones(())
+            return self.inner(x)
+
+    model, states = Counting(), [{f"inner.{k}": v for k, v in s.items()} for s in setting.states]
+    mean = model.mean
+    scores = gs.influence(
+        model, setting.train_batches, setting.query_batches, loss_fn,
+        gs.Checkpoints(states, lr=list(RATES)), progress=False,
+    )  # fmt: skip
+    assert_scores(scores, oracle_influence(setting))
+    assert model.mean is mean and mean.item() == 0 and model.count is None
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
     """What autograd has saved is as it was, and it knows."""
