@@ -87,6 +87,15 @@ MIXES = {
 }
 
 
+def attended(h):
+    """Keys that all examples share, made of the examples: of as many positions."""
+    queries = h[:, None] * torch.ones(BATCH, 1).double()
+    return functional.scaled_dot_product_attention(queries, h, h).sum((1, 2))
+
+
+MEETINGS["attention to all"] = attended
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH).double()

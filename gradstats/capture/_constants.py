@@ -23,7 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
-from gradstats.capture._layout import CHANGES, PLAIN_VIEWS, keeps_examples, keeps_rows, stays
+from gradstats.capture._layout import (
+    CHANGES,
+    PLAIN_VIEWS,
+    aligned,
+    keeps_examples,
+    keeps_rows,
+    stays,
+)
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._operations import ADDED_PRODUCTS, EXTREMES, OPAQUE, PRODUCTS, SCRAMBLES
 from gradstats.capture._reductions import OVER_AXES, runs_over
@@ -199,7 +206,8 @@ class ConstantTracking(TorchFunctionMode):
                     if keeps_examples(func, args, tracker.batch_dim, result):
                         return
                 elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
-                    return
+                    if aligned(func, args):
+                        return
                 elif func in PRODUCTS:
                     # A tracked operand's rule has looked where the examples lie.
                     if node_of(args[-1]) is not None or keeps_rows(args, tracker.batch_dim):

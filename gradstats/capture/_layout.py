@@ -95,6 +95,20 @@ def is_one(func, source: Tensor) -> bool:
     return source.dim() == CONVOLUTIONS.get(func, -2) + 1
 
 
+def aligned(func, args: Sequence[Any]) -> bool:
+    """Whether it shows at once that trained operands lie as the first does.
+
+    Where they are broadcast, from the right, the examples of one may meet positions of another.
+    """
+    if len(args) == 1:
+        return True
+    dims, shared = args[0].dim(), func in SHARED
+    return not any(
+        type(item) is Tensor and item.requires_grad and (shared or item.dim() != dims)
+        for item in args[1:]
+    )
+
+
 def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
     """Whether it shows at once that an operation that is not watched leaves the examples alone."""
     if not isinstance(result, Tensor):
@@ -106,13 +120,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         if isinstance(item, Tensor) and node_of(item) is None
     ):
         return False
-    if len(args) > 1 and result.requires_grad:
-        shared = func in SHARED
-        for item in args[1:]:
-            if type(item) is Tensor and item.requires_grad:
-                if shared or item.dim() != first.dim():
-                    return False
-    if is_one(func, first):
+    if is_one(func, first) or not aligned(func, args):
         return False
     if not result.requires_grad or first.dim() <= axis:
         return True
