@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.capture.rules import RULES
+from gradstats.capture.rules._elementwise import broadcast
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, POSITIONS, WIDTH = 3, 4, 2
@@ -264,6 +266,79 @@ def test_stack_before_the_examples():
         {"w": (WIDTH,)},
         normal(BATCH, WIDTH),
     )
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1, -2])
+def test_cat_with_a_token_for_each_of_an_examples_rows(dim):
+    """Frames of videos, folded into the batch, each with a token before its patches."""
+
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1)
+        shape = list(rows.shape)
+        shape[dim] = 1
+        return torch.cat([m.token.expand(shape), rows], dim).view(len(x), -1).sin()
+
+    check_operation(
+        function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(BATCH, 3, 2, WIDTH)
+    )
+    check_operation(function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(1, 3, 2, WIDTH))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_cat_of_rows_along_another_axis(axis):
+    """The axis of the join stands before that of the examples, or behind it."""
+
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1).movedim(0, axis)
+        joined = torch.cat([m.token.expand(1, *rows.shape[1:]), rows], dim=0)
+        return joined.movedim(axis, 0).reshape(BATCH, -1).sin()
+
+    check_operation(
+        function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(BATCH, 3, 2, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_stack_with_a_token_for_each_of_an_examples_rows(dim):
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1)
+        stacked = torch.stack([m.token.expand(rows.shape), rows, rows], dim)
+        return stacked.movedim(dim, -1).reshape(BATCH, -1).sin()
+
+    check_operation(
+        function, {"token": (1, WIDTH), "layer": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH)
+    )
+
+
+def test_attention_of_a_token_to_each_of_an_examples_rows():
+    def function(m, x):
+        rows = (x @ m.layer).reshape(-1, WIDTH)
+        pairs = torch.stack([m.token.expand(rows.shape), rows], dim=1)
+        out = functional.scaled_dot_product_attention(pairs, pairs, pairs)[:, 0]
+        return out.reshape(BATCH, -1)
+
+    check_operation(
+        function, {"token": (1, WIDTH), "layer": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH)
+    )
+
+
+def test_an_axis_that_moves_when_rows_get_one_of_their_own_is_refused(monkeypatch):
+    monkeypatch.setitem(RULES, torch.linalg.vecdot, broadcast)
+    check_refused(
+        lambda m, x: torch.linalg.vecdot(m.w.expand(6, 5), x.flatten(0, 1), dim=1).view(3, 2),
+        {"w": (5,)},
+        normal(3, 2, 5),
+        match=r"vecdot gave shape \(15,\), expected \(6,\)",
+    )
+
+
+def test_joins_under_numpys_name_of_the_axis():
+    check_operation(
+        lambda m, x: torch.concatenate([m.w.expand(1, BATCH, WIDTH), x[None]], axis=0)
+        .transpose(0, 1).reshape(BATCH, -1),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )  # fmt: skip
 
 
 def test_joining_along_the_examples_is_refused():

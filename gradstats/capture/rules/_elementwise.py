@@ -65,21 +65,26 @@ def _common(func, node: Node, layouts: list[Examples]) -> Examples:
     return first
 
 
-def join(tracker, func, *args, **kwargs):
+def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
-    tensors = list(args[0] if args else kwargs["tensors"])
+    tensors = list(tensors)
     nodes = [node for node in map(node_of, tensors) if node is not None]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    dims = tensors[0].dim()
+    dims = max(tensor.dim() for tensor in tensors)
+    stacked = func is torch.stack
+    dim = kwargs.pop("axis", dim) % (dims + stacked)
     layouts = [
         locate(tracker, func, nodes[0], tensor, folds=True)
         for tensor in tensors
         if node_of(tensor) is None and tracker.is_data(tensor)
     ]
     examples = _common(func, nodes[0], layouts)
-    if func is not torch.stack and dim % dims == examples.axis:
+    if not stacked and dim == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")
-    return _per_example(tracker, func, ExampleLayout(dims, examples), args, kwargs)
+    if dim > examples.axis:
+        dim -= dims + stacked  # from the end, where it stays if the examples' rows get an axis
+    layout = ExampleLayout(dims, examples)
+    moved = stacked and 0 <= dim <= examples.axis
+    return _per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
 
 
 def assign(tracker, func, input, index, value):
@@ -131,13 +136,21 @@ def prelu(tracker, func, input, weight):
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 
-def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
-    """Run ``func`` with every tracked operand replaced by what each example sees of it."""
+def _per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
+    """Run ``func`` with every tracked operand replaced by what each example sees of it.
+
+    Args:
+        layout: where the examples lie in the operands, which line up from the right.
+        args, kwargs: of the operation; an axis among them is counted from the side of the example
+            axis on which it lies.
+        axis: where the examples lie in the result; as in the operands by default.
+    """
     for item in flatten((args, kwargs)):
         node = node_of(item)
         if node is not None and not layout.serves(item.shape):
             if layout.examples.segments is None and func not in IN_PLACE:
-                return _unfolded(tracker, func, layout, args, kwargs)
+                at = layout.examples.axis if axis is None else axis
+                return _unfolded(tracker, func, layout, args, kwargs, at)
             refuse(
                 func,
                 node,
@@ -154,7 +167,7 @@ def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     return func(*rebuild(args, view), **rebuild(kwargs, view))
 
 
-def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs):
+def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: int):
     """Run ``func`` with an example's rows along an axis of their own, so that it has one slice."""
     axis, sizes = layout.examples.axis, (layout.examples.batch, layout.examples.fold)
 
@@ -168,8 +181,27 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs):
         return derive(tracker, Tensor.unflatten, (item, own, shape), {})
 
     inner = ExampleLayout(layout.dims + 1, Examples(layout.examples.batch, axis))
-    args, kwargs = rebuild(args, unfold), rebuild(kwargs, unfold)
-    return _per_example(tracker, func, inner, args, kwargs).flatten(axis, axis + 1)
+    unfolded = rebuild(args, unfold), rebuild(kwargs, unfold)
+    result = _per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
+    expected = result.shape if torch.compiler.is_compiling() else _shape_of(func, args, kwargs)
+    if result.shape != expected:
+        refuse(
+            func,
+            first_node(*flatten((args, kwargs))),
+            f"gave shape {tuple(result.shape)}, expected {tuple(expected)}, of data in which an "
+            "example has several rows, and so has no rule",
+        )
+    return result
+
+
+def _shape_of(func, args, kwargs) -> torch.Size:
+    """Return the shape of an operation's result without computing it."""
+
+    def empty(item):
+        return torch.empty_like(plain(item), device="meta") if isinstance(item, Tensor) else item
+
+    with torch.no_grad():
+        return func(*rebuild(args, empty), **rebuild(kwargs, empty)).shape
 
 
 def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
