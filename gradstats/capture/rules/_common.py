@@ -102,7 +102,7 @@ def autocast_dtype(data: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def cast_for_autocast(data: Tensor) -> Tensor:
+def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
