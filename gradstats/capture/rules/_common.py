@@ -106,11 +106,18 @@ def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it. Autocast leaves float64 as it is.
+    which caches it. Autocast leaves float64 as it is. What is known of the data is so of the copy.
     """
     dtype = autocast_dtype(data)
     eligible = data.is_floating_point() and data.dtype != torch.float64
-    return data.to(dtype) if dtype is not None and eligible else data
+    if dtype is None or not eligible or data.dtype == dtype:
+        return data
+    cast = data.to(dtype)
+    if not tracker.is_data(data):
+        tracker.mark_constant(cast)
+    elif (layout := tracker.layout_of(data)) != tracker.by_contract(cast):
+        tracker.place(cast, layout)
+    return cast
 
 
 def in_place_variants(*names: str) -> list:
