@@ -383,3 +383,21 @@ def test_an_operation_without_a_rule_is_refused():
         normal(3, 2),
         match=r"cdist.*'w'.*exclude=\['w'\]",
     )
+
+
+REPEATED = {
+    "add": lambda m, x: x + m.w,
+    "mul": lambda m, x: m.w * x,
+    "where": lambda m, x: torch.where(x > 0, x, m.w),
+    "baddbmm": lambda m, x: torch.baddbmm(x[None], m.w[..., None], torch.ones(3, 1, 5).double()),
+}
+
+
+@pytest.mark.parametrize("operation", REPEATED.values(), ids=REPEATED)
+def test_repeating_the_only_example_is_refused(operation):
+    check_refused(
+        lambda m, x: operation(m, x).square().sum()[None],
+        {"w": (3, 5)},
+        normal(1, 5),
+        match="repeats the only example",
+    )

@@ -94,6 +94,18 @@ def locate(
     return layout
 
 
+def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
+    """Raise where operands have more rows along the example axis than there are of the examples."""
+    axis, rows = layout.examples.axis, layout.examples.rows
+    if any(layout.padded(operand.shape)[axis] not in (1, rows) for operand in operands):
+        refuse(
+            func,
+            node,
+            f"repeats the only example along axis {axis}, which has no rule",
+            "Give the example axis a place of its own, as x.unsqueeze(1) does.",
+        )
+
+
 def autocast_dtype(data: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes on the data's device; None where it is off."""
     if not torch._C._is_any_autocast_enabled():

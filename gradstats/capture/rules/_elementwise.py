@@ -24,6 +24,7 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
+    check_rows,
     in_place_variants,
     locate,
     plain,
@@ -36,13 +37,7 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
-    dims = max(operand.dim() for operand in operands)
-    layouts = []
-    for operand in operands:
-        if node_of(operand) is None and tracker.is_data(operand):
-            examples = locate(tracker, func, nodes[0], operand, folds=True)
-            layouts.append(examples.along(dims - operand.dim() + examples.axis))
-    layout = ExampleLayout(dims, _common(func, nodes[0], layouts))
+    layout = _lined_up(tracker, func, nodes[0], operands)
     multiply = func in PRODUCTS
     if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
         value, x = args if node_of(args[0]) is not None else args[::-1]
@@ -55,6 +50,19 @@ def broadcast(tracker, func, *args, **kwargs):
             if plan is not None:
                 return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
     return _per_example(tracker, func, layout, args, kwargs)
+
+
+def _lined_up(tracker, func, node: Node, operands: list[Tensor]) -> ExampleLayout:
+    """Return where the examples lie in operands that are broadcast against each other."""
+    dims = max(operand.dim() for operand in operands)
+    layouts = []
+    for operand in operands:
+        if node_of(operand) is None and tracker.is_data(operand):
+            examples = locate(tracker, func, node, operand, folds=True)
+            layouts.append(examples.along(dims - operand.dim() + examples.axis))
+    layout = ExampleLayout(dims, _common(func, node, layouts))
+    check_rows(func, node, layout, operands)
+    return layout
 
 
 def _common(func, node: Node, layouts: list[Examples]) -> Examples:

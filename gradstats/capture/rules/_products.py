@@ -25,6 +25,7 @@ from gradstats.capture.rules._common import (
     autocast_dtype,
     bare,
     cast_for_autocast,
+    check_rows,
     locate,
     plain,
     run,
@@ -144,6 +145,7 @@ def _summed(tracker, func, result, x, parts, *terms):
     if len(axes) != 1:
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
     layout = ExampleLayout(result.dim(), Examples(tracker.batch_size, axes.pop()))
+    check_rows(func, nodes[0], layout, [result])
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
