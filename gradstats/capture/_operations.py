@@ -92,6 +92,7 @@ BROADCASTS = frozenset(
             *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
             "or", "xor", "masked_fill", "copysign",
         ),
+        torch.broadcast_tensors,
         functional.mse_loss,
         functional.l1_loss,
         functional.smooth_l1_loss,
@@ -116,7 +117,7 @@ UNFOLLOWED = frozenset(
     for name in (
         "tensordot", "outer", "ger", "inner", "cdist", "meshgrid", "kron", "cartesian_prod",
         "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
-        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "addr",
+        "chain_matmul", "cov", "corrcoef", "addr",
     )
     for function in variants(name)
 )  # fmt: skip

@@ -401,3 +401,40 @@ def test_repeating_the_only_example_is_refused(operation):
         normal(1, 5),
         match="repeats the only example",
     )
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1,), (), (2, 5), (2, 1)], ids=str)
+def test_broadcast_tensors(shape):
+    def function(m, x):
+        mean, scale, other = torch.broadcast_tensors(x[..., :1], m.w.exp(), x)
+        return (mean * scale - other).square() * scale
+
+    check_operation(function, {"w": shape}, normal(4, 2, 5))
+    check_operation(function, {"w": shape}, normal(1, 2, 5))
+    check_operation(
+        lambda m, x: function(m, x.flatten(0, 1)).unflatten(0, (4, 3)),
+        {"w": shape},
+        normal(4, 3, 2, 5),
+    )
+    # As many positions as examples, which stand first.
+    check_operation(
+        lambda m, x: function(m, x.transpose(0, 1)).transpose(0, 1), {"w": shape}, normal(2, 2, 5)
+    )
+
+
+def test_a_policy_with_a_free_standard_deviation():
+    def loss(m, x):
+        policy = torch.distributions.Normal(m.layer(x), m.log_std.exp())
+        sample = policy.mean.detach() + torch.linspace(-1, 1, 3).double()
+        return -policy.log_prob(sample).exp() - 0.1 * policy.entropy()
+
+    for shape in [(3, 5), (3, 3, 5)]:
+        check_operation(loss, {"layer": nn.Linear(5, 3), "log_std": (3,)}, normal(*shape))
+
+
+def test_a_bernoulli_distribution_of_a_parameter():
+    check_operation(
+        lambda m, x: torch.distributions.Bernoulli(logits=m.w).log_prob((x > 0).double()),
+        {"w": (5,)},
+        normal(3, 5),
+    )

@@ -21,7 +21,7 @@ from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._operations import ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import tap
+from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     check_rows,
@@ -29,6 +29,7 @@ from gradstats.capture.rules._common import (
     locate,
     plain,
 )
+from gradstats.capture.rules._products import BroadcastFactors
 
 
 def broadcast(tracker, func, *args, **kwargs):
@@ -112,6 +113,25 @@ def assign(tracker, func, input, index, value):
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
     broadcast(tracker, Tensor.copy_, input[index], value)
+
+
+def broadcast_tensors(tracker, func, *tensors):
+    """Every operand in the shape of all, and tracked ones as each example sees them."""
+    layout = _lined_up(tracker, func, first_node(*tensors), list(tensors))
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+
+    def expanded(item):
+        node = node_of(item)
+        if node is None:
+            return item.expand(shape)
+        if not layout.serves(item.shape):
+            refuse(func, node, "with a part for each of an example's rows has no rule")
+        if not tracker.settings.exact:
+            return example_view(tracker, node, layout).expand(shape)
+        factors = BroadcastFactors(layout, tuple(item.shape))
+        return tap(tracker, [node], free_of_views(node.value.expand(shape)), factors, None)
+
+    return tuple(map(expanded, tensors))
 
 
 def attention(tracker, func, query, key, value, *args, **kwargs):
@@ -290,6 +310,7 @@ RULES = {
     torch.concat: join,
     torch.concatenate: join,
     torch.stack: join,
+    torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     functional.scaled_dot_product_attention: attention,
     functional.prelu: prelu,
