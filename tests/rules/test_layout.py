@@ -620,3 +620,16 @@ def test_positions_first_under_autocast(operation):
 
     stats = gs.per_example_norms(model, x, loss_fn)
     assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), rtol=0.02)
+
+
+@pytest.mark.parametrize("join", [torch.vstack, torch.row_stack, torch.hstack, torch.dstack])
+@pytest.mark.parametrize("batch", [2, 4])
+def test_vectors_made_rows_by_a_join_are_refused(join, batch):
+    def function(m, x):
+        joined = join([x @ m.a, x @ m.b]).reshape(2, batch)
+        return (joined * m.p).sin().sum(0)
+
+    parameters = {"a": (5,), "b": (5,), "p": (batch,)}
+    check_refused(
+        function, parameters, normal(batch, 5), error=gs.ExampleAxisError, match="examples along"
+    )
