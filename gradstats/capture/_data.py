@@ -239,8 +239,13 @@ class Data(Marks):
                 continue
             layout = self.layout_of(tensor)
             if layout is not None and layout.axis != tensor.dim() + summed:
-                layout = layout.along(layout.axis + result.dim() - tensor.dim())
-                kept.append((tensor, layout))
+                # A vector has no axis in the result, and takes one of the other operand's with it.
+                axis = (
+                    layout.axis + result.dim() - tensor.dim() + any(a.dim() < 2 for a in args[:2])
+                )
+                if args[0].dim() < 2 and layout.axis == tensor.dim() - 1:
+                    axis -= 1
+                kept.append((tensor, layout.along(axis)))
             elif kept and self._contract.segments is not None:
                 break  # attention among packed examples: the model keeps them apart
             elif layout is not None or self._is_marked(tensor):

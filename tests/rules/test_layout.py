@@ -633,3 +633,11 @@ def test_vectors_made_rows_by_a_join_are_refused(join, batch):
     check_refused(
         function, parameters, normal(batch, 5), error=gs.ExampleAxisError, match="examples along"
     )
+
+
+def test_a_product_with_a_frozen_vector():
+    """As many positions as examples."""
+    check_operation(lambda m, x: (x @ m.v) * m.w, {"v": (5,), "w": (3,)}, normal(3, 3, 5))
+    check_operation(
+        lambda m, x: torch.matmul(m.v, x) * m.w, {"v": (3,), "w": (3,)}, normal(3, 3, 3)
+    )
