@@ -491,3 +491,15 @@ def test_the_tolerance_is_the_callers(batch):
     report = gs.verify(model, batch, classify, tolerance=1e-12)
     assert "exactness" in failed(report)
     assert "tolerance 1e-12" in report.check("exactness").detail
+
+
+def test_a_loss_with_input_gradients():
+    def penalty(model, batch):
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
+    report = gs.verify(model, torch.randn(B, 4), penalty)
+    assert report.ok and failed(report) == []
+    assert all(row.error < 1e-12 for row in report.rows if row.status == "counted")

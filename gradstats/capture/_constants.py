@@ -84,7 +84,10 @@ MOVES_IN_PLACE = frozenset(
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "resize")
 )
 
-WATCHED = frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
+WATCHED = (
+    frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
+    | {torch.broadcast_tensors}
+)  # fmt: skip
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 

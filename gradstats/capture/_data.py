@@ -378,8 +378,8 @@ class Data(Marks):
         dim = JOINS[func]
         if dim is None:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
-        elif any(tensor.dim() <= dim for tensor in tensors):
-            return None
+        elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
+            return None  # which get an axis, or are joined along another
         layouts = [
             self._owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
         ]

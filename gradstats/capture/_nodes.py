@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from gradstats._factors import Factor, Lookup
 from gradstats.contractions import Contraction, Fused, Projected
@@ -188,7 +189,9 @@ class Derived(Node):
         self.args = args
         self.kwargs = kwargs
         self.index = index
-        self.parents = tuple(node for node in flatten((args, kwargs)) if isinstance(node, Node))
+        parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
+        # Of several results each may depend on some of the operands only.
+        self.parents = tuple(parents if index is None else _reached(value, parents))
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
         self._value = value
         device = value.device.type
@@ -247,6 +250,25 @@ class Derived(Node):
                 "without randomness."
             )
         return leaf, again
+
+
+def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
+    """Return those of several tensors that another was computed from by one operation."""
+    if len(parents) == 1:
+        return parents
+
+    def edge_of(tensor: Tensor) -> tuple[Any, int]:
+        node, output, *_ = get_gradient_edge(tensor)
+        return node, output
+
+    edges = [edge_of(parent.value) for parent in parents]
+    met, pending = set(), [edge_of(value)]
+    while pending:
+        edge = pending.pop()
+        if edge not in met and edge[0] is not None:
+            met.add(edge)
+            pending += [] if edge in edges else edge[0].next_functions
+    return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]
 
 
 def flatten(items) -> list[Any]:

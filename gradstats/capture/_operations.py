@@ -97,6 +97,7 @@ BROADCASTS = frozenset(
             *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
             "or", "xor", "masked_fill", "copysign",
         ),
+        torch.broadcast_tensors,
         functional.mse_loss,
         functional.l1_loss,
         functional.smooth_l1_loss,
@@ -121,7 +122,7 @@ UNFOLLOWED = frozenset(
     for name in (
         "outer", "ger", "inner", "meshgrid", "kron", "cartesian_prod",
         "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
-        "broadcast_tensors", "chain_matmul", "cov", "corrcoef", "addr",
+        "chain_matmul", "cov", "corrcoef", "addr",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
     )
     for function in variants(name)

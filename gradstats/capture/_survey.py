@@ -28,7 +28,7 @@ class Survey(Tracker):
     """
 
     def __init__(self, model: nn.Module, **options: Any):
-        settings = Settings(weight_gradients=True, fused=False, workspace=DEFAULT_WORKSPACE)
+        settings = Settings(weight_gradients=True, fused=True, workspace=DEFAULT_WORKSPACE)
         super().__init__(model, settings=settings, **options)
         self.operations: dict[str, list[str]] = {root.name: [] for root in self.roots}
         self.refused: dict[str, str] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradstats.capture._dispatch import IN_PLACE
@@ -92,10 +93,11 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
 
     Values stand in the order of the examples, whose rows of the mask take them one by one.
     """
-    taken = mask.expand(target.shape)
 
     def read(layout: Examples) -> Examples | None:
-        counts = layout.lead(taken).flatten(1).sum(1)
+        if torch.broadcast_shapes(mask.shape, target.shape) != target.shape:
+            return None  # the mask repeats the target
+        counts = layout.lead(mask.expand(target.shape)).reshape(layout.rows, -1).sum(1)
         width = source[0].numel() if source.dim() and len(source) else 0
         if layout.axis != 0 or not width or bool((counts % width).any()):
             return None

@@ -230,8 +230,7 @@ class Verification:
         """Whether another forward, the random generators moved on, gives other losses."""
         subject = self.subject
         subject.state.restore(generators=False)
-        with torch.no_grad():
-            again = self.loss_fn(subject.model, subject.batch)
+        again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
         return not same_bits(losses.detach(), again.detach())
 
     def _survey(self) -> Survey | None:

@@ -388,3 +388,30 @@ def test_derived_tensors_that_a_forward_stores_become_plain():
 
 def uneven_loss_of(model, x):
     return uneven_loss(model, (x,))
+
+
+SEVERAL_RESULTS = {
+    "meshgrid": lambda m: torch.meshgrid(m.p, m.q, indexing="ij"),
+    "broadcast_tensors": lambda m: torch.broadcast_tensors(m.p[:, None], m.q),
+    "broadcast_tensors of what is derived": lambda m: torch.broadcast_tensors(
+        m.p[:, None].exp(), m.p[:, None] * m.q
+    ),
+    "atleast_2d": lambda m: torch.atleast_2d(m.q, m.p[:, None]),
+}
+
+
+@pytest.mark.parametrize("operation", SEVERAL_RESULTS.values(), ids=SEVERAL_RESULTS)
+def test_operations_of_several_results_that_depend_on_one_operand_each(operation):
+    def both(m, x):
+        first, second = operation(m)
+        return x * first.sin() + x.square() * second
+
+    check_operation(both, {"p": (3,), "q": (2,)}, normal(4, 3, 2))
+
+
+def test_the_log_density_of_a_normal_distribution_of_parameters_alone():
+    check_operation(
+        lambda m, x: torch.distributions.Normal(m.mu, m.log_std.exp()).log_prob(x),
+        {"mu": (3,), "log_std": (1,)},
+        normal(4, 3),
+    )

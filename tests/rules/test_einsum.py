@@ -54,6 +54,43 @@ def test_einsum_with_the_parameter_first(equation):
     check_operation(lambda m, x: torch.einsum(equation, m.w, x), {"w": parameter}, normal(*data))
 
 
+# Indices of which one operand has a single one, which is broadcast.
+EINSUM_BROADCAST = {
+    "bi,i->b": ((1,), (3, 6)),
+    "bi,ij->bj": ((1, 5), (3, 4)),
+    "bi,ki->bk": ((2, 1), (3, 4)),
+    "bti,ti->bti": ((1, 4), (3, 6, 4)),
+    "bti,ti->bi": ((1, 4), (3, 6, 4)),
+    "...i,...i->...": ((6, 4), (3, 1, 4)),
+    "bi,bi->b": ((1, 4), (3, 4)),
+    "bhti,hti->bht": ((2, 1, 4), (3, 2, 5, 4)),
+    "bti,ij->btj": ((4, 5), (3, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", EINSUM_BROADCAST)
+def test_einsum_that_broadcasts(equation):
+    parameter, data = EINSUM_BROADCAST[equation]
+    for batch in (data[0], 1):
+        x = normal(batch, *data[1:])
+        check_operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": parameter}, x)
+    check_operation(
+        lambda m, x: torch.einsum(equation, x.transpose(0, 1), m.w),
+        {"w": parameter},
+        normal(*data).transpose(0, 1).contiguous(),
+        batch_dim=1,
+    )
+
+
+def test_einsum_that_repeats_the_only_example_is_refused():
+    check_refused(
+        lambda m, x: torch.einsum("bi,bj->bij", x, m.w)[:1],
+        {"w": (3, 4)},
+        normal(1, 5),
+        match="einsum repeats the only example",
+    )
+
+
 def test_einsum_of_a_list_of_operands():
     check_operation(
         lambda m, x: torch.einsum("btd,de->bte", [x, m.w]), {"w": (4, 5)}, normal(3, 6, 4)

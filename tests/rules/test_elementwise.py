@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.capture.rules import RULES
+from gradstats.capture.rules._elementwise import broadcast
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, POSITIONS, WIDTH = 3, 4, 2
@@ -266,6 +268,79 @@ def test_stack_before_the_examples():
     )
 
 
+@pytest.mark.parametrize("dim", [1, 2, -1, -2])
+def test_cat_with_a_token_for_each_of_an_examples_rows(dim):
+    """Frames of videos, folded into the batch, each with a token before its patches."""
+
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1)
+        shape = list(rows.shape)
+        shape[dim] = 1
+        return torch.cat([m.token.expand(shape), rows], dim).view(len(x), -1).sin()
+
+    check_operation(
+        function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(BATCH, 3, 2, WIDTH)
+    )
+    check_operation(function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(1, 3, 2, WIDTH))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_cat_of_rows_along_another_axis(axis):
+    """The axis of the join stands before that of the examples, or behind it."""
+
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1).movedim(0, axis)
+        joined = torch.cat([m.token.expand(1, *rows.shape[1:]), rows], dim=0)
+        return joined.movedim(axis, 0).reshape(BATCH, -1).sin()
+
+    check_operation(
+        function, {"token": (1, 1, 1), "layer": (WIDTH, WIDTH)}, normal(BATCH, 3, 2, WIDTH)
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_stack_with_a_token_for_each_of_an_examples_rows(dim):
+    def function(m, x):
+        rows = (x @ m.layer).flatten(0, 1)
+        stacked = torch.stack([m.token.expand(rows.shape), rows, rows], dim)
+        return stacked.movedim(dim, -1).reshape(BATCH, -1).sin()
+
+    check_operation(
+        function, {"token": (1, WIDTH), "layer": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH)
+    )
+
+
+def test_attention_of_a_token_to_each_of_an_examples_rows():
+    def function(m, x):
+        rows = (x @ m.layer).reshape(-1, WIDTH)
+        pairs = torch.stack([m.token.expand(rows.shape), rows], dim=1)
+        out = functional.scaled_dot_product_attention(pairs, pairs, pairs)[:, 0]
+        return out.reshape(BATCH, -1)
+
+    check_operation(
+        function, {"token": (1, WIDTH), "layer": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH)
+    )
+
+
+def test_an_axis_that_moves_when_rows_get_one_of_their_own_is_refused(monkeypatch):
+    monkeypatch.setitem(RULES, torch.linalg.vecdot, broadcast)
+    check_refused(
+        lambda m, x: torch.linalg.vecdot(m.w.expand(6, 5), x.flatten(0, 1), dim=1).view(3, 2),
+        {"w": (5,)},
+        normal(3, 2, 5),
+        match=r"vecdot gave shape \(15,\), expected \(6,\)",
+    )
+
+
+def test_joins_under_numpys_name_of_the_axis():
+    check_operation(
+        lambda m, x: torch.concatenate([m.w.expand(1, BATCH, WIDTH), x[None]], axis=0)
+        .transpose(0, 1).reshape(BATCH, -1),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )  # fmt: skip
+
+
 def test_joining_along_the_examples_is_refused():
     check_refused(
         lambda m, x: torch.cat([m.w, x])[1:],
@@ -307,4 +382,59 @@ def test_an_operation_without_a_rule_is_refused():
         {"w": (4, 2)},
         normal(3, 2),
         match=r"cdist.*'w'.*exclude=\['w'\]",
+    )
+
+
+REPEATED = {
+    "add": lambda m, x: x + m.w,
+    "mul": lambda m, x: m.w * x,
+    "where": lambda m, x: torch.where(x > 0, x, m.w),
+    "baddbmm": lambda m, x: torch.baddbmm(x[None], m.w[..., None], torch.ones(3, 1, 5).double()),
+}
+
+
+@pytest.mark.parametrize("operation", REPEATED.values(), ids=REPEATED)
+def test_repeating_the_only_example_is_refused(operation):
+    check_refused(
+        lambda m, x: operation(m, x).square().sum()[None],
+        {"w": (3, 5)},
+        normal(1, 5),
+        match="repeats the only example",
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1,), (), (2, 5), (2, 1)], ids=str)
+def test_broadcast_tensors(shape):
+    def function(m, x):
+        mean, scale, other = torch.broadcast_tensors(x[..., :1], m.w.exp(), x)
+        return (mean * scale - other).square() * scale
+
+    check_operation(function, {"w": shape}, normal(4, 2, 5))
+    check_operation(function, {"w": shape}, normal(1, 2, 5))
+    check_operation(
+        lambda m, x: function(m, x.flatten(0, 1)).unflatten(0, (4, 3)),
+        {"w": shape},
+        normal(4, 3, 2, 5),
+    )
+    # As many positions as examples, which stand first.
+    check_operation(
+        lambda m, x: function(m, x.transpose(0, 1)).transpose(0, 1), {"w": shape}, normal(2, 2, 5)
+    )
+
+
+def test_a_policy_with_a_free_standard_deviation():
+    def loss(m, x):
+        policy = torch.distributions.Normal(m.layer(x), m.log_std.exp())
+        sample = policy.mean.detach() + torch.linspace(-1, 1, 3).double()
+        return -policy.log_prob(sample).exp() - 0.1 * policy.entropy()
+
+    for shape in [(3, 5), (3, 3, 5)]:
+        check_operation(loss, {"layer": nn.Linear(5, 3), "log_std": (3,)}, normal(*shape))
+
+
+def test_a_bernoulli_distribution_of_a_parameter():
+    check_operation(
+        lambda m, x: torch.distributions.Bernoulli(logits=m.w).log_prob((x > 0).double()),
+        {"w": (5,)},
+        normal(3, 5),
     )

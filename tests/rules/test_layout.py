@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH = 3
@@ -606,3 +606,45 @@ def test_a_mask_for_each_window():
         pytest.raises(gs.UnsupportedOperationError, match="fused=True"),
     ):
         model(normal(BATCH, 6, 4))
+
+
+UNDER_AUTOCAST = {
+    "einsum": lambda m, x: torch.einsum("tbi,ij->tbj", x, m.w[0]),
+    "matmul": lambda m, x: torch.matmul(m.w.mT, x.unsqueeze(-1)),
+    "linear": lambda m, x: nn.functional.linear(x, m.w[0].t(), m.b),
+}
+
+
+@pytest.mark.parametrize("operation", UNDER_AUTOCAST.values(), ids=UNDER_AUTOCAST)
+def test_positions_first_under_autocast(operation):
+    """As many positions as examples: autocast's copy has its examples where they were."""
+    model = Operation(operation, {"w": (1, 5, 3), "b": (4, 1, 1)}, upstream=False).float()
+    x = torch.randn(4, 4, 5)
+
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch.transpose(0, 1)).float().square().transpose(0, 1).flatten(1).sum(1)
+
+    stats = gs.per_example_norms(model, x, loss_fn)
+    assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), rtol=0.02)
+
+
+@pytest.mark.parametrize("join", [torch.vstack, torch.row_stack, torch.hstack, torch.dstack])
+@pytest.mark.parametrize("batch", [2, 4])
+def test_vectors_made_rows_by_a_join_are_refused(join, batch):
+    def function(m, x):
+        joined = join([x @ m.a, x @ m.b]).reshape(2, batch)
+        return (joined * m.p).sin().sum(0)
+
+    parameters = {"a": (5,), "b": (5,), "p": (batch,)}
+    check_refused(
+        function, parameters, normal(batch, 5), error=gs.ExampleAxisError, match="examples along"
+    )
+
+
+def test_a_product_with_a_frozen_vector():
+    """As many positions as examples."""
+    check_operation(lambda m, x: (x @ m.v) * m.w, {"v": (5,), "w": (3,)}, normal(3, 3, 5))
+    check_operation(
+        lambda m, x: torch.matmul(m.v, x) * m.w, {"v": (3,), "w": (3,)}, normal(3, 3, 3)
+    )

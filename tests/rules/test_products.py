@@ -238,3 +238,17 @@ def test_layers_without_inputs_or_outputs(widths, positions):
         assert torch.equal(stats.by_parameter["weight"], torch.zeros(3, dtype=torch.float64))
         torch.testing.assert_close(stats.by_parameter["bias"], bias)
     assert layer.weight.grad.shape == layer.weight.shape
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 3, 5), (4, 4, 5), (4, 3, 1), (1, 5)], ids=str)
+def test_linear_layer_with_a_vector(shape):
+    check_operation(
+        lambda m, x: functional.linear(x, m.w).sin(), {"w": (shape[-1],)}, normal(*shape)
+    )
+
+
+def test_linear_layer_with_a_vector_and_a_bias_is_refused():
+    check_refused(
+        lambda m, x: functional.linear(x, m.w, m.b), {"w": (5,), "b": ()}, normal(4, 3, 5),
+        match="linear with a vector and a bias",
+    )  # fmt: skip

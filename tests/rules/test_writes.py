@@ -240,3 +240,31 @@ def test_a_buffer_of_the_model_that_data_are_written_into():
         with gs.track(model, batch_size=BATCH) as tracker:
             tracker.backward(losses(model, x))
         assert_sqnorms(tracker.stats, expected, 1e-12)
+
+
+def test_elements_of_a_vector_written_where_a_mask_is_true():
+    """One number for each example."""
+    check_operation(
+        lambda m, x: (x @ m.w).masked_scatter(
+            torch.tensor([True, False, True]), (x @ m.w).exp()[[0, 2]]
+        ) * m.scale,
+        {"w": (WIDTH,), "scale": (1,)},
+        normal(BATCH, WIDTH),
+    )  # fmt: skip
+
+
+def test_elements_that_fall_on_other_examples_are_refused():
+    def shifted(m, x):
+        hidden = x @ m.w
+        return hidden.masked_scatter(torch.tensor([False, True, True]), hidden) * m.scale
+
+    def widened(m, x):
+        hidden = x @ m.w
+        mask = torch.ones(2, BATCH, dtype=torch.bool)
+        return (hidden.masked_scatter(mask, hidden.repeat(2)) * m.scale).sum(0)
+
+    for function in (shifted, widened):
+        check_refused(
+            function, {"w": (WIDTH,), "scale": (1,)}, normal(BATCH, WIDTH),
+            error=gs.GradStatsError, match="axis|examples",
+        )  # fmt: skip

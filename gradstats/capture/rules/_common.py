@@ -94,6 +94,18 @@ def locate(
     return layout
 
 
+def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
+    """Raise where operands have more rows along the example axis than there are of the examples."""
+    axis, rows = layout.examples.axis, layout.examples.rows
+    if any(layout.padded(operand.shape)[axis] not in (1, rows) for operand in operands):
+        refuse(
+            func,
+            node,
+            f"repeats the only example along axis {axis}, which has no rule",
+            "Give the example axis a place of its own, as x.unsqueeze(1) does.",
+        )
+
+
 def autocast_dtype(data: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes on the data's device; None where it is off."""
     if not torch._C._is_any_autocast_enabled():
@@ -102,15 +114,22 @@ def autocast_dtype(data: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def cast_for_autocast(data: Tensor) -> Tensor:
+def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it. Autocast leaves float64 as it is.
+    which caches it. Autocast leaves float64 as it is. What is known of the data is so of the copy.
     """
     dtype = autocast_dtype(data)
     eligible = data.is_floating_point() and data.dtype != torch.float64
-    return data.to(dtype) if dtype is not None and eligible else data
+    if dtype is None or not eligible or data.dtype == dtype:
+        return data
+    cast = data.to(dtype)
+    if not tracker.is_data(data):
+        tracker.mark_constant(cast)
+    elif (layout := tracker.layout_of(data)) != tracker.by_contract(cast):
+        tracker.place(cast, layout)
+    return cast
 
 
 def in_place_variants(*names: str) -> list:

@@ -69,7 +69,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
     if examples.segments is not None or (examples.fold != 1 and dims == 3):
         refuse(func, nodes[0], "of several rows for each example, not all as many, has no rule")
-    x = cast_for_autocast(input)
+    x = cast_for_autocast(tracker, input)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.exact:
         result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)

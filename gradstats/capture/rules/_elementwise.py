@@ -21,13 +21,15 @@ from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._operations import ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import tap
+from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
+    check_rows,
     in_place_variants,
     locate,
     plain,
 )
+from gradstats.capture.rules._products import BroadcastFactors
 
 
 def broadcast(tracker, func, *args, **kwargs):
@@ -36,13 +38,7 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
-    dims = max(operand.dim() for operand in operands)
-    layouts = []
-    for operand in operands:
-        if node_of(operand) is None and tracker.is_data(operand):
-            examples = locate(tracker, func, nodes[0], operand, folds=True)
-            layouts.append(examples.along(dims - operand.dim() + examples.axis))
-    layout = ExampleLayout(dims, _common(func, nodes[0], layouts))
+    layout = _lined_up(tracker, func, nodes[0], operands)
     multiply = func in PRODUCTS
     if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
         value, x = args if node_of(args[0]) is not None else args[::-1]
@@ -57,6 +53,19 @@ def broadcast(tracker, func, *args, **kwargs):
     return _per_example(tracker, func, layout, args, kwargs)
 
 
+def _lined_up(tracker, func, node: Node, operands: list[Tensor]) -> ExampleLayout:
+    """Return where the examples lie in operands that are broadcast against each other."""
+    dims = max(operand.dim() for operand in operands)
+    layouts = []
+    for operand in operands:
+        if node_of(operand) is None and tracker.is_data(operand):
+            examples = locate(tracker, func, node, operand, folds=True)
+            layouts.append(examples.along(dims - operand.dim() + examples.axis))
+    layout = ExampleLayout(dims, _common(func, node, layouts))
+    check_rows(func, node, layout, operands)
+    return layout
+
+
 def _common(func, node: Node, layouts: list[Examples]) -> Examples:
     """Return the layout that all operands share, or refuse."""
     first = layouts[0]
@@ -65,21 +74,26 @@ def _common(func, node: Node, layouts: list[Examples]) -> Examples:
     return first
 
 
-def join(tracker, func, *args, **kwargs):
+def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
-    tensors = list(args[0] if args else kwargs["tensors"])
+    tensors = list(tensors)
     nodes = [node for node in map(node_of, tensors) if node is not None]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    dims = tensors[0].dim()
+    dims = max(tensor.dim() for tensor in tensors)
+    stacked = func is torch.stack
+    dim = kwargs.pop("axis", dim) % (dims + stacked)
     layouts = [
         locate(tracker, func, nodes[0], tensor, folds=True)
         for tensor in tensors
         if node_of(tensor) is None and tracker.is_data(tensor)
     ]
     examples = _common(func, nodes[0], layouts)
-    if func is not torch.stack and dim % dims == examples.axis:
+    if not stacked and dim == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")
-    return _per_example(tracker, func, ExampleLayout(dims, examples), args, kwargs)
+    if dim > examples.axis:
+        dim -= dims + stacked  # from the end, where it stays if the examples' rows get an axis
+    layout = ExampleLayout(dims, examples)
+    moved = stacked and 0 <= dim <= examples.axis
+    return _per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
 
 
 def assign(tracker, func, input, index, value):
@@ -99,6 +113,25 @@ def assign(tracker, func, input, index, value):
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
     broadcast(tracker, Tensor.copy_, input[index], value)
+
+
+def broadcast_tensors(tracker, func, *tensors):
+    """Every operand in the shape of all, and tracked ones as each example sees them."""
+    layout = _lined_up(tracker, func, first_node(*tensors), list(tensors))
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+
+    def expanded(item):
+        node = node_of(item)
+        if node is None:
+            return item.expand(shape)
+        if not layout.serves(item.shape):
+            refuse(func, node, "with a part for each of an example's rows has no rule")
+        if not tracker.settings.exact:
+            return example_view(tracker, node, layout).expand(shape)
+        factors = BroadcastFactors(layout, tuple(item.shape))
+        return tap(tracker, [node], free_of_views(node.value.expand(shape)), factors, None)
+
+    return tuple(map(expanded, tensors))
 
 
 def attention(tracker, func, query, key, value, *args, **kwargs):
@@ -131,13 +164,21 @@ def prelu(tracker, func, input, weight):
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 
-def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
-    """Run ``func`` with every tracked operand replaced by what each example sees of it."""
+def _per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
+    """Run ``func`` with every tracked operand replaced by what each example sees of it.
+
+    Args:
+        layout: where the examples lie in the operands, which line up from the right.
+        args, kwargs: of the operation; an axis among them is counted from the side of the example
+            axis on which it lies.
+        axis: where the examples lie in the result; as in the operands by default.
+    """
     for item in flatten((args, kwargs)):
         node = node_of(item)
         if node is not None and not layout.serves(item.shape):
             if layout.examples.segments is None and func not in IN_PLACE:
-                return _unfolded(tracker, func, layout, args, kwargs)
+                at = layout.examples.axis if axis is None else axis
+                return _unfolded(tracker, func, layout, args, kwargs, at)
             refuse(
                 func,
                 node,
@@ -154,7 +195,7 @@ def _per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     return func(*rebuild(args, view), **rebuild(kwargs, view))
 
 
-def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs):
+def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: int):
     """Run ``func`` with an example's rows along an axis of their own, so that it has one slice."""
     axis, sizes = layout.examples.axis, (layout.examples.batch, layout.examples.fold)
 
@@ -168,8 +209,27 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs):
         return derive(tracker, Tensor.unflatten, (item, own, shape), {})
 
     inner = ExampleLayout(layout.dims + 1, Examples(layout.examples.batch, axis))
-    args, kwargs = rebuild(args, unfold), rebuild(kwargs, unfold)
-    return _per_example(tracker, func, inner, args, kwargs).flatten(axis, axis + 1)
+    unfolded = rebuild(args, unfold), rebuild(kwargs, unfold)
+    result = _per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
+    expected = result.shape if torch.compiler.is_compiling() else _shape_of(func, args, kwargs)
+    if result.shape != expected:
+        refuse(
+            func,
+            first_node(*flatten((args, kwargs))),
+            f"gave shape {tuple(result.shape)}, expected {tuple(expected)}, of data in which an "
+            "example has several rows, and so has no rule",
+        )
+    return result
+
+
+def _shape_of(func, args, kwargs) -> torch.Size:
+    """Return the shape of an operation's result without computing it."""
+
+    def empty(item):
+        return torch.empty_like(plain(item), device="meta") if isinstance(item, Tensor) else item
+
+    with torch.no_grad():
+        return func(*rebuild(args, empty), **rebuild(kwargs, empty)).shape
 
 
 def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
@@ -250,6 +310,7 @@ RULES = {
     torch.concat: join,
     torch.concatenate: join,
     torch.stack: join,
+    torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     functional.scaled_dot_product_attention: attention,
     functional.prelu: prelu,

@@ -25,8 +25,10 @@ from gradstats.capture.rules._common import (
     autocast_dtype,
     bare,
     cast_for_autocast,
+    check_rows,
     locate,
     plain,
+    run,
 )
 
 
@@ -34,11 +36,15 @@ def linear(tracker, func, input, weight, bias=None):
     """y = x Wᵀ + b: Outer(g, x) for the weight, Vector(Σ_t g) for the bias."""
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
+    if weight.dim() == 1:
+        if bias is not None:
+            refuse(func, first_node(weight, bias), "with a vector and a bias has no rule")
+        return matmul(tracker, torch.matmul, input, weight)
     if bias is None or bias.shape == weight.shape[:1]:
         return _linear(
             tracker, func, input, weight, bias, lambda x: func(x, plain(weight), plain(bias))
         )
-    x = cast_for_autocast(input)
+    x = cast_for_autocast(tracker, input)
     parts = []
     if node_of(weight) is not None:
         node = first_node(weight)
@@ -65,7 +71,7 @@ def _linear(
             return result
     autocast = autocast_dtype(x) is not None
     if autocast:
-        x = cast_for_autocast(x)
+        x = cast_for_autocast(tracker, x)
     if settings.exact:
         return tap(tracker, nodes, free_of_views(native(x)), layer, x)
     use, probes = use_of(nodes)
@@ -104,7 +110,7 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
         # The product belongs to no example: a derived tensor is added to data.
         terms.append((derive(tracker, multiply, (first, second), {}), alpha))
     elif any(tracked):
-        first, second = _cast_data(first), _cast_data(second)
+        first, second = _cast_data(tracker, first), _cast_data(tracker, second)
         node, x, factors = _product_factors(tracker, func, first, second)
         parts.append(Part(node, factors, alpha))
         terms.append((x, None))
@@ -139,6 +145,7 @@ def _summed(tracker, func, result, x, parts, *terms):
     if len(axes) != 1:
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
     layout = ExampleLayout(result.dim(), Examples(tracker.batch_size, axes.pop()))
+    check_rows(func, nodes[0], layout, [result])
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
@@ -197,7 +204,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
     input, other = _own_slices(tracker, input, other)
     if node_of(input) is None and node_of(other) is None:
         return func(input, other)
-    input, other = _cast_data(input), _cast_data(other)
+    input, other = _cast_data(tracker, input), _cast_data(tracker, other)
     node, x, factors = _product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
     return tap(tracker, [node], free_of_views(result), factors, x)
@@ -227,8 +234,8 @@ def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     return shown
 
 
-def _cast_data(item: Tensor) -> Tensor:
-    return cast_for_autocast(item) if node_of(item) is None else item
+def _cast_data(tracker, item: Tensor) -> Tensor:
+    return cast_for_autocast(tracker, item) if node_of(item) is None else item
 
 
 def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
@@ -244,31 +251,43 @@ def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, Product
         lead = operand.dim() - len(core)
         specs.append([*(batch[len(batch) - lead :] if lead else []), *core])
     out = [*batch, *([row] if input.dim() > 1 else []), *([column] if other.dim() > 1 else [])]
-    # An axis of size 1 is broadcast: it is not an axis of that operand at all.
-    for position, operand in enumerate(operands):
-        sizes = operand.shape
-        other_sizes = dict(zip(specs[1 - position], operands[1 - position].shape, strict=True))
-        drop = [
-            axis
-            for axis, letter in enumerate(specs[position])
-            if letter in batch and sizes[axis] == 1 and other_sizes.get(letter, 1) != 1
-        ]
-        for axis in reversed(drop):
-            squeeze = torch.squeeze
-            operands[position] = (
-                derive(tracker, squeeze, (operands[position], axis), {})
-                if node_of(operands[position]) is not None
-                else operands[position].squeeze(axis)
-            )
-            del specs[position][axis]
-    param, data = (0, 1) if node_of(input) is not None else (1, 0)
-    node = node_of(operands[param])
-    assert node is not None
-    x = operands[data]
+    return _factors_between(tracker, func, operands, specs, out)
+
+
+def _factors_between(
+    tracker, func, operands: Sequence[Tensor], specs: Sequence[list[str]], out: list[str]
+) -> tuple[Node, Tensor, ProductFactor]:
+    """Return the tracked operand's node and the factors of a contraction, with the data they need.
+
+    Args:
+        operands: two, one of them tracked.
+        specs, out: the index lists of the operands and of the result.
+    """
+    operands, specs = list(operands), list(specs)
+    param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
+    node = first_node(operands[param])
+    letter = specs[data][locate(tracker, func, node, operands[data]).axis]
+    every = [
+        zip(spec, operand.shape, strict=True) for spec, operand in zip(specs, operands, strict=True)
+    ]
+    several = {index for pairs in every for index, size in pairs if size != 1}
+    # An axis of size 1 that is broadcast is not an axis of that operand at all.
+    for position, repeated in ((data, several), (param, several | {letter})):
+        operand, spec = operands[position], specs[position]
+        for axis in reversed(range(len(spec))):
+            if operand.shape[axis] != 1 or spec[axis] not in repeated:
+                continue
+            if position == data and spec[axis] == letter:
+                refuse(func, node, "repeats the only example, which has no rule")
+            operand = run(tracker, Tensor.squeeze, operand, axis)
+            spec = [*spec[:axis], *spec[axis + 1 :]]
+        operands[position], specs[position] = operand, spec
+    node = first_node(operands[param])
+    shape = operands[param].shape
     factors = ProductFactor.between(
-        tracker, func, node, operands[param].shape, specs[param], x, specs[data], out
+        tracker, func, node, shape, specs[param], letter, specs[data], out
     )
-    return node, x, factors
+    return node, operands[data], factors
 
 
 def einsum(tracker, func, equation, *operands):
@@ -291,12 +310,10 @@ def einsum(tracker, func, equation, *operands):
         views = list(operands)
         views[param] = example_view(tracker, node, own)
         return func(equation, *views)
-    x = cast_for_autocast(operands[data])
     result = func(equation, *(plain(operand) for operand in operands))
-    spec = ProductFactor.between(
-        tracker, func, node, operands[param].shape, inputs[param], x, inputs[data], out
-    )
-    return tap(tracker, [node], free_of_views(result), spec, x)
+    operands = tuple(_cast_data(tracker, operand) for operand in operands)
+    node, x, factors = _factors_between(tracker, func, operands, inputs, out)
+    return tap(tracker, [node], free_of_views(result), factors, x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,10 +341,15 @@ class ProductFactor:
     permutation: tuple[int, ...]
 
     @staticmethod
-    def between(tracker, func, node: Node, shape, param, data: Tensor, data_spec, out):
-        """Return the factor for index lists of parameter, data and result, or refuse."""
-        example = locate(tracker, func, node, data)
-        letter = data_spec[example.axis]
+    def between(tracker, func, node: Node, shape, param, letter: str, data_spec, out):
+        """Return the factor for index lists of parameter, data and result, or refuse.
+
+        Args:
+            tracker, func, node: the context, the operation, and the tracked operand.
+            shape: of the parameter, and ``param``, its indices.
+            letter: the index of the examples.
+            data_spec, out: the indices of data and result.
+        """
         size = dict(zip(param, shape, strict=True))
         repeated = any(len(set(spec)) != len(spec) for spec in (param, data_spec, out))
         alone = [i for i in param if i not in data_spec and i not in out]
