@@ -307,6 +307,7 @@ def einsum(tracker, func, equation, *operands):
         # Each example has its own slice of the parameter.
         axis = inputs[param].index(inputs[data][layout.axis])
         own = ExampleLayout(len(inputs[param]), layout.along(axis))
+        check_rows(func, node, own, [operands[param]])
         views = list(operands)
         views[param] = example_view(tracker, node, own)
         return func(equation, *views)
