@@ -100,13 +100,11 @@ def aligned(func, args: Sequence[Any]) -> bool:
 
     Where they are broadcast, from the right, the examples of one may meet positions of another.
     """
-    if len(args) == 1:
-        return True
-    dims, shared = args[0].dim(), func in SHARED
-    return not any(
-        type(item) is Tensor and item.requires_grad and (shared or item.dim() != dims)
-        for item in args[1:]
-    )
+    for item in args[1:]:
+        if type(item) is Tensor and item.requires_grad:
+            if func in SHARED or item.dim() != args[0].dim():
+                return False
+    return True
 
 
 def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
@@ -120,7 +118,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         if isinstance(item, Tensor) and node_of(item) is None
     ):
         return False
-    if is_one(func, first) or not aligned(func, args):
+    if (func in CONVOLUTIONS and is_one(func, first)) or not aligned(func, args):
         return False
     if not result.requires_grad or first.dim() <= axis:
         return True

@@ -410,7 +410,7 @@ class Tracker(Data):
             [root.result for root in self.roots],
             sqnorm,
             total,
-            elements=[root.parameter.numel() for root in self.roots],
+            shapes=[root.parameter.shape for root in self.roots],
             order=self.loss_order,
             more=None if compiled is None else compiled[:, BOUND].sum(0),
             unit=unit,

@@ -74,7 +74,7 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     dtype = compute_dtype(left, right)
     norm = torch.linalg.vector_norm
     norms = norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype)
-    return WellConditioned(norms, dtype, width=max(left.shape[1], right.shape[1]))
+    return WellConditioned(norms, dtype)
 
 
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -44,25 +45,16 @@ class WellConditioned(Contraction):
         norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
             the value; none where the value is known.
         dtype: the accumulation dtype.
-        width: the larger number of elements that one of the norms is taken over; 0 without norms.
     """
 
-    def __init__(
-        self,
-        norms: tuple[Tensor, ...],
-        dtype: torch.dtype,
-        *,
-        width: int = 0,
-        value: Tensor | None = None,
-    ):
+    def __init__(self, norms: tuple[Tensor, ...], dtype: torch.dtype, value: Tensor | None = None):
         self.norms = norms
         self.dtype = dtype
-        self.width = width
         self._value = value
 
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
-        return WellConditioned(self.norms[:1], self.dtype, width=self.width)
+        return WellConditioned(self.norms[:1], self.dtype)
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
@@ -124,7 +116,7 @@ def relative_error(
     values: Tensor,
     total: Tensor,
     *,
-    elements: Sequence[int],
+    shapes: Sequence[Sequence[int]],
     order: Tensor | None = None,
     more: Tensor | None = None,
     unit: Tensor | float = 1.0,
@@ -133,13 +125,13 @@ def relative_error(
 
     Zero where the sum is zero. Squares that leave the range of normal numbers keep few digits or
     none; what that loses is counted for as many squares as there are elements, and for two norms
-    that are multiplied for the elements of either, times the other's square.
+    that are multiplied for the rows or columns of the matrix, times the other's square.
 
     Args:
         results: with None for zeros.
         values: what ``stack`` returned of them, with the examples in ``order``.
         total: (B,) the sum of ``values``.
-        elements: of the gradients that the results are squared norms of.
+        shapes: of the gradients that the results are squared norms of.
         order: (B,) the example whose column of ``values`` it is; None where none was moved.
         more: (B,) float64, bound of what else is in ``values``.
         unit: what the sum is divided by before it is rounded to the accumulation dtype.
@@ -149,12 +141,13 @@ def relative_error(
     products: list[Tensor] = []
     # One for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
-    for row, (result, count) in enumerate(zip(results, elements, strict=True)):
+    for row, (result, shape) in enumerate(zip(results, shapes, strict=True)):
+        count = prod(shape)
         if isinstance(result, WellConditioned):
             rows.setdefault(result.dtype, []).append(row)
             if len(result.norms) == 2:
                 products += result.norms
-                widest = max(widest, result.width)
+                widest = max(widest, shape[0], count // max(1, shape[0]))
                 continue
         elif result is not None:
             absolute.append(result.bound.to(values.device))
@@ -193,7 +186,7 @@ class Fused:
 
 def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     """Return a result whose terms are squares, given its value."""
-    return WellConditioned((), dtype, value=value)
+    return WellConditioned((), dtype, value)
 
 
 def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:

@@ -23,7 +23,7 @@ def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
         values = values.unsqueeze(1)
     if values.dim() == 2:
         norms = (torch.linalg.vector_norm(values, dim=1, dtype=dtype),)
-        return WellConditioned(norms, dtype, width=values.shape[1])
+        return WellConditioned(norms, dtype)
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 
