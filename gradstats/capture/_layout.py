@@ -92,7 +92,7 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
 
 def is_one(func, source: Tensor) -> bool:
     """Whether a convolution takes its operand for one example."""
-    return source.dim() == CONVOLUTIONS.get(func, -2) + 1
+    return func in CONVOLUTIONS and source.dim() == CONVOLUTIONS[func] + 1
 
 
 def aligned(func, args: Sequence[Any]) -> bool:
@@ -118,7 +118,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         if isinstance(item, Tensor) and node_of(item) is None
     ):
         return False
-    if (func in CONVOLUTIONS and is_one(func, first)) or not aligned(func, args):
+    if is_one(func, first) or not aligned(func, args):
         return False
     if not result.requires_grad or first.dim() <= axis:
         return True

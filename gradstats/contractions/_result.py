@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 import torch
 from torch import Tensor
 
-from gradstats._cost import GUARD_TOLERANCE
+from gradstats._cost import GUARD_TOLERANCE, product
 from gradstats._factors import Factor
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
@@ -142,7 +141,7 @@ def relative_error(
     # One for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
     for row, (result, shape) in enumerate(zip(results, shapes, strict=True)):
-        count = prod(shape)
+        count = product(shape)
         if isinstance(result, WellConditioned):
             rows.setdefault(result.dtype, []).append(row)
             if len(result.norms) == 2:

@@ -22,8 +22,7 @@ def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
     if values.dim() == 1:
         values = values.unsqueeze(1)
     if values.dim() == 2:
-        norms = (torch.linalg.vector_norm(values, dim=1, dtype=dtype),)
-        return WellConditioned(norms, dtype)
+        return WellConditioned((torch.linalg.vector_norm(values, dim=1, dtype=dtype),), dtype)
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 
