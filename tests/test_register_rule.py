@@ -253,12 +253,16 @@ def test_a_custom_operator(batch, call, registered):
 
 
 def test_an_operation_of_pytorch_without_a_rule(batch):
-    model = Model(lambda x, w: torch.cdist(x, w.expand(WIDTH, WIDTH)) * 1.0).double()
+    def product(tensors):
+        first, second = tensors
+        return first @ second
 
-    def distances(x1, x2, p=2.0, compute_mode=None):
-        return (x1[..., None, :] - x2).square().sum(-1).sqrt()
+    def multiply(x, w):
+        rows = torch.linalg.multi_dot((x.flatten(0, 1), w.expand(WIDTH, WIDTH)))
+        return rows.view_as(x) * 1.0
 
-    with gs.register_rule(torch.cdist, distances):
+    model = Model(multiply).double()
+    with gs.register_rule(torch.linalg.multi_dot, product):
         check_model(model, batch, classify)
 
 

@@ -6,7 +6,7 @@ _lineage     pulling a derived tensor's factors back to its parameters
 _constants   which other tensors belong to no example
 _data        whose every row of a tensor of data is, followed with the rules of
 _layout      where the examples lie after each operation
-_sequences   the same for packed sequences of recurrent layers
+_sequences   the same for attention, recurrent layers, packed sequences and sorts
 _selection   which parameters are measured
 _sharded     parameters that fully_shard shards
 _dispatch    what happens to an operation that touches a tracked tensor
@@ -16,6 +16,7 @@ _linear      products with a weight matrix
 _convolution convolutions
 _views       everything that broadcasts
 _recomputed  operations that backward takes apart
+_grafted     operations as they are, beside others that are tracked in their stead
 _registered  users' own operations
 _consumers   what is done with the factors beside norms
 _coverage    what the autograd graph says about uses that were not seen

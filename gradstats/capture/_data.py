@@ -137,7 +137,7 @@ class Data(Marks):
                 self.coupled[result.grad_fn] = "runs over the examples"
         elif self.follows_layouts and self._is_whole(data):
             after = self._owned(data[0])
-        elif func in PRODUCTS or (func in ROW_PRODUCTS and not self._is_shared(args[1:])):
+        elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
         elif func in ADDED_PRODUCTS:
             after = self._multiplied(args[1:3], result)
@@ -184,14 +184,17 @@ class Data(Marks):
                     return
         self.place(result, after)
 
-    def _is_shared(self, operands: tuple[Any, ...]) -> bool:
-        """Whether none of an operation's further operands was computed from parameters and data."""
-        return not any(
+    def _multiplies(self, func, args: tuple[Any, ...]) -> bool:
+        """Whether an operation multiplies two operands either of which may hold the examples."""
+        if func is not torch.nn.functional.linear:
+            return func in PRODUCTS or func in ROW_PRODUCTS
+        # A layer's weight is shared by all, unless it was computed from parameters and data.
+        return any(
             isinstance(item, Tensor)
             and item.requires_grad
             and node_of(item) is None
             and self.is_data(item)
-            for item in operands
+            for item in args[1:]
         )
 
     def _agree(self, func, args: tuple[Any, ...], data: list[Tensor], result: Tensor) -> bool:

@@ -307,6 +307,8 @@ def rebuild(items, change: Callable[[Any], Any]):
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name under which a user knows an operation."""
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{function}"
     name = getattr(function, "__name__", repr(function))
     if name in ("__get__", "__set__"):
         owner = getattr(function, "__self__", None)

@@ -1,4 +1,4 @@
-"""Rules for users' own operations: the operation as it is, beside a tracked decomposition."""
+"""Rules for users' own operations."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import Derived, Node, function_name, operands_of, rebuild
-from gradstats.capture._tensors import node_of, wrap
+from gradstats.capture._grafted import Grafted
+from gradstats.capture._nodes import function_name
 from gradstats.capture.rules import RULES
-from gradstats.errors import TrackingError, UnsupportedOperationError
-
-# By how much a decomposition's result may differ from the operation's, relative to its norm. An
-# operation may compute in lower precision than its result shows; gs.verify is the sharp check.
-VALUE_TOLERANCE = {torch.float64: 1e-4}
-OTHER_TOLERANCE = 5e-2
+from gradstats.errors import TrackingError
 
 
 class RuleHandle:
@@ -111,131 +104,6 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
         RULES[key] = rule
         undo.append(partial(RULES.pop, key))
     return RuleHandle(undo)
-
-
-class Grafted:
-    """The rule of a registered operation."""
-
-    def __init__(self, decomposition: Callable[..., Any]):
-        self.decomposition = decomposition
-
-    def __call__(self, tracker, func, *args, **kwargs):
-        leave_graph(f"{function_name(func)}, which has a registered rule")
-        trains = tracker.settings.weight_gradients
-
-        def own(item):
-            node = node_of(item)
-            if node is None:
-                return item
-            return node.value if trains else node.value.detach()
-
-        def seen(item):
-            node = node_of(item)
-            if node is not None:
-                return _without_gradient(node)
-            return item.detach() if isinstance(item, Tensor) else item
-
-        result = func(*rebuild(args, own), **rebuild(kwargs, own))
-        # Here the operation is being handled, and nothing would be seen of the decomposition.
-        with torch._C._EnableTorchFunction(), tracker.watching():
-            shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
-        single = isinstance(result, Tensor)
-        results = [result] if single else list(result)
-        shadows = [shadow] if isinstance(shadow, Tensor) else list(shadow)
-        node = next(n for n in map(node_of, operands_of(args, kwargs)) if n is not None)
-        self._check(func, node, results, shadows)
-        for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
-            if isinstance(first, Tensor) and first.is_floating_point():
-                results[number] = _graft(node, _plain(second), first)
-        return results[0] if single else type(result)(results)
-
-    def _check(self, func, node: Node, results: list, shadows: list) -> None:
-        """Raise unless the decomposition computes what the operation computes."""
-        got, expected = list(map(_shape, shadows)), list(map(_shape, results))
-        if got != expected:
-            problem = f"results of shape {got}, expected {expected}"
-        else:
-            pairs = zip(results, shadows, strict=True)
-            worst = max(_difference(first, _plain(second)) for first, second in pairs)
-            if worst <= 1:
-                return
-            problem = (
-                f"values that differ by {worst:.2g} times the tolerance, expected the operation's"
-            )
-        name = getattr(self.decomposition, "__name__", "the decomposition")
-        raise UnsupportedOperationError(
-            f"the rule registered for {function_name(func)} on {node.describe()}: {name} returned "
-            f"{problem}. Correct the decomposition, or take the rule back with its handle's "
-            "remove().",
-            [root.name for root in node.roots],
-        )
-
-
-class Graft(torch.autograd.Function):
-    """The operation's own result, whose gradient reaches the decomposition as well."""
-
-    @staticmethod
-    def forward(ctx, node, shadow, result):
-        ctx.node = node
-        # Not a view, which could not be changed in place by a later relu_.
-        ctx.mark_dirty(result)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(
-                "the loss contains derivatives of the network (a backward with create_graph=True "
-                f"ran through a registered operation on {ctx.node.describe()}), where the "
-                "parameter is used once more in a way that is not counted. Call the decomposition "
-                "in the model instead, or exclude the parameter.",
-                [root.name for root in ctx.node.roots],
-            )
-        return None, grad, grad
-
-
-def _graft(node: Node, shadow: Tensor, result: Tensor) -> Tensor:
-    if result._is_view():
-        result = result.clone()
-    # Nothing is changed, so an operation that needs its own result in backward may find it.
-    with torch.autograd._unsafe_preserve_version_counter(result):
-        return Graft.apply(node, shadow, result)
-
-
-class Blocked(torch.autograd.Function):
-    """A view that requires grad and passes none on: the operation itself provides it."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-def _without_gradient(node: Node) -> Tensor:
-    """Return a tracked tensor of the node's value whose uses count and give no gradient."""
-    value = Blocked.apply(node.value)
-    return wrap(Derived(node.tracker, value, Tensor.clone, (node,), {}, None))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    node = node_of(tensor)
-    return tensor if node is None else node.value
-
-
-def _shape(item) -> tuple[int, ...] | None:
-    return tuple(item.shape) if isinstance(item, Tensor) else None
-
-
-def _difference(result, shadow) -> float:
-    """Return the norm of the difference relative to the result's, in units of the tolerance."""
-    if not isinstance(result, Tensor) or not bool(result.isfinite().all()):
-        return 0.0
-    tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
-    wide, other = result.detach().double(), shadow.detach().double()
-    return ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
 
 
 def _function_class(function: Any) -> type[torch.autograd.Function] | None:

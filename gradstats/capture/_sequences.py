@@ -1,4 +1,4 @@
-"""Where the examples lie in the results of attention, recurrent layers and packed sequences.
+"""Where the examples lie in the results of attention, recurrent layers, packed sequences, sorts.
 
 These operations prescribe the axes of their operands and results, whatever the caller's
 ``batch_dim``; a shape alone would mislead where there are as many layers or steps as examples.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._examples import Examples
+from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ RECURRENT_CELLS = frozenset(
 
 PACK, PAD = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
 
-PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | {ATTENTION, PACK, PAD}
+SORTS = frozenset(variants("sort", "argsort", "topk"))
+
+PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | {ATTENTION, PACK, PAD}
 
 
 def prescribed_layouts(
@@ -40,6 +43,8 @@ def prescribed_layouts(
     """Return the layout of each result; None where the operation prescribes nothing."""
     if func not in PRESCRIBES:
         return None
+    if func in SORTS:
+        return _sorted_layouts(tracker, args[0], results)
     if func is ATTENTION:
         own = _first_along(tracker, args[:3], 1)
         return [own, own and own.along(0)][: len(results)]
@@ -57,6 +62,17 @@ def prescribed_layouts(
     axis = 0 if args[8] else 1
     own = _first_along(tracker, (args[0],), axis) or _first_along(tracker, _states(args[1]), 1)
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
+
+
+def _sorted_layouts(
+    tracker: Tracker, source: Tensor, results: Sequence[Tensor]
+) -> list[Examples | None] | None:
+    """Return whose the places are of rows that were sorted among each other, one number each."""
+    layout = _layout(tracker, source)
+    if layout is None or source.dim() != 1 or torch.compiler.is_compiling():
+        return None
+    chosen = results[-1]  # which of the rows stands at each place
+    return [layout.owned_by(layout.owner(source.device)[chosen], 0)] * len(results)
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:

@@ -175,6 +175,28 @@ def test_trained_queries(need_weights):
     check_operation(function, parameters, normal(BATCH, BATCH, WIDTH))
 
 
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_trained_queries_of_scaled_dot_products(rows):
+    """Latents that attend to every example, and learned keys and values beside its own."""
+
+    def function(m, x):
+        queries = m.queries.expand(BATCH, -1, -1, -1) if rows == BATCH else m.queries
+        pooled = functional.scaled_dot_product_attention(queries, x, x)
+        keys, values = (w.expand(BATCH, -1, -1, -1) for w in (m.keys, m.values))
+        return pooled + functional.scaled_dot_product_attention(x, keys, values, m.bias)
+
+    shape = (1, HEADS, BATCH, WIDTH)
+    parameters = {name: shape for name in ("queries", "keys", "values")}
+    parameters["bias"] = (HEADS, BATCH, BATCH)
+    x = normal(BATCH, HEADS, BATCH, WIDTH)
+    check_operation(function, parameters, x, fusing=(True, False) if rows == BATCH else (True,))
+    if rows == 1:
+        model = Operation(function, parameters, upstream=False)
+        with pytest.raises(gs.UnsupportedOperationError, match="dot_product.*'queries'"):
+            with gs.track(model, batch_size=BATCH, fused=False):
+                model(x)
+
+
 def test_examples_along_the_second_axis():
     attention = nn.MultiheadAttention(WIDTH, HEADS)
 

@@ -112,16 +112,6 @@ def test_einsum_that_sums_over_the_examples_is_refused():
     )
 
 
-def test_einsum_of_three_operands_is_refused():
-    check_refused(
-        lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y),
-        {"w": (4, 5)},
-        normal(3, 4),
-        normal(3, 5),
-        match="einsum.*'w'",
-    )
-
-
 @settings(max_examples=25)
 @given(st.data())
 def test_einsum_sweep(data):

@@ -184,6 +184,53 @@ def test_parameters_copied_into_data():
     )
 
 
+@pytest.mark.parametrize("of", ["positions", "elements", "T = B", "constant"])
+def test_parameters_written_where_a_mask_is_true(of):
+    """Mask tokens, as masked autoencoders and speech models put them into what they hide."""
+    length = BATCH if of == "T = B" else POSITIONS
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, length, WIDTH) if of == "elements" else (BATCH, length)
+    mask = torch.rand(shape, generator=generator) < 0.5
+    shapes = [()] if of == "elements" else [(WIDTH,), (1, WIDTH), (1,)]
+
+    def function(m, x, mask):
+        for number in range(len(shapes)):
+            hidden = x * (number + 1)
+            if of == "constant":
+                mask = torch.arange(BATCH * length).view(BATCH, length) % 2 == 0
+            hidden[mask] = getattr(m, f"w{number}")
+            x = x + hidden * m.scale
+        part = x[:, 1:] * 2
+        part[mask[:, 1:]] = m.w0 * 2
+        return torch.cat([x, part], 1)
+
+    parameters = {f"w{number}": shape for number, shape in enumerate(shapes)}
+    x = normal(BATCH, length, WIDTH)
+    check_operation(function, {**parameters, "scale": (WIDTH,)}, x, mask)
+
+
+def test_parameters_written_where_a_mask_of_other_examples_is_true_are_refused():
+    def function(m, x, mask):
+        hidden = 2 * x
+        hidden[mask.t()] = m.w
+        return hidden
+
+    mask = torch.ones(BATCH, BATCH, dtype=torch.bool)
+    check_refused(function, {"w": (2,)}, normal(BATCH, BATCH, 2), mask, match="__setitem__.*'w'")
+
+
+def test_a_slice_for_each_place_of_a_mask_is_refused():
+    def function(m, x, mask):
+        hidden = 2 * x
+        hidden[mask] = m.w
+        return hidden
+
+    mask = torch.eye(BATCH, dtype=torch.bool)
+    check_refused(
+        function, {"w": (BATCH, 2)}, normal(BATCH, BATCH, 2), mask, match="__setitem__.*'w'"
+    )
+
+
 @pytest.mark.parametrize("index", [0, slice(1, 3), ..., torch.tensor([0, 1])], ids=str)
 def test_parameters_written_into_some_of_the_examples_are_refused(index):
     def function(m, x):
@@ -378,10 +425,10 @@ def test_operations_without_a_gradient_pass():
 
 def test_an_operation_without_a_rule_is_refused():
     check_refused(
-        lambda m, x: torch.cdist(x, m.w),
+        lambda m, x: torch.kron(x, m.w),
         {"w": (4, 2)},
         normal(3, 2),
-        match=r"cdist.*'w'.*exclude=\['w'\]",
+        match=r"kron.*'w'.*exclude=\['w'\]",
     )
 
 

@@ -69,7 +69,7 @@ def test_sparse_gradients(fused):
     dense = nn.Embedding.from_pretrained(layer.weight.detach().clone(), freeze=False)
     expected = oracle_sqnorms(dense, ids, losses)
     losses(dense, ids).mean().backward()
-    with gs.track(layer, batch_size=3, fused=fused) as tracker:
+    with gs.track(layer, batch_size=3) as tracker:
         tracker.backward(losses(layer, ids))
     assert_sqnorms(tracker.stats, expected, 1e-12)
     assert layer.weight.grad.is_sparse
@@ -214,24 +214,78 @@ def test_parameter_indexed_by_int32():
     check_operation(lambda m, ids: m.w[ids], {"w": (ROWS, 3)}, integers(3, 4, dtype=torch.int32))
 
 
-def test_parameter_selected_by_index_select():
-    check_operation(lambda m, ids: m.w.index_select(0, ids), {"w": (ROWS, 3)}, integers(3))
-    check_operation(lambda m, ids: torch.index_select(m.w, 0, ids), {"w": (ROWS, 3)}, integers(3))
-    check_refused(
-        lambda m, ids: m.w.index_select(1, ids).T, {"w": (3, ROWS)}, integers(3), match="'w'"
-    )
+def test_parameter_selected_along_an_axis():
+    ids = integers(3)
+    parameters = {"w": (ROWS, 3), "v": (3, ROWS), "u": (2, ROWS, 4)}
+
+    def function(m, ids):
+        first = m.w.index_select(0, ids) + torch.index_select(m.w, 0, ids) ** 2
+        second = m.v.index_select(1, ids).T + m.v[:, ids].T ** 2
+        third = m.u.index_select(1, ids) + m.u[:, ids - ROWS] ** 2 + m.u[..., ids, :]
+        return torch.cat([first, second, third.transpose(0, 1).flatten(1)], 1)
+
+    check_operation(function, parameters, ids)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 3)], ids=str)
+def test_parameter_indexed_by_several(shape):
+    """Scores of transitions, as in a conditional random field."""
+
+    def function(m, before, after):
+        constant = torch.arange(shape[-1]) % 4
+        found = m.table[before, after - ROWS] + m.cube[before, after, 1]
+        slices = m.cube[:, before, after].sum(0)
+        scores = m.table[before, constant] if len(shape) > 1 else m.table[before, 2]
+        features = m.features[before, after]
+        return torch.cat(
+            [(found + slices + scores).view(len(before), -1), features.flatten(1)], 1
+        )  # fmt: skip
+
+    parameters = {
+        "table": (ROWS, ROWS), "cube": (ROWS, ROWS, ROWS), "features": (ROWS, ROWS, 2),
+    }  # fmt: skip
+    check_operation(function, parameters, integers(*shape), integers(*shape))
+
+
+def test_partition_function_of_a_chain():
+    def function(m, x, tags):
+        score = m.start[tags[:, 0]] + x[:, 0].gather(1, tags[:, :1])[:, 0]
+        total = m.start + x[:, 0]
+        for step in range(1, x.shape[1]):
+            score = score + m.table[tags[:, step - 1], tags[:, step]]
+            score = score + x[:, step].gather(1, tags[:, step : step + 1])[:, 0]
+            total = torch.logsumexp(total[:, :, None] + m.table + x[:, step, None], 1)
+        return torch.logsumexp(total, 1) - score
+
+    parameters = {"start": (ROWS,), "table": (ROWS, ROWS)}
+    check_operation(function, parameters, normal(3, 4, ROWS), integers(3, 4))
+    check_operation(function, parameters, normal(3, 3, ROWS), integers(3, 3))
+
+
+def test_indices_that_do_not_exist_are_an_error_as_always():
+    for ids in (integers(3) + ROWS, integers(3) - 2 * ROWS):
+        with pytest.raises(IndexError):
+            check_operation(lambda m, ids: m.w[ids, ids], {"w": (2 * ROWS, ROWS)}, ids)
 
 
 def test_parameter_indexed_in_other_ways_is_refused():
     check_refused(
-        lambda m, ids: m.w[:, ids].T, {"w": (3, ROWS)}, integers(3), match="__getitem__.*'w'"
-    )
+        lambda m, ids: m.w[ids, :, ids], {"w": (ROWS, 3, ROWS)}, integers(3),
+        match="__getitem__.*'w'",
+    )  # fmt: skip
     check_refused(
         lambda m, ids: m.w[ids > 2].expand(3, 3),
         {"w": (3, 3)},
         integers(3, 3),
         match="__getitem__.*'w'",
     )
+
+
+def test_look_ups_whose_examples_are_not_the_same_are_refused():
+    check_refused(
+        lambda m, ids: m.w[ids, ids.flip(0)], {"w": (ROWS, ROWS)}, integers(3),
+        match="__getitem__.*'w'",
+    )  # fmt: skip
 
 
 def test_relative_position_table():

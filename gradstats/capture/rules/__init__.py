@@ -7,9 +7,11 @@ at least one of them tracked and at least one of them data, and returns the oper
 from gradstats.capture.rules import (
     _attention,
     _bilinear,
+    _composed,
     _convolution,
     _elementwise,
     _embedding,
+    _experts,
     _normalization,
     _products,
     _recurrent,
@@ -19,9 +21,11 @@ RULES = {
     **_products.RULES,
     **_convolution.RULES,
     **_embedding.RULES,
+    **_experts.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
     **_bilinear.RULES,
+    **_composed.RULES,
     **_attention.RULES,
     **_recurrent.RULES,
 }

@@ -106,6 +106,27 @@ def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tenso
         )
 
 
+def lined_up(tracker, func, node: Node, operands: Sequence[Tensor]) -> ExampleLayout:
+    """Return where the examples lie in operands that are broadcast against each other."""
+    dims = max(operand.dim() for operand in operands)
+    layouts = []
+    for operand in operands:
+        if node_of(operand) is None and tracker.is_data(operand):
+            examples = locate(tracker, func, node, operand, folds=True)
+            layouts.append(examples.along(dims - operand.dim() + examples.axis))
+    layout = ExampleLayout(dims, common_rows(func, node, layouts))
+    check_rows(func, node, layout, operands)
+    return layout
+
+
+def common_rows(func, node: Node, layouts: list[Examples]) -> Examples:
+    """Return the layout that all operands share, or refuse."""
+    first = layouts[0]
+    if any(other.axis != first.axis or not same_rows(first, other) for other in layouts[1:]):
+        refuse(func, node, "of operands whose examples lie along different axes has no rule")
+    return first
+
+
 def autocast_dtype(data: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes on the data's device; None where it is off."""
     if not torch._C._is_any_autocast_enabled():

@@ -17,17 +17,20 @@ from torch.nn import functional
 
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._examples import Examples, same_rows
+from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._operations import ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
-    check_rows,
+    as_data,
+    common_rows,
     in_place_variants,
+    lined_up,
     locate,
     plain,
+    rows_along,
 )
 from gradstats.capture.rules._products import BroadcastFactors
 
@@ -38,7 +41,7 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
-    layout = _lined_up(tracker, func, nodes[0], operands)
+    layout = lined_up(tracker, func, nodes[0], operands)
     multiply = func in PRODUCTS
     if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
         value, x = args if node_of(args[0]) is not None else args[::-1]
@@ -50,28 +53,7 @@ def broadcast(tracker, func, *args, **kwargs):
                 return tap(tracker, nodes, result, plan, *saved)
             if plan is not None:
                 return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
-    return _per_example(tracker, func, layout, args, kwargs)
-
-
-def _lined_up(tracker, func, node: Node, operands: list[Tensor]) -> ExampleLayout:
-    """Return where the examples lie in operands that are broadcast against each other."""
-    dims = max(operand.dim() for operand in operands)
-    layouts = []
-    for operand in operands:
-        if node_of(operand) is None and tracker.is_data(operand):
-            examples = locate(tracker, func, node, operand, folds=True)
-            layouts.append(examples.along(dims - operand.dim() + examples.axis))
-    layout = ExampleLayout(dims, _common(func, node, layouts))
-    check_rows(func, node, layout, operands)
-    return layout
-
-
-def _common(func, node: Node, layouts: list[Examples]) -> Examples:
-    """Return the layout that all operands share, or refuse."""
-    first = layouts[0]
-    if any(other.axis != first.axis or not same_rows(first, other) for other in layouts[1:]):
-        refuse(func, node, "of operands whose examples lie along different axes has no rule")
-    return first
+    return per_example(tracker, func, layout, args, kwargs)
 
 
 def join(tracker, func, tensors, dim=0, **kwargs):
@@ -86,38 +68,64 @@ def join(tracker, func, tensors, dim=0, **kwargs):
         for tensor in tensors
         if node_of(tensor) is None and tracker.is_data(tensor)
     ]
-    examples = _common(func, nodes[0], layouts)
+    examples = common_rows(func, nodes[0], layouts)
     if not stacked and dim == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")
     if dim > examples.axis:
         dim -= dims + stacked  # from the end, where it stays if the examples' rows get an axis
     layout = ExampleLayout(dims, examples)
     moved = stacked and 0 <= dim <= examples.axis
-    return _per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
+    return per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
 
 
 def assign(tracker, func, input, index, value):
-    """x[:, ...] = w: a part of the data, the same for every example, is overwritten."""
+    """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
     operands = [item for item in flatten((input, index, value)) if isinstance(item, Tensor)]
     node = next(node for node in map(node_of, operands) if node is not None)
     items = index if isinstance(index, tuple) else (index,)
-    basic = not any(isinstance(item, (Tensor, list)) for item in items)
-    if node_of(input) is not None or not tracker.is_data(input) or not basic:
-        refuse(
-            func,
-            node,
-            "to other than a part of the data that slices and numbers select has no rule",
-        )
+    if node_of(input) is not None or not tracker.is_data(input):
+        refuse(func, node, "to a tensor that holds nothing of any example has no rule")
+    if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
+        return _assign_where(tracker, func, node, input, items[0], value)
+    if any(isinstance(item, (Tensor, list)) for item in items):
+        refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
     axis = locate(tracker, func, node, input).axis
     # The examples must stay where they are, all of them, along the same axis.
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
-    broadcast(tracker, Tensor.copy_, input[index], value)
+    return broadcast(tracker, Tensor.copy_, input[index], value)
+
+
+def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
+    """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
+    rest = input.dim() - mask.dim()
+    one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
+    if node_of(mask) is not None or node_of(value) is None or not one:
+        refuse(func, node, "of a slice for each place that a mask selects has no rule")
+    shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
+    if tracker.is_data(mask):
+        tracker.place(shown, tracker.layout_of(mask))
+    else:
+        tracker.mark_constant(shown)
+    layout = lined_up(tracker, func, node, (input, shown))
+    func(input, mask, node.value)
+    factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
+    tap(tracker, [node], input, factors, shown)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedFactors:
+    """The factor of a term that stands where a mask says, from the gradient of the whole."""
+
+    factors: BroadcastFactors
+
+    def __call__(self, grad: Tensor, mask: Tensor) -> list:
+        return self.factors(grad.masked_fill(~mask, 0), None)
 
 
 def broadcast_tensors(tracker, func, *tensors):
     """Every operand in the shape of all, and tracked ones as each example sees them."""
-    layout = _lined_up(tracker, func, first_node(*tensors), list(tensors))
+    layout = lined_up(tracker, func, first_node(*tensors), list(tensors))
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
 
     def expanded(item):
@@ -135,15 +143,19 @@ def broadcast_tensors(tracker, func, *tensors):
 
 
 def attention(tracker, func, query, key, value, *args, **kwargs):
-    """Attention whose mask is tracked, as relative position biases are."""
+    """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
     operands = (query, key, value)
-    if any(node_of(operand) is not None for operand in operands):
-        refuse(func, first_node(*operands), "with a derived query, key or value has no rule")
-    mask = first_node(*args, *kwargs.values())
-    layouts = [locate(tracker, func, mask, operand, folds=True) for operand in operands]
-    examples = _common(func, mask, layouts)
-    if examples.axis != 0 or query.dim() < 3:
-        refuse(func, mask, "whose examples do not lie along the first axis has no rule")
+    node = first_node(*operands, *args, *kwargs.values())
+    if query.dim() < 3:
+        refuse(func, node, "whose examples do not lie along the first axis has no rule")
+    examples = rows_along(tracker, func, node, operands, 0)
+    operands = tuple(
+        as_data(tracker, func, node, _repeated(tracker, item, examples.rows), examples)
+        for item in operands
+    )
+    mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
+    if mask is None:
+        return func(*operands, *args, **kwargs)
     dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
     if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
@@ -152,7 +164,14 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
         # With one more axis PyTorch computes it by another kernel, to other bits.
         refuse(func, mask, "with a mask for each of an example's rows has no rule under "
                "fused=False", "Pass fused=True.")  # fmt: skip
-    return _per_example(tracker, func, layout, (*operands, *args), kwargs)
+    return per_example(tracker, func, layout, (*operands, *args), kwargs)
+
+
+def _repeated(tracker, item: Tensor, rows: int) -> Tensor:
+    """Return a tracked tensor of which there is one for all examples, once for each."""
+    if node_of(item) is None or len(item) != 1 or tracker.settings.exact:
+        return item
+    return derive(tracker, Tensor.expand, (item, rows, *(-1 for _ in item.shape[1:])), {})
 
 
 def prelu(tracker, func, input, weight):
@@ -164,7 +183,7 @@ def prelu(tracker, func, input, weight):
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 
-def _per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
+def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
     """Run ``func`` with every tracked operand replaced by what each example sees of it.
 
     Args:
@@ -210,7 +229,7 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: i
 
     inner = ExampleLayout(layout.dims + 1, Examples(layout.examples.batch, axis))
     unfolded = rebuild(args, unfold), rebuild(kwargs, unfold)
-    result = _per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
+    result = per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
     expected = result.shape if torch.compiler.is_compiling() else _shape_of(func, args, kwargs)
     if result.shape != expected:
         refuse(

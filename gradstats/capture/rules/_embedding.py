@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,11 +12,12 @@ from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows
 from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._indexing import items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
 from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, locate, plain
+from gradstats.capture.rules._common import Examples, lined_up, locate, plain
 from gradstats.contractions import FEW, Fused, _triton, sqnorm_of_few
 
 
@@ -121,40 +123,88 @@ class BagFactors:
 
 
 def index(tracker, func, input, indices):
-    """A parameter indexed by integer data along its first axis: an embedding without a module."""
-    ids = indices[0] if isinstance(indices, tuple) and len(indices) == 1 else indices
-    integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
-    node = first_node(input, ids)
-    if node_of(input) is not None and all(
-        number.dim() == 0 for number in operands_of((indices,), {})
-    ):
+    """A parameter indexed by integer data: an embedding without a module.
+
+    Several index tensors, as a table of transitions takes, are one number into their axes.
+    """
+    given = operands_of((indices,), {})
+    node = first_node(input, *given)
+    tracked = node_of(input) is not None and all(node_of(index) is None for index in given)
+    if tracked and not any(index.dim() and tracker.is_data(index) for index in given):
         # A number picks the slice, wherever the number comes from.
         return derive(tracker, func, (input, indices), {})
-    if node_of(input) is None or node_of(ids) is not None or not integers:
-        refuse(func, node, "with other than integer indices of its first axis has no rule")
-    examples = locate(tracker, func, node, ids, folds=True)
+    items = [_as_index(tracker, item, given) for item in items_of(input, indices)]
+    places = [place for place, item in enumerate(items) if isinstance(item, Tensor)]
+    chosen = [items[place] for place in places]
+    if (
+        not tracked
+        or places[-1] - places[0] + 1 != len(places)
+        or any(index.dtype not in (torch.int32, torch.int64) for index in chosen)
+        or any(item != slice(None) for item in items if not isinstance(item, Tensor))
+    ):
+        refuse(func, node, "with other than integer indices of axes side by side has no rule")
+    examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
     result = func(plain(input), indices)
-    factors = IndexFactors(examples, tuple(input.shape))
-    return tap(tracker, [node], result, factors, ids)
+    table = leading_axes(tracker, input, places[0], len(places))
+    sizes = input.shape[places[0] : places[-1] + 1]
+    ids = numbered(chosen, sizes)
+    factors = IndexFactors(examples, tuple(table.shape), places[0])
+    return tap(tracker, [first_node(table)], result, factors, ids)
+
+
+def _as_index(tracker, item, given: Sequence[Tensor]):
+    """Return what stands in an index as a tensor, if it picks numbers: they are constant."""
+    if type(item) is int:
+        item = torch.tensor(item)
+    if isinstance(item, Tensor) and not any(item is index for index in given):
+        item = item.to(given[0].device)
+        tracker.mark_constant(item)
+    return item
+
+
+def leading_axes(tracker, table: Tensor, first: int, count: int) -> Tensor:
+    """Return a tracked tensor with some neighbouring axes in front, as one."""
+    if first:
+        axes = list(range(first, first + count)), list(range(count))
+        table = derive(tracker, Tensor.movedim, (table, *axes), {})
+    return derive(tracker, Tensor.flatten, (table, 0, count - 1), {}) if count > 1 else table
+
+
+def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the place that indices of several axes have in these axes written as one."""
+    ids = indices[0].new_zeros(())
+    for index, size in zip(indices, sizes, strict=True):
+        ids = ids * size + torch.where(index < 0, index + size, index)
+    return ids
 
 
 @dataclass(frozen=True, eq=False)
 class IndexFactors:
-    """The factor of a parameter whose slices are looked up by ids of shape (B, *)."""
+    """The factor of a parameter whose slices are looked up by ids of shape (B, *).
+
+    Attributes:
+        examples: where the examples lie in the ids.
+        shape: of the parameter with the axis that is looked up in front.
+        before: how many axes of the parameter stand in front of the ids' in the result.
+    """
 
     examples: Examples
     shape: tuple[int, ...]
+    before: int
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        return [table_rows(self.examples, self._counted(ids), grad, self.shape, None)]
+        return [table_rows(self.examples, ids, self._found(grad, ids), self.shape, None)]
 
     def norms(self, grad: Tensor, ids: Tensor) -> list[Fused] | None:
         """Return squared norms where each example looks up few rows."""
-        return norms_of_few(self.examples, self._counted(ids), grad, self.shape, None)
+        return norms_of_few(self.examples, ids, self._found(grad, ids), self.shape, None)
 
-    def _counted(self, ids: Tensor) -> Tensor:
-        """Return ids counted from the start."""
-        return torch.where(ids < 0, ids + self.shape[0], ids)
+    def _found(self, grad: Tensor, ids: Tensor) -> Tensor:
+        """Return the gradient of what the ids found, (*ids, *rest)."""
+        if not self.before:
+            return grad
+        axes = range(ids.dim())
+        return grad.movedim([self.before + axis for axis in axes], list(axes))
 
 
 def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx) -> Rows:
@@ -194,12 +244,14 @@ def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
 def index_select(tracker, func, input, dim, index):
     """The same look-up with the axis given by number."""
     node = first_node(input, index)
-    if node_of(input) is None or node_of(index) is not None or dim % input.dim() != 0:
-        refuse(func, node, "along another than the parameter's first axis has no rule")
+    if node_of(input) is None or node_of(index) is not None:
+        refuse(func, node, "of data by tracked indices has no rule")
+    dim %= input.dim()
     examples = locate(tracker, func, node, index, folds=True)
     result = func(plain(input), dim, index)
-    factors = IndexFactors(examples, tuple(input.shape))
-    return tap(tracker, [node], result, factors, index)
+    table = leading_axes(tracker, input, dim, 1)
+    factors = IndexFactors(examples, tuple(table.shape), dim)
+    return tap(tracker, [first_node(table)], result, factors, index)
 
 
 def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:

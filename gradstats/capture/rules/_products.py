@@ -292,8 +292,6 @@ def _factors_between(
 
 def einsum(tracker, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
     tracked = [index for index, operand in enumerate(operands) if node_of(operand) is not None]
     node = node_of(operands[tracked[0]])
     assert node is not None
@@ -440,8 +438,6 @@ RULES = {
     Tensor.addmm: addmm,
     torch.baddbmm: baddbmm,
     Tensor.baddbmm: baddbmm,
-    torch.einsum: einsum,
-    functional.einsum if hasattr(functional, "einsum") else torch.einsum: einsum,
     **{
         getattr(owner, name): matmul
         for owner, name in (

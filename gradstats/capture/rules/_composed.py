@@ -1,0 +1,115 @@
+"""Operations that are written with others, which have rules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._einsum import parse_equation
+from gradstats.capture._grafted import Grafted
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._nodes import function_name
+from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture.rules import _products
+from gradstats.capture.rules._common import lined_up, locate
+from gradstats.capture.rules._elementwise import per_example
+
+
+class Composed:
+    """The rule of an operation that other operations compute.
+
+    Where the training gradients must be PyTorch's own, its own operation stays and the others only
+    stand beside it.
+    """
+
+    def __init__(self, composition: Callable[..., Tensor]):
+        self.composition = composition
+
+    def __call__(self, tracker, func, *args, **kwargs):
+        if tracker.settings.exact:
+            return Grafted(self.composition)(tracker, func, *args, **kwargs)
+        leave_graph(f"{function_name(func)}, which is written with other operations")
+        # Here the operation is being handled, and nothing would be seen of the composition.
+        with torch._C._EnableTorchFunction(), tracker.watching():
+            return self.composition(*args, **kwargs)
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """⟨x₁, x₂⟩ / (max(‖x₁‖, ε) max(‖x₂‖, ε)) along ``dim`` of both, broadcast."""
+    dims = max(x1.dim(), x2.dim())
+    dim = dim % dims - dims
+    sizes = [x.shape[dim] if x.dim() >= -dim else 1 for x in (x1, x2)]
+    if sizes[0] != sizes[1]:
+        # The norm is of what was broadcast.
+        x1, x2 = torch.broadcast_tensors(x1, x2)
+    first, second = (functional.normalize(x, dim=dim, eps=eps) for x in (x1, x2))
+    return (first * second).sum(dim)
+
+
+def pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    """‖x₁ - x₂ + ε‖_p over the last axis."""
+    return torch.linalg.vector_norm(x1 - x2 + eps, ord=p, dim=-1, keepdim=keepdim)
+
+
+def rows_apart(x1: Tensor, x2: Tensor, data: int, fold: int, **kwargs) -> Tensor:
+    """Distances of rows that hold the examples, each row among those of a batch of its own.
+
+    Args:
+        x1, x2: of which ``data`` says the one with the examples along its last axis but one.
+        fold: rows of an example.
+    """
+    x, others = (x1, x2) if data == 0 else (x2, x1)
+    rows = x.unflatten(-2, (-1, fold))
+    others = others if others.dim() == 2 else others.unsqueeze(-3)
+    distances = torch.cdist(rows, others, **kwargs).flatten(-3, -2)
+    return distances if data == 0 else distances.mT
+
+
+def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
+    """Distances between rows of data and of a tracked tensor, as prototypes and codebooks are."""
+    node = first_node(x1, x2)
+    data = 0 if node_of(x1) is None else 1
+    x = (x1, x2)[data]
+    examples = locate(tracker, func, node, x, folds=True, trailing=1)
+    kwargs = {"p": p, "compute_mode": compute_mode}
+    if examples.axis < x.dim() - 2:
+        layout = lined_up(tracker, func, node, (x1, x2))
+        return per_example(tracker, func, layout, (x1, x2), kwargs)
+    fold = examples.fold if examples.segments is None else 1
+    return Composed(partial(rows_apart, data=data, fold=fold))(tracker, func, x1, x2, **kwargs)
+
+
+def einsum(tracker, func, equation, *operands):
+    """A contraction of any number of operands: of two at a time, from the left."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if isinstance(equation, str) and len(operands) > 2:
+        return Composed(from_the_left)(tracker, func, equation, *operands)
+    return _products.einsum(tracker, func, equation, *operands)
+
+
+def from_the_left(equation: str, first: Tensor, second: Tensor, *others: Tensor) -> Tensor:
+    """Contract two operands, then the result with the next, and so on."""
+    inputs, out = parse_equation(equation, [operand.dim() for operand in (first, second, *others)])
+    for place, other in enumerate((second, *others), start=1):
+        wanted = {*out, *(index for spec in inputs[place + 1 :] for index in spec)}
+        pair = [*dict.fromkeys((*inputs[0], *inputs[place]))]
+        kept = out if place == len(others) + 1 else [index for index in pair if index in wanted]
+        terms = ["".join(spec) for spec in (inputs[0], inputs[place], kept)]
+        first = torch.einsum("{},{}->{}".format(*terms), first, other)
+        inputs[0] = kept
+    return first
+
+
+RULES = {
+    torch.cdist: cdist,
+    functional.cosine_similarity: Composed(cosine_similarity),
+    functional.pairwise_distance: Composed(pairwise_distance),
+    torch.einsum: einsum,
+}

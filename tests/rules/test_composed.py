@@ -1,0 +1,136 @@
+"""Operations that are written with others: distances, similarities, equations of many operands."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import gradstats as gs
+from tests.rules.operation import check_operation, check_refused, normal
+
+BATCH, WIDTH = 3, 4
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("count", [1, BATCH, 5])
+@pytest.mark.parametrize(
+    "shape", [(WIDTH,), (2, WIDTH), (BATCH, WIDTH), (2, 2, WIDTH)], ids=lambda s: f"{len(s)}:{s[0]}"
+)
+def test_distances_to_prototypes(shape, count, p):
+    check_operation(
+        lambda m, x: torch.cdist(x, m.w, p=p),
+        {"w": (count, WIDTH)},
+        normal(BATCH, *shape),
+    )
+
+
+def test_distances_to_so_many_prototypes_that_products_find_them():
+    check_operation(lambda m, x: torch.cdist(x, m.w), {"w": (30, WIDTH)}, normal(BATCH, WIDTH))
+
+
+def test_distances_from_prototypes():
+    check_operation(lambda m, x: torch.cdist(m.w, x).mT, {"w": (5, WIDTH)}, normal(BATCH, WIDTH))
+    check_operation(lambda m, x: torch.cdist(m.w, x), {"w": (5, WIDTH)}, normal(BATCH, 2, WIDTH))
+
+
+def test_distances_of_folded_rows_and_of_heads():
+    def folded(m, x):
+        return torch.cdist(x.flatten(0, 1), m.w).unflatten(0, (BATCH, -1))
+
+    check_operation(folded, {"w": (5, WIDTH)}, normal(BATCH, 2, WIDTH))
+    # Prototypes of two heads.
+    check_operation(
+        lambda m, x: torch.cdist(x.transpose(0, 1), m.w).transpose(0, 1),
+        {"w": (2, 5, WIDTH)},
+        normal(BATCH, 2, WIDTH),
+    )
+
+
+def test_distances_of_rows_in_another_order():
+    order = torch.tensor([2, 0, 1])
+    check_operation(
+        lambda m, x: torch.cdist(x[order], m.w)[order.argsort()],
+        {"w": (5, WIDTH)},
+        normal(BATCH, WIDTH),
+    )
+
+
+def test_distances_along_the_examples_are_refused():
+    check_refused(
+        lambda m, x: torch.cdist(x.t(), m.w),
+        {"w": (5, BATCH)},
+        normal(BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="cdist.*'w'",
+    )
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 2])
+def test_cosine_similarity(dim):
+    check_operation(
+        lambda m, x: functional.cosine_similarity(x[:, None], m.w[None], dim=dim),
+        {"w": (BATCH, WIDTH)},
+        normal(BATCH, WIDTH),
+    )
+
+
+def test_cosine_similarity_to_one_vector():
+    check_operation(
+        lambda m, x: functional.cosine_similarity(m.w, x, dim=-1), {"w": (WIDTH,)},
+        normal(BATCH, 2, WIDTH),
+    )  # fmt: skip
+    check_operation(
+        lambda m, x: functional.cosine_similarity(x, m.w[None]) + x[:, 0], {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_pairwise_distance(p, keepdim):
+    check_operation(
+        lambda m, x: functional.pairwise_distance(x, m.w, p=p, keepdim=keepdim),
+        {"w": (2, WIDTH)},
+        normal(BATCH, 2, WIDTH),
+    )
+
+
+@pytest.mark.parametrize(
+    "equation, data, weights",
+    [
+        ("bi,oij,bj->bo", [(BATCH, 4), (BATCH, 5)], [(6, 4, 5)]),
+        ("bi,ir,or->bo", [(BATCH, 4)], [(4, 2), (6, 2)]),
+        ("ir,or,bi->bo", [(BATCH, 4)], [(4, 2), (6, 2)]),
+        ("bthd,hde,bt->bthe", [(BATCH, BATCH, 2, 4), (BATCH, BATCH)], [(2, 4, 4)]),
+        ("b...d,de,e->b...e", [(BATCH, 2, 4)], [(4, 5), (5,)]),
+        ("bi,ia,ja,jk->bk", [(BATCH, 4)], [(4, 2), (5, 2), (5, 3)]),
+        ("tbi,ij,bj->bt", [(2, BATCH, 4), (BATCH, 5)], [(4, 5)]),
+    ],
+)
+def test_equations_of_many_operands(equation, data, weights):
+    terms = equation.split("->")[0].split(",")
+    names = [f"w{number}" for number in range(len(weights))]
+    shapes = dict(zip(names, weights, strict=True))
+
+    def function(m, *xs):
+        xs, ws = [*xs], [getattr(m, name) for name in names]
+        operands = [xs.pop(0) if "b" in term else ws.pop(0) for term in terms]
+        return torch.einsum(equation, *operands)
+
+    if equation.startswith("t"):
+        check_operation(
+            lambda m, x, y: function(m, x.transpose(0, 1), y), shapes,
+            normal(BATCH, 2, 4), normal(BATCH, 5),
+        )  # fmt: skip
+    else:
+        check_operation(function, shapes, *(normal(*shape) for shape in data))
+
+
+def test_equations_of_many_operands_that_bring_examples_together_are_refused():
+    check_refused(
+        lambda m, x, y: torch.einsum("bi,ij,cj->bc", x, m.w, y * m.v),
+        {"w": (4, 5), "v": (5,)},
+        normal(BATCH, 4),
+        normal(BATCH, 5),
+        error=gs.CoupledExamplesError,
+        match="several examples",
+    )
