@@ -136,7 +136,7 @@ def test_packed_examples():
         "bounds": torch.tensor([0, 2, 3, 9], dtype=torch.int32),
     }
     model, losses = Distances().double(), lambda m, b: m(b) * 0.5
-    with pytest.raises(gs.UnsupportedOperationError, match="aten.linear"):
+    with pytest.raises(gs.UnsupportedOperationError, match=r"aten\.linear"):
         gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"])
     stats = gs.per_example_norms(model, batch, losses, cu_seqlens=batch["bounds"], fallback="vmap")
     assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-9)

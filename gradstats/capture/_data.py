@@ -24,6 +24,7 @@ from gradstats.capture._operations import (
     OPAQUE,
     PRODUCTS,
     ROW_PRODUCTS,
+    SOLVES,
     UNFOLLOWED,
 )
 from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
@@ -140,9 +141,14 @@ class Data(Marks):
         elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
         elif func in ADDED_PRODUCTS:
-            after = self._multiplied(args[1:3], result)
+            named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
+            after = self._multiplied((*args[1:], *named)[:2], result)
             others = [tensor for tensor in data if tensor is args[0]]
             if others and self._broadcast(others, result) != after:
+                after = None
+        elif func in SOLVES:
+            after = self._broadcast(data, result)
+            if after is not None and after.axis >= result.dim() - 2:
                 after = None
         elif func is torch.einsum:
             operands = operands_of(args[1:], {})

@@ -11,7 +11,7 @@ from gradstats.capture._operations import variants
 INDEX_SELECT = frozenset(variants("index_select"))
 
 # Operations whose result lies as the indices do.
-ALONG_INDICES = frozenset(variants("gather") + variants("take_along_dim"))
+ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 
 def items_of(source: Tensor, index) -> list:

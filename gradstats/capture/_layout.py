@@ -32,6 +32,7 @@ from gradstats.capture._operations import (
     RESHAPES,
     ROW_PRODUCTS,
     SCRAMBLES,
+    SOLVES,
     UNFOLLOWED,
     variants,
 )
@@ -208,7 +209,8 @@ def _reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | No
 
 def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
     """x[…]: whichever index stands at the example axis selects the examples too."""
-    return read_at(source, items_of(source, args[1]), layout)
+    found = read_at(source, items_of(source, args[1]), layout)
+    return _picked(func, args, kwargs, source, layout, result) if found is None else found
 
 
 def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
@@ -217,7 +219,7 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
     Args:
         name, position: keyword and place of the axis among the operation's arguments.
         change: called as change(owner, args, kwargs), it returns the owners of the new rows; None
-            where they cannot be told.
+            where elements are picked one by one.
         default: the axis where none is given.
     """
 
@@ -229,9 +231,19 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
         if dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
-            return None
+            return _picked(func, args, kwargs, source, layout, result)
         owner = change(layout.owner(source.device), args, kwargs)
         return layout.owned_by(owner.reshape(-1), layout.axis)
+
+    return rule
+
+
+def _ranked(position: int, default: int):
+    """Return a rule for operations that put elements in an order of their own along an axis."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        return None if dim % source.dim() == layout.axis else layout
 
     return rule
 
@@ -284,6 +296,40 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.owned_by(layout.owner(source.device).repeat(times), after)
 
 
+def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """Elements picked one by one: what happens to the elements happens to their owners."""
+    if not source.numel() or not result.numel():
+        return None
+    owner = layout.owner(source.device).int()
+    owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
+    if not result._is_view():
+        found = func(owner.expand(source.shape), *args[1:], **kwargs)
+    else:
+        start = result.storage_offset() - source.storage_offset()
+        reach = 1 + _extent(source)
+        if start < 0 or start + _extent(result) >= reach or source.stride(layout.axis) == 0:
+            return None
+        memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
+        # What is repeated is written once.
+        sizes = [n if step else 1 for n, step in zip(source.shape, source.stride(), strict=True)]
+        memory.as_strided(sizes, source.stride()).copy_(owner)
+        found = memory.as_strided(result.shape, result.stride(), start)
+    if bool((found < 0).any()):
+        return None  # between the operand's elements lie others
+    if layout.batch > 1 and bool((found == found.flatten()[0]).all()):
+        return Whole(int(found.flatten()[0]))
+    for axis in range(found.dim()):
+        rows = found.movedim(axis, 0).flatten(1)
+        if bool((rows == rows[:, :1]).all()):
+            return layout.owned_by(rows[:, 0].long(), axis)
+    return None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how far a tensor's last element lies from its first in memory."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 # Operations that select, repeat or reorder rows, with how the examples go along.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
@@ -310,10 +356,9 @@ REINDEXES = {
     ),
     **dict.fromkeys(variants("gather"), _along("dim", 1, None)),
     **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
-    **{function: _along("dim", 1, None, -1) for name in ("sort", "argsort")
-       for function in variants(name)},
-    **dict.fromkeys(variants("msort"), _along("dim", 1, None, 0)),
-    **dict.fromkeys(variants("topk"), _along("dim", 2, None, -1)),
+    **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
+    **dict.fromkeys(variants("msort"), _ranked(1, 0)),
+    **dict.fromkeys(variants("topk"), _ranked(2, -1)),
     **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes")
        for function in variants(name)},
     **dict.fromkeys(variants("narrow"), _sliced(1)),
@@ -323,12 +368,13 @@ REINDEXES = {
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
     functional.pad: _padded,
+    **dict.fromkeys([*variants("as_strided", "diagonal", "take"), Tensor.unfold], _picked),
 }  # fmt: skip
 
 # Operations that may give data another layout than the contract's.
 CHANGES = frozenset().union(
     MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS,
-    {torch.tensordot},
+    SOLVES, {torch.tensordot},
 )  # fmt: skip
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.

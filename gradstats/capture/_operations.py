@@ -81,8 +81,11 @@ PRODUCTS = frozenset(
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 
-# Products, added to their first operand.
-ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
+# Products, added to their first operand, with what they call the two that they multiply.
+ADDED_PRODUCTS = {
+    **dict.fromkeys(variants("addmm"), ("mat1", "mat2")),
+    **dict.fromkeys(variants("baddbmm"), ("batch1", "batch2")),
+}
 
 # Operations on several operands of data, element by element.
 ELEMENTWISE = (
@@ -121,7 +124,7 @@ UNFOLLOWED = frozenset(
     function
     for name in (
         "outer", "ger", "inner", "meshgrid", "kron", "cartesian_prod",
-        "block_diag", "combinations", "vander", "diag", "diag_embed", "diagonal", "as_strided",
+        "block_diag", "combinations", "vander", "diag", "diag_embed",
         "chain_matmul", "cov", "corrcoef", "addr",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
     )
@@ -131,10 +134,20 @@ UNFOLLOWED = frozenset(
 # Operations that move rows, or mix them, in ways that no shape shows.
 SCRAMBLES = frozenset(
     variants(
-        "take", "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
+        "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
         "addmv", "addbmm", "mv", "renorm",
     )
-) | {torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.multi_dot}  # fmt: skip
+) | {torch.linalg.multi_dot}  # fmt: skip
+
+# Systems of equations, one for each place along the axes in front of the matrices' two.
+SOLVES = frozenset(
+    {
+        torch.linalg.solve,
+        torch.linalg.solve_triangular,
+        torch.linalg.lu_solve,
+        *variants("cholesky_solve"),
+    }
+)
 
 # Convolutions, with how many axes they run over; with one axis more data are one example, whose
 # channels are summed.

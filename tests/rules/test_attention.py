@@ -192,7 +192,7 @@ def test_trained_queries_of_scaled_dot_products(rows):
     check_operation(function, parameters, x, fusing=(True, False) if rows == BATCH else (True,))
     if rows == 1:
         model = Operation(function, parameters, upstream=False)
-        with pytest.raises(gs.UnsupportedOperationError, match="dot_product.*'queries'"):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"dot_product.*'queries'"):
             with gs.track(model, batch_size=BATCH, fused=False):
                 model(x)
 

@@ -149,13 +149,13 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     if query.dim() < 3:
         refuse(func, node, "whose examples do not lie along the first axis has no rule")
     examples = rows_along(tracker, func, node, operands, 0)
-    operands = tuple(
+    query, key, value = (
         as_data(tracker, func, node, _repeated(tracker, item, examples.rows), examples)
         for item in operands
     )
     mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
     if mask is None:
-        return func(*operands, *args, **kwargs)
+        return func(query, key, value, *args, **kwargs)
     dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
     if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
@@ -164,7 +164,7 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
         # With one more axis PyTorch computes it by another kernel, to other bits.
         refuse(func, mask, "with a mask for each of an example's rows has no rule under "
                "fused=False", "Pass fused=True.")  # fmt: skip
-    return per_example(tracker, func, layout, (*operands, *args), kwargs)
+    return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
 
 
 def _repeated(tracker, item: Tensor, rows: int) -> Tensor:

@@ -21,11 +21,11 @@ from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import derived, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
-    Examples,
     autocast_dtype,
     bare,
     cast_for_autocast,
     check_rows,
+    common_rows,
     locate,
     plain,
     run,
@@ -48,7 +48,7 @@ def linear(tracker, func, input, weight, bias=None):
     parts = []
     if node_of(weight) is not None:
         node = first_node(weight)
-        examples = locate(tracker, func, node, x, trailing=1)
+        examples = locate(tracker, func, node, x, folds=True, trailing=1)
         parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
     result = func(x, plain(weight), plain(bias))
     return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
@@ -113,14 +113,14 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
         first, second = _cast_data(tracker, first), _cast_data(tracker, second)
         node, x, factors = _product_factors(tracker, func, first, second)
         parts.append(Part(node, factors, alpha))
-        terms.append((x, None))
+        terms.append((second if tracked[0] else first, None))
     else:
         for item, summed in ((first, -1), (second, -2)):
             terms.append((item, None))
             if not tracker.is_data(item):
                 continue
             node = first_node(input)
-            if locate(tracker, func, node, item).axis == item.dim() + summed:
+            if locate(tracker, func, node, item, folds=True).axis == item.dim() + summed:
                 refuse(func, node, "sums over the examples of its data, which has no rule")
     result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
     return _summed(tracker, func, result, x, parts, *terms)
@@ -137,15 +137,15 @@ def _summed(tracker, func, result, x, parts, *terms):
             only say where the examples lie.
     """
     nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
-    axes = {
-        result.dim() - term.dim() + locate(tracker, func, nodes[0], term).axis
-        for term, _ in terms
-        if node_of(term) is None and tracker.is_data(term)
-    }
-    if len(axes) != 1:
-        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    layout = ExampleLayout(result.dim(), Examples(tracker.batch_size, axes.pop()))
+    layouts = []
+    for term, _ in terms:
+        if node_of(term) is None and tracker.is_data(term):
+            examples = locate(tracker, func, nodes[0], term, folds=True)
+            layouts.append(examples.along(result.dim() - term.dim() + examples.axis))
+    layout = ExampleLayout(result.dim(), common_rows(func, nodes[0], layouts))
     check_rows(func, nodes[0], layout, [result])
+    if any(node_of(term) is not None and not layout.serves(term.shape) for term, _ in terms):
+        refuse(func, nodes[0], "with a part for each of an example's rows has no rule")
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
@@ -266,7 +266,16 @@ def _factors_between(
     operands, specs = list(operands), list(specs)
     param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     node = first_node(operands[param])
-    letter = specs[data][locate(tracker, func, node, operands[data]).axis]
+    examples = locate(tracker, func, node, operands[data], folds=True)
+    letter = specs[data][examples.axis]
+    fold = (out.index(letter) if letter in out else 0, examples.fold)
+    if examples.segments is not None:
+        refuse(func, node, "of rows of which examples differ in number has no rule")
+    if examples.fold > 1:
+        # An example's own rows are positions.
+        row = next(c for c in string.ascii_letters if not any(c in spec for spec in (*specs, out)))
+        operands[data] = operands[data].unflatten(examples.axis, (examples.batch, examples.fold))
+        specs[data], out = (_beside(letter, row, spec) for spec in (specs[data], out))
     every = [
         zip(spec, operand.shape, strict=True) for spec, operand in zip(specs, operands, strict=True)
     ]
@@ -285,9 +294,14 @@ def _factors_between(
     node = first_node(operands[param])
     shape = operands[param].shape
     factors = ProductFactor.between(
-        tracker, func, node, shape, specs[param], letter, specs[data], out
+        tracker, func, node, shape, specs[param], letter, specs[data], out, fold
     )
     return node, operands[data], factors
+
+
+def _beside(index: str, new: str, spec: list[str]) -> list[str]:
+    """Return an index list with a new index behind another."""
+    return [item for old in spec for item in ([old, new] if old == index else [old])]
 
 
 def einsum(tracker, func, equation, *operands):
@@ -330,6 +344,7 @@ class ProductFactor:
         sizes: sizes of K, p and q, axis by axis.
         shape: shape of the parameter.
         permutation: order of the axes (K, p, q) that gives the parameter's own.
+        fold: the axis of the result that holds the examples, and how many rows of it each has.
     """
 
     batch: int
@@ -338,9 +353,10 @@ class ProductFactor:
     sizes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     shape: tuple[int, ...]
     permutation: tuple[int, ...]
+    fold: tuple[int, int] = (0, 1)
 
     @staticmethod
-    def between(tracker, func, node: Node, shape, param, letter: str, data_spec, out):
+    def between(tracker, func, node: Node, shape, param, letter: str, data_spec, out, fold):
         """Return the factor for index lists of parameter, data and result, or refuse.
 
         Args:
@@ -348,6 +364,7 @@ class ProductFactor:
             shape: of the parameter, and ``param``, its indices.
             letter: the index of the examples.
             data_spec, out: the indices of data and result.
+            fold: as the attribute.
         """
         size = dict(zip(param, shape, strict=True))
         repeated = any(len(set(spec)) != len(spec) for spec in (param, data_spec, out))
@@ -373,11 +390,18 @@ class ProductFactor:
             (tuple(size[i] for i in k), tuple(size[i] for i in p), tuple(size[i] for i in q)),
             tuple(shape),
             tuple(order.index(i) for i in param),
+            fold,
         )
+
+    def _left(self, grad: Tensor) -> Tensor:
+        """Return the result's gradient with its axes in order."""
+        axis, rows = self.fold
+        unfolded = grad if rows == 1 else grad.unflatten(axis, (self.batch, rows))
+        return unfolded.permute(self.left)
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         groups, p, q = (product(sizes) for sizes in self.sizes)
-        left = grad.permute(self.left).reshape(self.batch, groups, -1, p)
+        left = self._left(grad).reshape(self.batch, groups, -1, p)
         kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
         right = x.permute(self.right)
         if right.dim() > kept:
@@ -397,7 +421,7 @@ class ProductFactor:
         groups, p, q = (product(sizes) for sizes in self.sizes)
         order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
         matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
-        left = grad.permute(self.left).reshape(self.batch, groups, -1, p)
+        left = self._left(grad).reshape(self.batch, groups, -1, p)
         again = ProductFactor(
             self.batch,
             (0, 1, 2, 3),
