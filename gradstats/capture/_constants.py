@@ -128,7 +128,8 @@ class ConstantTracking(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
-            if func is not GRADIENT_GETTER:
+            # What torch.vmap shows has not the axes that its tensors have outside.
+            if func is not GRADIENT_GETTER and torch._C._functorch.maybe_current_level() is None:
                 self._follow(func, args, kwargs, result)
         return result
 

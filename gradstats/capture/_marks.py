@@ -76,7 +76,8 @@ class Marks:
         return not hasattr(tensor, "_gradstats_constant")
 
     def _is_written(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._written
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._written
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""
@@ -104,8 +105,9 @@ class Marks:
             if hasattr(tensor, "_gradstats_constant"):
                 del tensor._gradstats_constant  # type: ignore[attr-defined]
         elif not self.is_data(tensor):
-            storage = tensor.untyped_storage()
-            self._written[storage._cdata] = storage
+            storage = _storage(tensor)
+            if storage is not None:
+                self._written[storage._cdata] = storage
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""
@@ -152,3 +154,10 @@ class Marks:
 
     def _is_marked(self, tensor: Tensor) -> bool:
         return self._mark_of(tensor) is not None
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor; None where it has none of its own, as sparse ones have."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as torch.vmap shows it
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None

@@ -268,3 +268,19 @@ def test_elements_that_fall_on_other_examples_are_refused():
             function, {"w": (WIDTH,), "scale": (1,)}, normal(BATCH, WIDTH),
             error=gs.GradStatsError, match="axis|examples",
         )  # fmt: skip
+
+
+def test_masks_made_by_vmap_after_a_write():
+    """As models make masks of a function of positions; what vmap shows has no memory to ask for."""
+
+    def function(m, x):
+        buffer = torch.zeros(BATCH, 5 + 1, WIDTH, dtype=x.dtype)
+        buffer[:, 1:] = x
+        keep = x[..., 0] > 0
+        rows, places = torch.arange(BATCH), torch.arange(5)
+        of_row = lambda row: torch.vmap(lambda place: keep[row, place])(places)  # noqa: E731
+        mask = torch.vmap(of_row)(rows)
+        return m.layer(x) * mask[..., None] + buffer[:, 1:].sum(-1, keepdim=True) * m.scale
+
+    parameters = {"layer": nn.Linear(WIDTH, 2), "scale": (2,)}
+    check_operation(function, parameters, normal(BATCH, 5, WIDTH), gradient_of_data=False)
