@@ -425,7 +425,7 @@ def test_uncovered_parameters():
     class Distances(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body, self.centres = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(3, 4))
+            self.body, self.centres = nn.Linear(WIDTH, 6), nn.Parameter(torch.randn(7, 6))
 
         def forward(self, x):
             return torch.ops.aten.linear(self.body(x), self.centres)

@@ -1,10 +1,17 @@
 """Mixtures of experts: rows sorted by expert, and one product for each expert's rows."""
 
+import copy
+
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal
+from tests.zoo.case import tokens
+from tests.zoo.hugging_face import DECODER, language_losses
 
 BATCH, POSITIONS, WIDTH, EXPERTS, CHOSEN = 3, 3, 4, 5, 2
 
@@ -83,3 +90,14 @@ def test_products_of_groups_of_columns_are_refused():
         normal(BATCH, WIDTH),
         match="grouped_mm.*'w'",
     )
+
+
+def test_mixtral_as_it_comes():
+    """Hugging Face's experts multiply in groups unless told otherwise, in single precision."""
+    settings = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    model = transformers.MixtralForCausalLM(settings).eval()
+    batch = tokens(6)
+    other = copy.deepcopy(model)
+    other.set_experts_implementation("eager")
+    expected = oracle_sqnorms(other, batch, language_losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, language_losses), expected, 1e-5)

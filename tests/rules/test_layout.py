@@ -563,6 +563,21 @@ def test_mixed_hidden_values_are_refused():
     )
 
 
+def test_rows_sorted_by_a_score():
+    def function(m, x):
+        rows = x.flatten(0, 1)
+        order = rows.sum(1).argsort()
+        hidden = m.first(torch.take_along_dim(rows, order[:, None], 0))
+        back = torch.zeros(len(rows), 4, dtype=x.dtype).index_copy(0, order, hidden)
+        scores, chosen = m.score(rows)[:, 0].topk(4)
+        best = torch.zeros_like(back).index_add(0, chosen, rows[chosen] * scores[:, None])
+        return m.second(back + best).view(*x.shape[:2], 2)
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2), "score": nn.Linear(4, 1)}
+    check_operation(function, parameters, normal(BATCH, BATCH, 4))
+    check_operation(function, parameters, normal(BATCH, 5, 4))
+
+
 @pytest.mark.parametrize(
     "move",
     [
