@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -238,11 +238,13 @@ class Ragged:
         return [end - start for start, end in pairwise(self.offsets)]
 
     def select(self, rows) -> Ragged:
-        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows].tolist()
-        pieces = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in chosen]
-        index = torch.cat(pieces) if pieces else torch.arange(0)
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        bounds = torch.tensor(self.offsets)
+        lengths = bounds.diff()[chosen]
+        offsets = (0, *lengths.cumsum(0).tolist())
+        place = torch.arange(offsets[-1])
+        index = place + (bounds[chosen] - torch.tensor(offsets[:-1])).repeat_interleave(lengths)
         index = index.to(self.left.device)
-        offsets = (0, *accumulate(piece.numel() for piece in pieces))
         return Ragged(self.left[index], self.right[index], offsets, self.shape)
 
     def dense(self) -> Tensor:
@@ -258,18 +260,73 @@ class Ragged:
 
     def padded(self) -> Outer:
         """Return the same with each example's rows filled up by zeros to the longest's number."""
-        longest = max([1, *self.lengths])
-        sizes = (self.batch, 1, longest)
-        left = self.left.new_zeros(*sizes, self.left.shape[1])
-        right = self.right.new_zeros(*sizes, self.right.shape[1])
-        for example, (start, end) in enumerate(pairwise(self.offsets)):
-            left[example, 0, : end - start] = self.left[start:end]
-            right[example, 0, : end - start] = self.right[start:end]
+        place = torch.arange(max([1, *self.lengths]))
+        missing = place >= torch.tensor(self.lengths).unsqueeze(1)
+        index = (torch.tensor(self.offsets[:-1]).unsqueeze(1) + place).masked_fill_(missing, 0)
+        index, missing = index.to(self.left.device), missing.to(self.left.device).unsqueeze(2)
+        if not len(self.left):
+            sides = (
+                side.new_zeros(*index.shape, side.shape[1]) for side in (self.left, self.right)
+            )
+        else:
+            sides = (side[index].masked_fill_(missing, 0) for side in (self.left, self.right))
+        left, right = (side.unsqueeze(1) for side in sides)
         return Outer(left, right, self.shape)
 
     def transposed(self) -> Ragged:
         """Return the factor of the transpose of a two-dimensional parameter."""
         return Ragged(self.right, self.left, self.offsets, (self.shape[1], self.shape[0]))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """G_i[e] = Σ_t left_t right_tᵀ over the rows t of example i that expert e takes.
+
+    Attributes:
+        pairs: the products of each expert with each example's rows, E·B of them: the first
+            expert's with all examples, then the next one's.
+        batch: number of examples B.
+        shape: shape of the parameter, (E, p, q).
+    """
+
+    pairs: Ragged
+    batch: int
+    shape: tuple[int, ...]
+
+    @property
+    def busy(self) -> list[int]:
+        """The experts that take any rows."""
+        bounds = self.pairs.offsets[:: self.batch]
+        return [number for number, (a, b) in enumerate(pairwise(bounds)) if b > a]
+
+    def of_expert(self, number: int) -> Ragged:
+        """Return the factor of one expert's slice."""
+        first = number * self.batch
+        offsets = self.pairs.offsets[first : first + self.batch + 1]
+        own = slice(offsets[0], offsets[-1])
+        relative = tuple(offset - offsets[0] for offset in offsets)
+        return Ragged(self.pairs.left[own], self.pairs.right[own], relative, self.shape[1:])
+
+    def select(self, rows) -> Experts:
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        experts = torch.arange(self.shape[0]).unsqueeze(1) * self.batch
+        return Experts(self.pairs.select((experts + chosen).flatten()), len(chosen), self.shape)
+
+    def dense(self) -> Tensor:
+        return self.pairs.dense().unflatten(0, (-1, self.batch)).transpose(0, 1)
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Experts:
+        pairs = self.pairs.select(slice(start * self.batch, stop * self.batch))
+        return Experts(pairs, self.batch, (stop - start, *self.shape[1:]))
+
+    def transposed(self) -> Experts:
+        """Return the factor of the parameter with its last two axes exchanged."""
+        experts, p, q = self.shape
+        return Experts(self.pairs.transposed(), self.batch, (experts, q, p))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstats import _cost, contractions
-from gradstats._factors import ConvolutionGeometry, Outer, Patches, Rows, Vector
+from gradstats._factors import ConvolutionGeometry, Experts, Outer, Patches, Ragged, Rows, Vector
 from gradstats.contractions import _outer, _patches, _tied
 
 WORKSPACE = 2**28
@@ -357,3 +357,42 @@ def test_nothing_larger_than_the_workspace_is_created():
         with Ledger() as ledger:
             call()
         assert 0 < ledger.largest <= workspace
+
+
+def experts(counts, p=3, q=2) -> Experts:
+    """Return experts with given numbers of rows of each example."""
+    lengths = torch.tensor(counts)
+    offsets = (0, *lengths.flatten().cumsum(0).tolist())
+    pairs = Ragged(normal(offsets[-1], p), normal(offsets[-1], q), offsets, (p, q))
+    return Experts(pairs, lengths.shape[1], (len(counts), p, q))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[1, 0, 2], [3, 4, 1], [0, 0, 0], [9, 0, 1]],
+        [[0, 0], [0, 0]],
+        [[5]],
+        [[2, 2, 2], [2, 2, 2]],
+    ],
+    ids=str,
+)
+def test_experts(counts):
+    first, second = experts(counts), experts(counts[::-1])
+    dense, other = (factor.dense() for factor in (first, second))
+    for workspace in (WORKSPACE, TINY):
+        assert_exact(contractions.sqnorm([first], workspace), first)
+        both = contractions.sqnorm([first, second], workspace)
+        assert_exact(both, first, second)
+        sizes = tuple(t.flatten(1).norm(dim=1) for t in (dense, other))
+        pairs = contractions.inner_pairs([first], [second], workspace, sizes)
+        torch.testing.assert_close(pairs, dense.flatten(1) @ other.flatten(1).T)
+        diagonal = contractions.inner_diagonal([first], [second], workspace, sizes)
+        torch.testing.assert_close(diagonal, (dense * other).flatten(1).sum(1))
+        direction = normal(*first.shape)
+        along = contractions.direction_inner([first], direction, workspace)
+        torch.testing.assert_close(along, (dense * direction).flatten(1).sum(1))
+    torch.testing.assert_close(contractions.total([first]), dense.sum(0))
+    torch.testing.assert_close(first.transposed().dense(), dense.mT)
+    torch.testing.assert_close(first.select([first.batch - 1]).dense(), dense[-1:])
+    torch.testing.assert_close(first.narrow(0, 1).dense(), dense[:, :1])

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors import Elementwise, Factor, Outer, Path, Rows, Vector, compute_dtype
+from gradstats._factors import (
+    Elementwise,
+    Experts,
+    Factor,
+    Outer,
+    Path,
+    Rows,
+    Vector,
+    compute_dtype,
+)
 from gradstats.capture._nodes import Derived, Node, Root, flatten
 from gradstats.contractions import Contraction, lean, sqnorm
 
@@ -254,6 +263,10 @@ def _index_items(node: Derived):
 
 
 def _transpose(factor: Factor, node: Derived) -> Factor | None:
+    if isinstance(factor, Experts):
+        same = node.value.shape == node.parents[0].value.mT.shape
+        last = node.value.mT.stride() == node.parents[0].value.stride()
+        return factor.transposed() if same and last and node.value.dim() == 3 else None
     if isinstance(factor, Outer) and factor.permutation is None and node.value.dim() == 2:
         dims = [d for d in flatten((node.args[1:], node.kwargs)) if isinstance(d, int)]
         if len(dims) == 2 and dims[0] % 2 == dims[1] % 2 and node.function is not Tensor.permute:

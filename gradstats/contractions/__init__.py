@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gradstats._factors import Elementwise, Factor, Outer, Patches, Ragged, Rows, Vector
+from gradstats._factors import Elementwise, Experts, Factor, Outer, Patches, Ragged, Rows, Vector
 from gradstats.contractions import (
     _dense,
     _elementwise,
+    _experts,
     _outer,
     _patches,
     _ragged,
@@ -49,6 +50,7 @@ SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
     Patches: _patches.sqnorm,
     Ragged: _ragged.sqnorm,
+    Experts: _experts.sqnorm,
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
     Elementwise: _elementwise.sqnorm,

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import (
     Elementwise,
+    Experts,
     Factor,
     Outer,
     Patches,
@@ -26,7 +27,14 @@ from gradstats._factors import (
     compute_dtype,
     segment_sum,
 )
-from gradstats.contractions import _outer, _patches, _tiles, _triton, _triton_layers
+from gradstats.contractions import (
+    _experts,
+    _outer,
+    _patches,
+    _tiles,
+    _triton,
+    _triton_layers,
+)
 from gradstats.contractions._elementwise import summed
 
 
@@ -126,6 +134,13 @@ def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tens
     return segment_sum(rows, torch.tensor(factor.lengths, device=rows.device))
 
 
+def _experts_direction(factor: Experts, direction: Tensor, workspace: int) -> Tensor:
+    result = _tiles.zeros([factor], factor.batch)
+    for number in factor.busy:
+        result += _ragged_direction(factor.of_expert(number), direction[number], workspace)
+    return result
+
+
 def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.grad, direction)
     count, width = factor.grad.shape
@@ -215,6 +230,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Outer: _outer_direction,
     Patches: _patches_direction,
     Ragged: _ragged_direction,
+    Experts: _experts_direction,
     Rows: _rows_direction,
     Vector: _vector_direction,
     Elementwise: _elementwise_direction,
@@ -224,6 +240,7 @@ TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Outer: _outer_total,
     Patches: _patches_total,
     Ragged: _ragged_total,
+    Experts: _experts.total,
     Rows: _rows_total,
     Vector: _vector_total,
     Elementwise: _elementwise_total,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import (
+    Experts,
     Factor,
     Outer,
     Patches,
@@ -28,6 +29,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.contractions import (
+    _experts,
     _outer_pairs,
     _patch_pairs,
     _ragged_pairs,
@@ -58,6 +60,7 @@ PAIRS: dict[tuple[type, type], Rule] = {
     (Rows, Rows): _row_pairs.pairs,
     (Patches, Patches): _patch_pairs.pairs,
     (Ragged, Ragged): _ragged_pairs.pairs,
+    (Experts, Experts): _experts.pairs,
     (Vector, Vector): _vector_pairs.pairs,
 }
 
@@ -68,6 +71,7 @@ DIAGONAL: dict[tuple[type, type], Rule] = {
     (Rows, Rows): _row_pairs.diagonal,
     (Patches, Patches): _patch_pairs.diagonal,
     (Ragged, Ragged): _ragged_pairs.diagonal,
+    (Experts, Experts): _experts.diagonal,
     (Vector, Vector): _vector_pairs.diagonal,
 }
 

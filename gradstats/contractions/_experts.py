@@ -1,0 +1,56 @@
+"""Experts' factors: their norms at once, their products one expert after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Experts, compute_dtype
+from gradstats.contractions import _outer_pairs, _ragged, _ragged_pairs, _triton
+from gradstats.contractions._outer_pairs import Sizes
+from gradstats.contractions._result import Contraction
+
+
+def sqnorm(factor: Experts, workspace: int, *, guarded: bool) -> Contraction:
+    """Return ‖G_i‖², the sum over experts of what each has with each example's rows."""
+    result = _ragged.sqnorm(factor.pairs, workspace, guarded=guarded)
+    value, bound = (t.unflatten(0, (-1, factor.batch)).sum(0) for t in (result.value, result.bound))
+    return Contraction(value, bound)
+
+
+def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64."""
+    result = torch.zeros(first.batch, second.batch, dtype=torch.float64, device=sizes[0].device)
+    for one, two in _met(first, second):
+        if _triton.serves(one, two):
+            result += _ragged_pairs.pairs(one, two, workspace, sizes)
+        else:
+            result += _outer_pairs.pairs(one.padded(), two.padded(), workspace, sizes)
+    return result
+
+
+def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64."""
+    result = torch.zeros(first.batch, dtype=torch.float64, device=sizes[0].device)
+    for one, two in _met(first, second):
+        if _triton.serves(one, two):
+            result += _ragged_pairs.diagonal(one, two, workspace, sizes)
+        else:
+            result += _outer_pairs.diagonal(one.padded(), two.padded(), workspace, sizes)
+    return result
+
+
+def total(factor: Experts) -> Tensor:
+    """Return Σ_i G_i, one product for each expert, in the accumulation dtype."""
+    dtype = compute_dtype(factor.pairs.left, factor.pairs.right)
+    result = factor.pairs.left.new_zeros(factor.shape, dtype=dtype)
+    for number in factor.busy:
+        own = factor.of_expert(number)
+        torch.mm(own.left.to(dtype).t(), own.right.to(dtype), out=result[number])
+    return result
+
+
+def _met(first: Experts, second: Experts):
+    """Yield the factors of each expert that takes rows of both batches."""
+    for number in sorted({*first.busy} & {*second.busy}):
+        yield first.of_expert(number), second.of_expert(number)
