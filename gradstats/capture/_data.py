@@ -25,6 +25,7 @@ from gradstats.capture._operations import (
     PRODUCTS,
     ROW_PRODUCTS,
     SOLVES,
+    TENSOR_PRODUCTS,
     UNFOLLOWED,
 )
 from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
@@ -153,9 +154,9 @@ class Data(Marks):
         elif func is torch.einsum:
             operands = operands_of(args[1:], {})
             after = self._contracted(operands, partial(contracted, args), result)
-        elif func is torch.tensordot:
+        elif func in TENSOR_PRODUCTS:
             operands = list(args[:2])
-            after = self._contracted(operands, partial(tensordot, args, kwargs), result)
+            after = self._contracted(operands, partial(tensordot, func, args, kwargs), result)
         elif func in BROADCASTS and (
             len(data) > 1 or self._is_marked(data[0]) or result.dim() > data[0].dim()
         ):

@@ -81,12 +81,28 @@ def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples |
     if func is not Tensor.__getitem__:
         return layout if func in ALONG_INDICES else None
     items = items_of(*args)
-    places = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
-    if index.dtype == torch.bool or places[-1] - places[0] + 1 != len(places):
+    if index.dtype == torch.bool:
         return None
-    sizes = torch.broadcast_shapes(*(_selected_shape(items[place]) for place in places))
-    before = sum(item is None or isinstance(item, slice) for item in items[: places[0]])
-    return layout.along(before + len(sizes) - index.dim() + layout.axis)
+    before, dims = found_at(items)
+    return layout.along(before + dims - index.dim() + layout.axis)
+
+
+def found_at(items: list) -> tuple[int, int]:
+    """Return behind how many axes what index tensors find stands, and how many axes it has.
+
+    Args:
+        items: as ``items_of`` gives them. Numbers are taken before index tensors, which stand in
+            front of everything where others are left between them.
+    """
+    left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
+    places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
+    sizes = torch.broadcast_shapes(*(_selected_shape(left[place]) for place in places))
+    apart = places[-1] - places[0] + 1 != len(places)
+    return 0 if apart else places[0], len(sizes)
+
+
+def _is_number(item) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool
 
 
 def argument_of(args, kwargs, position: int, name: str):

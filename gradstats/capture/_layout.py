@@ -33,6 +33,7 @@ from gradstats.capture._operations import (
     ROW_PRODUCTS,
     SCRAMBLES,
     SOLVES,
+    TENSOR_PRODUCTS,
     UNFOLLOWED,
     variants,
 )
@@ -146,10 +147,10 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
     return layout.along(out.index(letter)) if letter in out else None
 
 
-def tensordot(args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
+def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
     """What is left of the first operand's axes, and behind them of the second's."""
     first, second = args[:2]
-    dims = argument_of((*args, 2), kwargs, 2, "dims")
+    dims = argument_of((*args, 2), kwargs, 2, "dims") if func is torch.tensordot else ([-1], [-1])
     if isinstance(dims, Tensor):
         return None
     if isinstance(dims, int):
@@ -319,7 +320,7 @@ def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
     if layout.batch > 1 and bool((found == found.flatten()[0]).all()):
         return Whole(int(found.flatten()[0]))
     for axis in range(found.dim()):
-        rows = found.movedim(axis, 0).flatten(1)
+        rows = found.movedim(axis, 0).reshape(found.shape[axis], -1)
         if bool((rows == rows[:, :1]).all()):
             return layout.owned_by(rows[:, 0].long(), axis)
     return None
@@ -374,7 +375,7 @@ REINDEXES = {
 # Operations that may give data another layout than the contract's.
 CHANGES = frozenset().union(
     MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS,
-    SOLVES, {torch.tensordot},
+    SOLVES, TENSOR_PRODUCTS,
 )  # fmt: skip
 
 # Views of one operand in which rows keep their order, if any are left on the example axis.

@@ -75,11 +75,32 @@ PRODUCTS = frozenset(
         Tensor.mm,
         torch.bmm,
         Tensor.bmm,
+        torch.mv,
+        Tensor.mv,
+    }
+)
+
+# Losses of each element, unless they are reduced.
+ELEMENT_LOSSES = frozenset(
+    {
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.gaussian_nll_loss,
+        functional.poisson_nll_loss,
+        functional.kl_div,
     }
 )
 
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
+
+# Products of all of two operands along axes that they are told; the last ones where they are told
+# none.
+TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner")})
 
 # Products, added to their first operand, with what they call the two that they multiply.
 ADDED_PRODUCTS = {
@@ -91,22 +112,18 @@ ADDED_PRODUCTS = {
 ELEMENTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
     "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
-    "hypot", "logaddexp", "xlogy",
+    "hypot", "logaddexp", "logaddexp2", "xlogy", "fmax", "fmin", "float_power", "copysign", "ldexp",
+    "clamp", "clip", "clamp_min", "clamp_max",
 )  # fmt: skip
 
 BROADCASTS = frozenset(
     [
         *function_variants(
             *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
-            "or", "xor", "masked_fill", "copysign",
+            "or", "xor", "masked_fill",
         ),
         torch.broadcast_tensors,
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.smooth_l1_loss,
-        functional.huber_loss,
-        functional.binary_cross_entropy,
-        functional.binary_cross_entropy_with_logits,
+        *ELEMENT_LOSSES,
     ]
 )  # fmt: skip
 
@@ -123,7 +140,7 @@ JOINS: dict[Any, int | None] = {
 UNFOLLOWED = frozenset(
     function
     for name in (
-        "outer", "ger", "inner", "meshgrid", "kron", "cartesian_prod",
+        "outer", "ger", "meshgrid", "kron", "cartesian_prod",
         "block_diag", "combinations", "vander", "diag", "diag_embed",
         "chain_matmul", "cov", "corrcoef", "addr",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
@@ -135,7 +152,7 @@ UNFOLLOWED = frozenset(
 SCRAMBLES = frozenset(
     variants(
         "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
-        "addmv", "addbmm", "mv", "renorm",
+        "addmv", "addbmm", "renorm",
     )
 ) | {torch.linalg.multi_dot}  # fmt: skip
 

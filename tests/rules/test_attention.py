@@ -197,6 +197,20 @@ def test_trained_queries_of_scaled_dot_products(rows):
                 model(x)
 
 
+@pytest.mark.parametrize("length", [BATCH, 5])
+def test_keys_of_fewer_axes_that_all_examples_share(length):
+    """As many of them as examples, and more."""
+
+    def function(m, x):
+        own = functional.scaled_dot_product_attention(x, 1 * m.keys, m.keys)
+        constant = torch.linspace(0, 1, length * WIDTH).double().view(length, WIDTH)
+        return own + functional.scaled_dot_product_attention(x * m.scale, constant, m.values)
+
+    parameters = {"keys": (length, WIDTH), "values": (1, length, WIDTH), "scale": (WIDTH,)}
+    check_operation(function, parameters, normal(BATCH, 2, WIDTH), fusing=(True,))
+    check_operation(function, parameters, normal(1, 2, WIDTH), fusing=(True,))
+
+
 def test_examples_along_the_second_axis():
     attention = nn.MultiheadAttention(WIDTH, HEADS)
 

@@ -134,3 +134,24 @@ def test_equations_of_many_operands_that_bring_examples_together_are_refused():
         error=gs.CoupledExamplesError,
         match="several examples",
     )
+
+
+@pytest.mark.parametrize("positions", [2, BATCH])
+def test_tensor_products(positions):
+    def function(m, x):
+        last = torch.tensordot(x, m.w, dims=1) + torch.tensordot(x, m.w, ([2], [0])) ** 2
+        middle = torch.tensordot(m.v, x, dims=([0], [1])).transpose(0, 1)
+        both = torch.tensordot(x, m.u, 2)[:, None]
+        rows = (
+            torch.inner(x, m.w.t())
+            + m.w.t().inner(x).movedim(0, -1)
+            + x.inner(m.w[:, 0])[..., None]
+        )
+        return torch.cat([part.flatten(1) for part in (last, middle, both, rows)], 1)
+
+    parameters = {"w": (WIDTH, 5), "v": (positions, 2), "u": (positions, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, positions, WIDTH))
+
+
+def test_products_with_vectors():
+    check_operation(lambda m, x: x.mv(m.w) + torch.mv(x, m.w) ** 2, {"w": (4,)}, normal(BATCH, 4))

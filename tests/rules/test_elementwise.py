@@ -63,7 +63,40 @@ OPERATIONS = {
     "torch.logaddexp": torch.logaddexp,
     "torch.atan2": torch.atan2,
     "torch.hypot": torch.hypot,
+    "torch.fmax": torch.fmax,
+    "torch.clamp": lambda x, w: torch.clamp(x, min=w, max=w + 0.5),
+    "method clamp": lambda x, w: x.clamp(min=-w.abs()),
+    "clamp_max": lambda x, w: torch.clamp_max(x, w),
+    "float_power": lambda x, w: torch.float_power(w.abs() + 1, x),
+    "copysign": lambda x, w: torch.copysign(w, x),
+    "xlog1py": lambda x, w: torch.special.xlog1py(x, w.abs()),
 }
+
+LOSSES = {
+    "mse": lambda x, w: functional.mse_loss(x, w.expand_as(x), reduction="none"),
+    "smooth l1": lambda x, w: functional.smooth_l1_loss(w.expand_as(x), x, reduction="none"),
+    "binary": lambda x, w: functional.binary_cross_entropy_with_logits(
+        w.expand_as(x), x.sigmoid(), reduction="none"
+    ),
+    "gaussian": lambda x, w: functional.gaussian_nll_loss(
+        x, torch.ones_like(x), w.exp().expand_as(x), reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses_of_each_element(loss):
+    for shape in [(WIDTH,), (1, POSITIONS, WIDTH)]:
+        check_operation(lambda m, x: loss(x, m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_losses_that_are_reduced_are_refused():
+    check_refused(
+        lambda m, x: functional.mse_loss(x, m.w.expand_as(x)).expand(BATCH),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+        match=r'mse_loss.*\'w\'.*reduction="none"',
+    )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

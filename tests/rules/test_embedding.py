@@ -268,16 +268,41 @@ def test_indices_that_do_not_exist_are_an_error_as_always():
             check_operation(lambda m, ids: m.w[ids, ids], {"w": (2 * ROWS, ROWS)}, ids)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 3)], ids=str)
+def test_parameter_indexed_along_axes_that_lie_apart(shape):
+    def function(m, ids, others):
+        apart = m.w[ids, :, others] + m.w[..., ids].sum((0, 1)).unsqueeze(-1)
+        numbers = m.v[:, ids, :, 1].movedim(0, -1)
+        between = m.v[ids, 2, :, others]
+        after = m.v[1, :, ids].movedim(0, -1)
+        return torch.cat([part.flatten(1) for part in (apart, numbers, between, after)], 1)
+
+    parameters = {"w": (ROWS, 3, ROWS), "v": (ROWS, ROWS, ROWS, ROWS)}
+    check_operation(function, parameters, integers(*shape), integers(*shape))
+
+
 def test_parameter_indexed_in_other_ways_is_refused():
-    check_refused(
-        lambda m, ids: m.w[ids, :, ids], {"w": (ROWS, 3, ROWS)}, integers(3),
-        match="__getitem__.*'w'",
-    )  # fmt: skip
     check_refused(
         lambda m, ids: m.w[ids > 2].expand(3, 3),
         {"w": (3, 3)},
         integers(3, 3),
         match="__getitem__.*'w'",
+    )
+
+
+@pytest.mark.parametrize("positions", [3, 4])
+def test_elements_gathered_from_what_was_repeated(positions):
+    def function(m, ids):
+        rows = m.w.expand(3, -1).gather(1, ids)
+        table = m.v.expand(3, -1, -1)
+        return rows + torch.gather(table, 1, ids[:, :, None].expand(-1, -1, 2)).sum(-1)
+
+    check_operation(function, {"w": (ROWS,), "v": (1, ROWS, 2)}, integers(3, positions))
+
+
+def test_elements_gathered_along_the_examples_are_refused():
+    check_refused(
+        lambda m, ids: m.w.gather(0, ids), {"w": (ROWS, 4)}, integers(3, 4), match="gather.*'w'"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from functools import partial
 
@@ -107,7 +108,33 @@ def from_the_left(equation: str, first: Tensor, second: Tensor, *others: Tensor)
     return first
 
 
+def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
+    """The sum of products along some axes of both."""
+    if isinstance(dims, int):
+        dims = range(a.dim() - dims, a.dim()), range(dims)
+    summed = [[axes] if isinstance(axes, int) else axes for axes in dims]
+    letters = iter(string.ascii_letters)
+    first = [next(letters) for _ in range(a.dim())]
+    second = [next(letters) for _ in range(b.dim())]
+    for one, other in zip(*summed, strict=True):
+        second[other] = first[one]
+    out = [index for index in (*first, *second) if (index in first) != (index in second)]
+    return torch.einsum("{},{}->{}".format(*map("".join, (first, second, out))), a, b)
+
+
+def inner(input: Tensor, other: Tensor) -> Tensor:
+    """The products of all rows of both."""
+    return (
+        torch.tensordot(input, other, ([-1], [-1]))
+        if input.dim() and other.dim()
+        else input * other
+    )
+
+
 RULES = {
+    torch.tensordot: Composed(tensordot),
+    torch.inner: Composed(inner),
+    Tensor.inner: Composed(inner),
     torch.cdist: cdist,
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),

@@ -19,7 +19,7 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node, flatten, rebuild
-from gradstats.capture._operations import ELEMENTWISE, function_variants
+from gradstats.capture._operations import ELEMENT_LOSSES, ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
@@ -54,6 +54,14 @@ def broadcast(tracker, func, *args, **kwargs):
             if plan is not None:
                 return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
     return per_example(tracker, func, layout, args, kwargs)
+
+
+def element_loss(tracker, func, *args, **kwargs):
+    """Losses of each element against tracked targets, variances or weights."""
+    if kwargs.get("reduction") != "none":
+        node = first_node(*flatten((args, kwargs)))
+        refuse(func, node, "sums over the examples", 'Pass reduction="none".')
+    return broadcast(tracker, func, *args, **kwargs)
 
 
 def join(tracker, func, tensors, dim=0, **kwargs):
@@ -146,20 +154,16 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
     operands = (query, key, value)
     node = first_node(*operands, *args, *kwargs.values())
-    if query.dim() < 3:
-        refuse(func, node, "whose examples do not lie along the first axis has no rule")
+    dims = max(item.dim() for item in operands)
     examples = rows_along(tracker, func, node, operands, 0)
-    query, key, value = (
-        as_data(tracker, func, node, _repeated(tracker, item, examples.rows), examples)
-        for item in operands
-    )
+    query, key, value = (_for_each(tracker, func, node, item, dims, examples) for item in operands)
     mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
     if mask is None:
         return func(query, key, value, *args, **kwargs)
     dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
     if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
-    layout = ExampleLayout(query.dim(), examples)
+    layout = ExampleLayout(dims, examples)
     if tracker.settings.exact and not layout.serves(mask.shape):
         # With one more axis PyTorch computes it by another kernel, to other bits.
         refuse(func, mask, "with a mask for each of an example's rows has no rule under "
@@ -167,11 +171,24 @@ def attention(tracker, func, query, key, value, *args, **kwargs):
     return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
 
 
-def _repeated(tracker, item: Tensor, rows: int) -> Tensor:
-    """Return a tracked tensor of which there is one for all examples, once for each."""
-    if node_of(item) is None or len(item) != 1 or tracker.settings.exact:
-        return item
-    return derive(tracker, Tensor.expand, (item, rows, *(-1 for _ in item.shape[1:])), {})
+def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Examples) -> Tensor:
+    """Return an operand of attention with a slice for each example: also of one that all share."""
+    own, data = node_of(item), tracker.is_data(item)
+    if dims < 3 or (own is None and data and item.dim() < dims):
+        refuse(func, node, "whose examples do not lie along the first axis has no rule")
+    shape = (1,) * (dims - item.dim()) + tuple(item.shape)
+    if shape[0] == 1 and (shape != item.shape or examples.rows > 1) and not (own is None and data):
+        sizes = (examples.rows, *shape[1:])
+        if own is None:
+            item = item.expand(sizes)
+            tracker.mark_constant(item)
+        elif tracker.settings.exact:
+            # Which kernel PyTorch takes for what is broadcast gives other bits.
+            refuse(func, node, "with an operand that all examples share has no rule under "
+                   "fused=False", "Pass fused=True.")  # fmt: skip
+        else:
+            item = derive(tracker, Tensor.expand, (item, sizes), {})
+    return as_data(tracker, func, node, item, examples)
 
 
 def prelu(tracker, func, input, weight):
@@ -323,6 +340,8 @@ SUMS = frozenset(function_variants("add"))
 
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
+    **dict.fromkeys(ELEMENT_LOSSES, element_loss),
+    torch.special.xlog1py: broadcast,
     torch.rsub: broadcast,
     Tensor.__rsub__: broadcast,
     torch.cat: join,

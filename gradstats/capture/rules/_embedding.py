@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._indexing import items_of
+from gradstats.capture._indexing import found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
 from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, lined_up, locate, plain
+from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
 from gradstats.contractions import FEW, Fused, _triton, sqnorm_of_few
 
 
@@ -138,17 +138,16 @@ def index(tracker, func, input, indices):
     chosen = [items[place] for place in places]
     if (
         not tracked
-        or places[-1] - places[0] + 1 != len(places)
         or any(index.dtype not in (torch.int32, torch.int64) for index in chosen)
         or any(item != slice(None) for item in items if not isinstance(item, Tensor))
     ):
-        refuse(func, node, "with other than integer indices of axes side by side has no rule")
+        refuse(func, node, "with other than integer indices has no rule")
     examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
     result = func(plain(input), indices)
-    table = leading_axes(tracker, input, places[0], len(places))
-    sizes = input.shape[places[0] : places[-1] + 1]
-    ids = numbered(chosen, sizes)
-    factors = IndexFactors(examples, tuple(table.shape), places[0])
+    table = leading_axes(tracker, input, places)
+    ids = numbered(chosen, [input.shape[place] for place in places])
+    before, _ = found_at(items)
+    factors = IndexFactors(examples, tuple(table.shape), before)
     return tap(tracker, [first_node(table)], result, factors, ids)
 
 
@@ -162,12 +161,14 @@ def _as_index(tracker, item, given: Sequence[Tensor]):
     return item
 
 
-def leading_axes(tracker, table: Tensor, first: int, count: int) -> Tensor:
-    """Return a tracked tensor with some neighbouring axes in front, as one."""
-    if first:
-        axes = list(range(first, first + count)), list(range(count))
-        table = derive(tracker, Tensor.movedim, (table, *axes), {})
-    return derive(tracker, Tensor.flatten, (table, 0, count - 1), {}) if count > 1 else table
+def leading_axes(tracker, table: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return a tracked tensor with some of its axes in front, as one."""
+    places = list(range(len(axes)))
+    if list(axes) != places:
+        table = derive(tracker, Tensor.movedim, (table, list(axes), places), {})
+    if len(axes) > 1:
+        table = derive(tracker, Tensor.flatten, (table, 0, places[-1]), {})
+    return table
 
 
 def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -249,9 +250,20 @@ def index_select(tracker, func, input, dim, index):
     dim %= input.dim()
     examples = locate(tracker, func, node, index, folds=True)
     result = func(plain(input), dim, index)
-    table = leading_axes(tracker, input, dim, 1)
+    table = leading_axes(tracker, input, [dim])
     factors = IndexFactors(examples, tuple(table.shape), dim)
     return tap(tracker, [first_node(table)], result, factors, index)
+
+
+def gather(tracker, func, input, dim, index, **kwargs):
+    """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
+    node = first_node(input, index)
+    if node_of(input) is None or node_of(index) is not None or not tracker.is_data(index):
+        refuse(func, node, "of data by tracked indices has no rule")
+    examples = locate(tracker, func, node, index, folds=True)
+    if dim % input.dim() == examples.axis:
+        refuse(func, node, "along the example axis has no rule")
+    return func(as_data(tracker, func, node, input, examples), dim, index, **kwargs)
 
 
 def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:
@@ -270,4 +282,6 @@ RULES = {
     Tensor.__getitem__: index,
     Tensor.index_select: index_select,
     torch.index_select: index_select,
+    Tensor.gather: gather,
+    torch.gather: gather,
 }

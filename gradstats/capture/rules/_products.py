@@ -472,6 +472,8 @@ RULES = {
             (Tensor, "mm"),
             (torch, "bmm"),
             (Tensor, "bmm"),
+            (torch, "mv"),
+            (Tensor, "mv"),
         )
     },
 }
