@@ -193,6 +193,13 @@ class Segments:
     def rows(self) -> int:
         return self.offsets[-1]
 
+    @cached_property
+    def sole(self) -> int | None:
+        """The example that has all rows; None where several have some, or none has any."""
+        counts = (end - start for start, end in pairwise(self.offsets))
+        owners = [example for example, count in enumerate(counts) if count]
+        return owners[0] if len(owners) == 1 else None
+
     def offsets_of(self, rows: int) -> tuple[int, ...]:
         """Return ``offsets`` where each row stands for several, and there are ``rows`` of them."""
         each = rows // max(1, self.rows)

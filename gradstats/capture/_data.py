@@ -69,7 +69,7 @@ class Data(Marks):
                 return
         owned = []
         for value in values:
-            layout = self._owned(value)
+            layout = self.owned(value)
             if isinstance(layout, (Examples, Whole)):
                 owned.append((value, layout))
             elif self._is_marked(value):
@@ -116,7 +116,7 @@ class Data(Marks):
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         for source, result in zip(sources, results, strict=True):
             if isinstance(result, Tensor) and node_of(source) is None:
-                self.place(result, self._owned(source))
+                self.place(result, self.owned(source))
 
     def follow_move(self, tensor: Tensor) -> None:
         """Note where the examples lie in a tensor whose axes were moved in place."""
@@ -138,7 +138,7 @@ class Data(Marks):
             if after is MIXED and func not in REDUCES:
                 self.coupled[result.grad_fn] = "runs over the examples"
         elif self.follows_layouts and self._is_whole(data):
-            after = self._owned(data[0])
+            after = self.owned(data[0])
         elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
         elif func in ADDED_PRODUCTS:
@@ -189,7 +189,22 @@ class Data(Marks):
                 alone = self._is_distinct(source) and self._is_distinct(result)
                 if alone and layout.plain and self.has_example_axis(result):
                     return
+        unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
+        if unclear and self.follows_layouts:
+            one = self.sole_example(data)
+            if one is not None:
+                # Whatever happens to values of one example alone, they stay its own.
+                self.coupled.pop(result.grad_fn, None)
+                after = one
         self.place(result, after)
+
+    def sole_example(self, data: list[Tensor]) -> Whole | None:
+        """Return the example to which all operands of data belong; None where it is not one."""
+        owners = [_sole(self.owned(item)) if self._is_marked(item) else None for item in data]
+        first = owners[0]
+        if self.batch_size == 1 or not isinstance(first, Whole):
+            return None
+        return first if all(other == first for other in owners) else None
 
     def _multiplies(self, func, args: tuple[Any, ...]) -> bool:
         """Whether an operation multiplies two operands either of which may hold the examples."""
@@ -215,7 +230,7 @@ class Data(Marks):
         # Shapes are aligned as broadcasting does it, from the right.
         places = [
             owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
-            for tensor, owned in zip(trained, map(self._owned, trained), strict=True)
+            for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
             if owned is not None
         ]
         if all(_same(places[0], other) for other in places[1:]):
@@ -224,7 +239,7 @@ class Data(Marks):
         return False
 
     def _is_lost(self, tensor: Tensor) -> bool:
-        return self._is_marked(tensor) and self._owned(tensor) is None
+        return self._is_marked(tensor) and self.owned(tensor) is None
 
     def _note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -248,7 +263,7 @@ class Data(Marks):
 
     def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a result holds trained values of all examples; note where one's meet them."""
-        trained = [self._owned(tensor) for tensor in data if tensor.requires_grad]
+        trained = [self.owned(tensor) for tensor in data if tensor.requires_grad]
         if not any(owned is MIXED for owned in trained) or not result.requires_grad:
             return False
         if any(isinstance(owned, (Examples, Whole)) for owned in trained):
@@ -324,7 +339,7 @@ class Data(Marks):
             if layout is None:
                 if not self._is_marked(tensor):
                     continue
-                if isinstance(self._owned(tensor), Whole):
+                if isinstance(self.owned(tensor), Whole):
                     self._note_meeting(result)
                 return None
             # Axes are counted from the right: 1 for the columns, 2 for the rows.
@@ -391,15 +406,24 @@ class Data(Marks):
         elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
             return None  # which get an axis, or are joined along another
         layouts = [
-            self._owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
+            self.owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
         ]
-        if any(isinstance(layout, Whole) for layout in layouts):
-            return self._side_by_side(tensors, layouts, dim, stacked=func is torch.stack)
+        stacked = func is torch.stack
+        if not any(isinstance(layout, Whole) for layout in layouts):
+            found = self._in_line(tensors, layouts, dim, result, stacked=stacked)
+            alone = [_sole(layout) for layout in layouts]
+            if found is not None or alone == layouts:
+                return found
+            layouts = alone
+        return self._side_by_side(tensors, layouts, dim, stacked=stacked)
+
+    def _in_line(self, tensors, layouts, dim: int, result, *, stacked: bool) -> Examples | None:
+        """Return the layout of tensors joined of which each has rows of its examples."""
         known = [layout for layout in layouts if isinstance(layout, Examples)]
         if not known:
             lost = any(self._is_marked(tensor) for tensor in tensors)
             return None if lost else self.by_contract(result)
-        if func is torch.stack:
+        if stacked:
             shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
             return joined(shifted, -1, result.device)
         if dim != known[0].axis:
@@ -430,7 +454,7 @@ class Data(Marks):
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""
         layout = self.layout_of(losses)
-        if self._owned(losses) is MIXED:
+        if self.owned(losses) is MIXED:
             raise CoupledExamplesError(
                 "each loss depends on several examples: trained values were summed, averaged or "
                 "normalised along the example axis on the way. Expected losses that depend on one "
@@ -454,6 +478,14 @@ class Data(Marks):
                 "of each example."
             )
         self.loss_order = owner
+
+
+def _sole(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed | None:
+    """Return whose a tensor is, all of it where its rows belong to one example."""
+    if isinstance(owned, Examples) and owned.segments is not None:
+        sole = owned.segments.sole
+        return owned if sole is None else Whole(sole)
+    return owned
 
 
 def _same(first: Examples | Whole | Mixed, second: Examples | Whole | Mixed) -> bool:

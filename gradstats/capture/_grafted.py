@@ -1,4 +1,4 @@
-"""An operation as it is, beside a decomposition that is tracked in its stead."""
+"""Operations by way of others: in their place, or beside them where they must stay as they are."""
 
 from __future__ import annotations
 
@@ -142,3 +142,22 @@ def _difference(result, shadow) -> float:
     tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
     wide, other = result.detach().double(), shadow.detach().double()
     return ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
+
+
+class Composed:
+    """The rule of an operation that other operations compute.
+
+    Where the training gradients must be PyTorch's own, its own operation stays and the others only
+    stand beside it.
+    """
+
+    def __init__(self, composition: Callable[..., Tensor]):
+        self.composition = composition
+
+    def __call__(self, tracker, func, *args, **kwargs):
+        if tracker.settings.exact:
+            return Grafted(self.composition)(tracker, func, *args, **kwargs)
+        leave_graph(f"{function_name(func)}, which is written with other operations")
+        # Here the operation is being handled, and nothing would be seen of the composition.
+        with torch._C._EnableTorchFunction(), tracker.watching():
+            return self.composition(*args, **kwargs)

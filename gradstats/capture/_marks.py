@@ -122,7 +122,7 @@ class Marks:
 
     def rows_of_one(self, tensor: Tensor) -> Examples | None:
         """Return where the rows of a tensor lie all of which belong to one example."""
-        owned = self._owned(tensor)
+        owned = self.owned(tensor)
         if not isinstance(owned, Whole):
             return None
         owner = torch.full(tensor.shape[:1], owned.example, device=tensor.device)
@@ -133,7 +133,7 @@ class Marks:
         mark = getattr(tensor, "_gradstats_layout", None)
         return mark[1:] if mark is not None and mark[0] == self.serial else None
 
-    def _owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
+    def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return whose a tensor of data is, as far as that is known."""
         mark = self._mark_of(tensor)
         return self.layout_of(tensor) if mark is None else mark[0]

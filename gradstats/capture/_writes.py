@@ -85,7 +85,8 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
-    return Write((value,), read, target.dim())
+    # Of a number that is written, where it goes says whose it is.
+    return Write((value if isinstance(value, Tensor) else index,), read, target.dim())
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:

@@ -779,3 +779,120 @@ def test_a_product_with_a_frozen_vector():
     check_operation(
         lambda m, x: torch.matmul(m.v, x) * m.w, {"v": (3,), "w": (3,)}, normal(3, 3, 3)
     )
+
+
+REPEATS = {
+    "repeat": lambda w, rows: w.repeat(rows, 1, 1),
+    "expand": lambda w, rows: w.expand(rows, *w.shape).flatten(0, 1),
+    "cat": lambda w, rows: torch.cat([w] * rows),
+}
+
+
+@pytest.mark.parametrize("positions", [2, BATCH])
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
+def test_relative_positions_repeated_for_examples_and_heads(repeat, positions):
+    """As disentangled attention has them: heads are folded into the batch."""
+
+    def function(m, x):
+        heads = m.layer(x).unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1)
+        keys = repeat(m.keys.view(-1, 2, 3).transpose(0, 1), len(x))
+        scores = torch.bmm(heads, keys.transpose(1, 2)) + heads @ keys.mT.sin()
+        scores = scores + torch.einsum("ntd,nsd->nts", heads, keys.square())
+        return scores.unflatten(0, (-1, 2)).flatten(1)
+
+    parameters = {"layer": nn.Linear(4, 6), "keys": (5, 6)}
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
+ALONE = {
+    "attention": lambda a: (a @ a.T).softmax(-1) @ a,
+    "softmax": lambda a: a.softmax(0),
+    "centred": lambda a: a - a.mean(0),
+    "scaled dot products": lambda a: nn.functional.scaled_dot_product_attention(*[a[None]] * 3)[0],
+}
+
+
+@pytest.mark.parametrize("positions", [2, BATCH])
+@pytest.mark.parametrize("function", ALONE.values(), ids=ALONE)
+def test_rows_of_one_example_among_themselves(function, positions):
+    """Images or sequences in one list, split by their lengths."""
+
+    def split(m, x):
+        pieces = m.first(x.flatten(0, 1)).split([positions] * len(x))
+        return m.second(torch.cat([function(piece) for piece in pieces])).view(len(x), -1)
+
+    def taken(m, x):
+        hidden = m.first(x)
+        return m.second(torch.stack([function(hidden[i]) for i in range(len(x))])).flatten(1)
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)}
+    check_operation(split, parameters, normal(BATCH, positions, 4))
+    check_operation(taken, parameters, normal(BATCH, positions, 4))
+
+
+def test_rows_of_two_examples_among_themselves_are_refused():
+    def function(m, x):
+        pieces = m.first(x.flatten(0, 1)).split([3, 5, 4])
+        return m.second(torch.cat([piece.softmax(0) for piece in pieces])).view(len(x), -1)
+
+    check_refused(
+        function,
+        {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)},
+        normal(BATCH, 4, 4),
+        error=(gs.ExampleAxisError, gs.CoupledExamplesError),
+        match="second|several examples",
+    )
+
+
+def test_a_parameter_beside_the_rows_of_one_example():
+    """As a learned end of line is put behind each row of an image's features."""
+
+    def image(m, rows):
+        grid = rows[1:].view(1, 2, 4).permute(2, 0, 1)
+        ends = m.newline[:, None, None].expand(*grid.shape[:-1], 1)
+        lines = torch.cat((grid * m.scale[:, None, None], ends), dim=-1).flatten(1).transpose(0, 1)
+        return torch.cat((rows[:1] + m.newline, lines, m.newline[None]), dim=0)
+
+    def split(m, x):
+        pieces = m.first(x.flatten(0, 1)).split([3] * len(x))
+        return m.last(torch.stack([image(m, piece) for piece in pieces])).flatten(1)
+
+    def taken(m, x):
+        hidden = m.first(x)
+        return m.last(torch.stack([image(m, hidden[i]) for i in range(len(x))])).flatten(1)
+
+    parameters = {
+        "first": nn.Linear(4, 4), "last": nn.Linear(4, 2), "newline": (4,), "scale": (4,),
+    }  # fmt: skip
+    check_operation(split, parameters, normal(BATCH, 3, 4))
+    check_operation(taken, parameters, normal(BATCH, 3, 4))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_of_videos_in_one_list(bias):
+    def function(m, x):
+        patches = x.reshape(-1, 3, 2, 2, 2)
+        return m.embed(patches).flatten(1).view(len(x), -1)
+
+    parameters = {"embed": nn.Conv3d(3, 4, 2, stride=2, bias=bias)}
+    check_operation(function, parameters, normal(BATCH, 5, 24))
+    check_operation(function, parameters, normal(BATCH, BATCH, 24))
+
+
+def test_one_of_many_written_into_folded_rows():
+    def function(m, x):
+        rows = m.first(x).flatten(0, 1)
+        chosen = rows.new_zeros(rows.shape).scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
+        return m.second(chosen * rows).view(len(x), -1)
+
+    parameters = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, BATCH, 4))
+    check_operation(function, parameters, normal(BATCH, 5, 4))
+
+
+def test_samples_at_places_that_are_learned():
+    def function(m, x):
+        places = m.places.tanh().expand(len(x), -1, -1, -1)
+        return nn.functional.grid_sample(x, places, align_corners=False).flatten(1)
+
+    check_operation(function, {"places": (1, 2, 3, 2)}, normal(BATCH, 2, 4, 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,32 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import function_name
+from gradstats.capture._grafted import Composed
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._elementwise import per_example
-
-
-class Composed:
-    """The rule of an operation that other operations compute.
-
-    Where the training gradients must be PyTorch's own, its own operation stays and the others only
-    stand beside it.
-    """
-
-    def __init__(self, composition: Callable[..., Tensor]):
-        self.composition = composition
-
-    def __call__(self, tracker, func, *args, **kwargs):
-        if tracker.settings.exact:
-            return Grafted(self.composition)(tracker, func, *args, **kwargs)
-        leave_graph(f"{function_name(func)}, which is written with other operations")
-        # Here the operation is being handled, and nothing would be seen of the composition.
-        with torch._C._EnableTorchFunction(), tracker.watching():
-            return self.composition(*args, **kwargs)
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
 from gradstats.capture._dispatch import refuse
+from gradstats.capture._grafted import Composed
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap, use_of
 from gradstats.capture.rules._common import Examples, bare, cast_for_autocast, locate, plain
@@ -68,7 +69,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
     if examples.segments is not None or (examples.fold != 1 and dims == 3):
-        refuse(func, nodes[0], "of several rows for each example, not all as many, has no rule")
+        kernel = tuple(weight.shape[2:])
+        if call == (call[0], (0,) * dims, (1,) * dims, False, (0,) * dims, 1):
+            if tuple(input.shape[2:]) == kernel:
+                return Composed(as_product)(tracker, func, input, weight, bias)
+        refuse(func, nodes[0], "of several rows for each example has no rule here")
     x = cast_for_autocast(tracker, input)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.exact:
@@ -80,6 +85,12 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
     return ConvolutionUse.apply(use, tracker.settings, tracked, call, *operands, *probes)
+
+
+def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A convolution of inputs of the kernel's size: each is one patch, multiplied by the weight."""
+    result = functional.linear(input.flatten(1), weight.flatten(1), bias)
+    return result.reshape(*result.shape, *(1 for _ in weight.shape[2:]))
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):

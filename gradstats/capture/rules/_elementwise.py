@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._examples import Examples
+from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._operations import ELEMENT_LOSSES, ELEMENTWISE, function_variants
 from gradstats.capture._tensors import first_node, node_of
@@ -41,6 +41,12 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(func, nodes[0], "would change a parameter in place, which has no rule")
+    data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
+    whole = tracker.owned(data[0])
+    if isinstance(whole, Whole) and func not in IN_PLACE and tracker.sole_example(data):
+        dims = max(operand.dim() for operand in operands)
+        widened = _widen(tracker, (args, kwargs), whole, dims)
+        return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
     layout = lined_up(tracker, func, nodes[0], operands)
     multiply = func in PRODUCTS
     if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
@@ -56,6 +62,32 @@ def broadcast(tracker, func, *args, **kwargs):
     return per_example(tracker, func, layout, args, kwargs)
 
 
+def _has_rows(owned: Examples | Whole) -> bool:
+    """Whether a tensor of one example has another number of rows along an axis than one."""
+    return isinstance(owned, Whole) or owned.rows != 1
+
+
+def _widen(tracker, items, whole: Whole, dims: int):
+    """Return operands with an axis in front on which the data of one example stand alone."""
+    examples = Examples(tracker.batch_size, 0)
+
+    def widen(item):
+        if not isinstance(item, Tensor):
+            return item
+        shape = (1,) * (dims + 1 - item.dim()) + tuple(item.shape)
+        if node_of(item) is not None:
+            return derive(tracker, Tensor.view, (item, shape), {})
+        wide = item.view(shape)
+        if tracker.is_data(item):
+            owner = torch.tensor([whole.example], device=item.device)
+            tracker.place(wide, examples.owned_by(owner, 0))
+        else:
+            tracker.mark_constant(wide)
+        return wide
+
+    return rebuild(items, widen)
+
+
 def element_loss(tracker, func, *args, **kwargs):
     """Losses of each element against tracked targets, variances or weights."""
     if kwargs.get("reduction") != "none":
@@ -68,6 +100,12 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
     nodes = [node for node in map(node_of, tensors) if node is not None]
+    data = [item for item in tensors if node_of(item) is None and tracker.is_data(item)]
+    whole = tracker.sole_example(data)
+    if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):
+        axis = kwargs.pop("axis", dim)
+        tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))
+        return join(tracker, func, tensors, axis + (axis >= 0), **kwargs).squeeze(0)
     dims = max(tensor.dim() for tensor in tensors)
     stacked = func is torch.stack
     dim = kwargs.pop("axis", dim) % (dims + stacked)
@@ -189,6 +227,14 @@ def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Exam
         else:
             item = derive(tracker, Tensor.expand, (item, sizes), {})
     return as_data(tracker, func, node, item, examples)
+
+
+def grid_sample(tracker, func, input, grid, *args, **kwargs):
+    """Samples at tracked places, or of a tracked image, of which each example has its own."""
+    node = first_node(input, grid)
+    examples = rows_along(tracker, func, node, (input, grid), 0)
+    operands = (as_data(tracker, func, node, item, examples) for item in (input, grid))
+    return func(*operands, *args, **kwargs)
 
 
 def prelu(tracker, func, input, weight):
@@ -351,6 +397,7 @@ RULES = {
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     functional.scaled_dot_product_attention: attention,
+    functional.grid_sample: grid_sample,
     functional.prelu: prelu,
     torch.prelu: prelu,
 }

@@ -15,6 +15,7 @@ from gradstats._factors import Outer
 from gradstats.capture import _one_row
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
+from gradstats.capture._grafted import Composed
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import first_node, node_of, wrap
@@ -201,6 +202,9 @@ def matmul(tracker, func, input, other=None, **kwargs):
         return _linear(
             tracker, func, input, other, None, lambda x: func(x, plain(other)), inputs_first=True
         )
+    rows = _own_rows(tracker, [input, other], *_specs(input, other))
+    if rows is not None:
+        return Composed(rows)(tracker, func, input, other)
     input, other = _own_slices(tracker, input, other)
     if node_of(input) is None and node_of(other) is None:
         return func(input, other)
@@ -238,19 +242,59 @@ def _cast_data(tracker, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
 
 
-def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
-    """Return the tracked operand's node and the factors of a product, with the data they need."""
+def _specs(input: Tensor, other: Tensor) -> tuple[list[list[str]], list[str]]:
+    """Return the indices of the operands of a matrix product, and of its result."""
     letters = iter(string.ascii_letters)
     row, inner, column = next(letters), next(letters), next(letters)
-    operands = [_repeated_source(input), _repeated_source(other)]
     specs: list[list[str]] = []
-    dims = max(operand.dim() for operand in (input, other))
-    batch = [next(letters) for _ in range(dims - 2)]
-    for operand, both in zip(operands, ((row, inner), (inner, column)), strict=True):
+    batch = [next(letters) for _ in range(max(input.dim(), other.dim()) - 2)]
+    for operand, both in zip((input, other), ((row, inner), (inner, column)), strict=True):
         core = (inner,) if operand.dim() < 2 else both
         lead = operand.dim() - len(core)
         specs.append([*(batch[len(batch) - lead :] if lead else []), *core])
     out = [*batch, *([row] if input.dim() > 1 else []), *([column] if other.dim() > 1 else [])]
+    return specs, out
+
+
+def _own_rows(
+    tracker, operands: list[Tensor], specs: list[list[str]], out: list[str]
+) -> Callable[..., Tensor] | None:
+    """Return what computes a product in which every row of folded examples has a part of its own.
+
+    As relative positions have that were repeated for the batch and its heads. None for other
+    products. Called with the operands behind whatever stands before them.
+    """
+    tracked = [isinstance(node_of(operand), Derived) for operand in operands]
+    if tracked not in ([True, False], [False, True]):
+        return None
+    param, data = tracked.index(True), tracked.index(False)
+    layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
+    if layout is None or layout.segments is not None or layout.fold == 1:
+        return None
+    letter = specs[data][layout.axis]
+    if letter not in out or letter not in specs[param]:
+        return None
+    if operands[param].shape[specs[param].index(letter)] != layout.rows:
+        return None
+    row = next(c for c in string.ascii_letters if not any(c in spec for spec in (*specs, out)))
+    terms = ["".join(_beside(letter, row, spec)) for spec in (*specs, out)]
+    equation = "{},{}->{}".format(*terms)
+    axes = [spec.index(letter) for spec in (*specs, out)]
+
+    def multiply(*items) -> Tensor:
+        unfolded = [
+            item.unflatten(axis, (layout.batch, layout.fold))
+            for item, axis in zip(items[-2:], axes, strict=False)
+        ]
+        return torch.einsum(equation, *unfolded).flatten(axes[2], axes[2] + 1)
+
+    return multiply
+
+
+def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
+    """Return the tracked operand's node and the factors of a product, with the data they need."""
+    operands = [_repeated_source(input), _repeated_source(other)]
+    specs, out = _specs(*operands)
     return _factors_between(tracker, func, operands, specs, out)
 
 
@@ -313,6 +357,9 @@ def einsum(tracker, func, equation, *operands):
         refuse(func, node, "with other than two operands, one of them tracked, has no rule")
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     param, data = tracked[0], 1 - tracked[0]
+    rows = _own_rows(tracker, list(operands), inputs, out)
+    if rows is not None:
+        return Composed(rows)(tracker, func, equation, *operands)
     layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
     repeats = isinstance(node, Derived) and layout is not None and layout.plain
     if layout is not None and repeats and inputs[data][layout.axis] in {*out} & {*inputs[param]}:
