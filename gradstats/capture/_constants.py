@@ -235,8 +235,9 @@ class ConstantTracking(TorchFunctionMode):
         if data:
             if type(func) in OPAQUE and not torch.is_grad_enabled():
                 return  # inside a graph that was compiled, which keeps examples as it found them
-            if "out" in kwargs:
-                tracker.mark_data(kwargs["out"])
+            for tensor in flatten((kwargs.get("out"),)):
+                if isinstance(tensor, Tensor):
+                    tracker.mark_data(tensor)
             if func in WRITES and node_of(args[0]) is None:
                 self._follow_write(func, args, kwargs, result)
                 return

@@ -175,6 +175,9 @@ class Data(Marks):
             elif len(data) > 1 and not self._agree(func, args, data, result):
                 changes = lost = True
             source, layout = self._deciding(data)
+            dims = max(item.dim() for item in data)
+            if any(item.dim() < dims for item in data if item is source or item.requires_grad):
+                changes = lost = True  # broadcast perhaps, so that axes count from the right
             if not self._is_marked(source) and (not changes or layout is None):
                 return
             if lost or layout is None:
@@ -210,6 +213,11 @@ class Data(Marks):
         """Whether an operation multiplies two operands either of which may hold the examples."""
         if func is not torch.nn.functional.linear:
             return func in PRODUCTS or func in ROW_PRODUCTS
+        first = args[0]
+        if node_of(first) is None and self.is_data(first):
+            layout = self.layout_of(first)
+            if layout is not None and layout.axis == first.dim() - 1:
+                return True  # the axis that it sums
         # A layer's weight is shared by all, unless it was computed from parameters and data.
         return any(
             isinstance(item, Tensor)
@@ -311,6 +319,8 @@ class Data(Marks):
         trained = [layout for tensor, layout in aligned if tensor.requires_grad]
         deciding = trained or [layout for _, layout in aligned]
         first = deciding[0]
+        if result.shape[first.axis] != first.rows:
+            return None  # the only example, repeated
         if all(_same(first, layout) for layout in deciding[1:]):
             return first
         if trained:

@@ -122,6 +122,8 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if is_one(func, first) or not aligned(func, args):
         return False
+    if func is functional.linear and first.dim() == axis + 1:
+        return False  # the axis that it sums
     if not result.requires_grad or first.dim() <= axis:
         return True
     return result.dim() > axis and result.shape[axis] == first.shape[axis]

@@ -25,6 +25,7 @@ from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     as_data,
+    check_rows,
     common_rows,
     in_place_variants,
     lined_up,
@@ -120,6 +121,7 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     if dim > examples.axis:
         dim -= dims + stacked  # from the end, where it stays if the examples' rows get an axis
     layout = ExampleLayout(dims, examples)
+    check_rows(func, nodes[0], layout, tensors)
     moved = stacked and 0 <= dim <= examples.axis
     return per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
 
