@@ -78,14 +78,12 @@ MIXES = {
     "vector in a matrix": lambda h: (h[:, 0] @ SQUARE)[:, None],
     "views written": lambda h: torch.zeros_like(h)[1:].copy_(h[:-1])._base,
     "tensordot": lambda h: torch.tensordot(SQUARE, h, dims=([0], [0])),
-    "linear over the batch": lambda h: functional.linear(h[:, 0], SQUARE),
+    "linear over the batch": lambda h: functional.linear(h[:, 0], SQUARE)[:, None],
     "cosine over the batch": lambda h: functional.cosine_similarity(
         SQUARE[:, None, :] + 1, h[:, 0], dim=-1
-    )[:, 0],
-    "distance over the batch": lambda h: functional.pairwise_distance(SQUARE[:, None, :], h[:, 0])[
-        :, 0
-    ],
-    "inner": lambda h: torch.inner(SQUARE, h[:, 0]),
+    ),
+    "distance over the batch": lambda h: functional.pairwise_distance(SQUARE[:, None, :], h[:, 0]),
+    "inner": lambda h: torch.inner(SQUARE, h[:, 0])[:, None],
     "gathered from another": lambda h: h.gather(
         0, (torch.arange(BATCH)[:, None] + torch.arange(WIDTH)) % BATCH
     ),
