@@ -83,6 +83,11 @@ MIXES = {
         SQUARE[:, None, :] + 1, h[:, 0], dim=-1
     ),
     "distance over the batch": lambda h: functional.pairwise_distance(SQUARE[:, None, :], h[:, 0]),
+    "gradient": lambda h: torch.gradient(h, dim=0)[0],
+    "products of vectors": lambda h: torch.linalg.vecdot(
+        torch.cat([h, h[:, :1]], 1), SQUARE, dim=0
+    )[:, None],
+    "log of a sum": lambda h: torch.special.logsumexp(torch.cat([h, h[:, :1]], 1), 0)[:, None],
     "inner": lambda h: torch.inner(SQUARE, h[:, 0])[:, None],
     "gathered from another": lambda h: h.gather(
         0, (torch.arange(BATCH)[:, None] + torch.arange(WIDTH)) % BATCH

@@ -103,7 +103,7 @@ def aligned(func, args: Sequence[Any]) -> bool:
     Where they are broadcast, from the right, the examples of one may meet positions of another.
     """
     for item in args[1:]:
-        if type(item) is Tensor and item.requires_grad:
+        if type(item) is Tensor and (item.requires_grad or item.dim() > args[0].dim()):
             if func in SHARED or item.dim() != args[0].dim():
                 return False
     return True
@@ -362,7 +362,8 @@ REINDEXES = {
     **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
     **dict.fromkeys(variants("msort"), _ranked(1, 0)),
     **dict.fromkeys(variants("topk"), _ranked(2, -1)),
-    **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes")
+    **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes",
+       "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
        for function in variants(name)},
     **dict.fromkeys(variants("narrow"), _sliced(1)),
     **dict.fromkeys(variants("unbind"), _sliced(1)),
@@ -371,7 +372,9 @@ REINDEXES = {
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
     functional.pad: _padded,
-    **dict.fromkeys([*variants("as_strided", "diagonal", "take"), Tensor.unfold], _picked),
+    **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
+    torch.linalg.diagonal: _picked,
+    Tensor.unfold: _picked,
 }  # fmt: skip
 
 # Operations that may give data another layout than the contract's.

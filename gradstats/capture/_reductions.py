@@ -28,6 +28,8 @@ REDUCES: dict[Any, int] = {
     ),
     **dict.fromkeys(variants("norm"), 2),
     torch.linalg.vector_norm: 2,
+    torch.special.logsumexp: 1,
+    torch.frobenius_norm: 1,
     **dict.fromkeys(variants("aminmax"), KEYWORD),
 }  # fmt: skip
 
@@ -69,6 +71,7 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
         (1, None),
     ),
     **dict.fromkeys(variants("diff"), (2, -1)),
+    torch.gradient: (KEYWORD, None),
     **{
         getattr(torch.fft, f"{kind}{axes}"): (2, default)
         for kinds, axes, default in (
@@ -122,6 +125,8 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     torch.linalg.norm: (2, None),
     torch.linalg.matrix_norm: (2, (-2, -1)),
     functional.cosine_similarity: (2, 1),
+    torch.linalg.vecdot: (KEYWORD, -1),
+    **dict.fromkeys(variants("cross"), (2, None)),
     **dict.fromkeys(variants("quantile", "nanquantile"), (2, None)),
     **dict.fromkeys(variants("kthvalue"), (2, -1)),
     **dict.fromkeys(variants("mode"), (1, -1)),

@@ -64,6 +64,15 @@ def masked_losses(model: nn.Module, batch) -> Tensor:
     return (losses.view_as(targets) * mask).sum(1)
 
 
+def sentences():
+    return tokens(8)[0], torch.randint(4, (BATCH,))
+
+
+def sentence_losses(model: nn.Module, batch) -> Tensor:
+    ids, labels = batch
+    return functional.cross_entropy(model(input_ids=ids).logits, labels, reduction="none")
+
+
 def translation():
     source, _ = tokens(6)
     ids, targets = tokens(5)
@@ -115,13 +124,13 @@ def tower_losses(model: nn.Module, batch) -> Tensor:
     return uneven(out.text_embeds) + 2 * uneven(out.image_embeds)
 
 
-def mixture(**options: Any):
-    make = build("MixtralForCausalLM", "MixtralConfig", **options)
+def mixture(model: str, config: str, **options: Any):
+    make = build(model, config, **options)
 
     def eager() -> nn.Module:
-        model = make()
-        model.set_experts_implementation("eager")
-        return model
+        built = make()
+        built.set_experts_implementation("eager")  # the other ones have no double precision
+        return built
 
     return eager
 
@@ -182,7 +191,10 @@ CASES = [
     ),
     Case(
         "Mixtral",
-        mixture(**DECODER, num_local_experts=4, num_experts_per_tok=2),
+        mixture(
+            model="MixtralForCausalLM", config="MixtralConfig", **DECODER, num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
         tokens,
         language_losses,
         True,
@@ -199,6 +211,47 @@ CASES = [
         True,
     ),
     Case("BERT", build("BertForMaskedLM", "BertConfig", **TEXT), masked_tokens, masked_losses),
+    Case(
+        "Bloom",
+        build(
+            "BloomForCausalLM", "BloomConfig", vocab_size=VOCABULARY, hidden_size=WIDTH,
+            n_layer=LAYERS, n_head=HEADS, bos_token_id=1, eos_token_id=2,
+        ),
+        tokens,
+        language_losses,
+    ),
+    Case(
+        "DeBERTa v3",
+        build(
+            "DebertaV2ForSequenceClassification", "DebertaV2Config", **TEXT, num_labels=4,
+            relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True,
+            position_buckets=4, norm_rel_ebd="layer_norm", type_vocab_size=0,
+        ),
+        sentences,
+        sentence_losses,
+    ),
+    Case(
+        "Longformer",
+        build(
+            "LongformerForSequenceClassification", "LongformerConfig", **TEXT, num_labels=4,
+            attention_window=4,
+        ),
+        sentences,
+        sentence_losses,
+    ),
+    Case(
+        "Qwen3-Next",
+        mixture(
+            model="Qwen3NextForCausalLM", config="Qwen3NextConfig", **DECODER,
+            layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=4,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        ),
+        tokens,
+        language_losses,
+        single=True,
+    ),
     Case(
         "T5",
         build(
