@@ -301,8 +301,8 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
 
 def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
     """Elements picked one by one: what happens to the elements happens to their owners."""
-    if not source.numel() or not result.numel():
-        return None
+    if not source.numel() or not result.numel() or torch.compiler.is_compiling():
+        return None  # a graph has no values to look at
     owner = layout.owner(source.device).int()
     owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
     if not result._is_view():
