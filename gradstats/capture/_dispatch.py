@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import Derived, Node, flatten, function_name, operands_of, rebuild
-from gradstats.capture._tensors import first_node, node_of, wrap
+from gradstats.capture._nodes import (
+    Derived,
+    Node,
+    flatten,
+    function_name,
+    operands_of,
+    rebuild,
+    same_storage,
+)
+from gradstats.capture._tensors import first_node, node_of, show, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -87,7 +95,7 @@ def dispatch(
             return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+            return _note_alias(func(*args, **kwargs), operands)
         nodes, data = [], False
         for item in operands:
             node = node_of(item)
@@ -108,14 +116,7 @@ def dispatch(
             return derive(tracker, func, args, kwargs)
         if not data:
             if func in IN_PLACE:
-                # Views and copies of the old value may be in use: they would describe another
-                # tensor.
-                refuse(
-                    func,
-                    nodes[0],
-                    "changes a tensor in place that belongs to no example, which has no rule",
-                    "Write it out of place.",
-                )
+                return change(tracker, func, args, kwargs, nodes[0])
             return derive(tracker, func, args, kwargs)
         rule = rules.get(func)
         if rule is not None:
@@ -127,10 +128,20 @@ def _reads_property(func) -> bool:
     return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
 
 
+def _note_alias(result, operands: Sequence[Tensor]):
+    """Return a result that is not tracked; note of derived operands whose memory it shows."""
+    found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
+    for operand in operands:
+        node = node_of(operand)
+        if isinstance(node, Derived) and any(same_storage(item, node.value) for item in found):
+            node.aliased = True
+    return result
+
+
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     if _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT:
-        return func(*args, **kwargs)
+        return _note_alias(func(*args, **kwargs), operands_of(args, kwargs))
     described = first_node(*operands_of(args, kwargs)).describe()
     leave_graph(f"a computation without data on {described}")
 
@@ -151,7 +162,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         )
     if isinstance(result, Tensor):
         if not result.requires_grad:
-            return result
+            return _note_alias(result, operands_of(args, kwargs))
         return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
@@ -163,6 +174,48 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return wrapped if type(result) is list else type(result)(wrapped)
     # A question about the tensor (is it a view? where is its memory?) is about the object itself.
     return func(*args, **kwargs)
+
+
+class Changed:
+    """What an operation makes of its first operand in place, as a tensor of its own."""
+
+    def __init__(self, function):
+        self.function = function
+        self.__name__ = getattr(function, "__name__", "in place")
+
+    def __call__(self, first: Tensor, *args, **kwargs) -> Tensor:
+        result = first.clone()
+        self.function(result, *args, **kwargs)
+        return result
+
+
+def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
+    """Run an operation that changes a derived tensor: it stands for another one from now on."""
+    own = node_of(args[0])
+    changed = None
+    if isinstance(own, Derived) and own.is_alone():
+        changed = node_of(derive(tracker, Changed(func), args, kwargs))
+    if changed is None or not same_form(changed.value, own.value):  # type: ignore[union-attr]
+        # Views and copies of the old value may be in use: they would describe another tensor.
+        refuse(
+            func,
+            node,
+            "changes a tensor in place that belongs to no example, which has no rule",
+            "Write it out of place.",
+        )
+    own.shown = lambda: None  # type: ignore[union-attr]
+    show(changed, args[0])  # type: ignore[arg-type]
+    args[0].data = changed.value.detach()  # for who looks at the numbers alone
+    return None if func is Tensor.__setitem__ else args[0]
+
+
+def same_form(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors agree in all but their numbers."""
+    return (first.shape, first.stride(), first.dtype) == (
+        second.shape,
+        second.stride(),
+        second.dtype,
+    )
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):

@@ -24,7 +24,7 @@ from gradstats._factors import (
     Vector,
     compute_dtype,
 )
-from gradstats.capture._nodes import Derived, Node, Root, flatten
+from gradstats.capture._nodes import Derived, Node, Root, flatten, same_storage
 from gradstats.contractions import Contraction, lean, sqnorm
 
 
@@ -233,7 +233,7 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
         plain = LEAN_STEPS.get(node.function) is _same_shape
         arguments = "" if plain else repr((node.args[1:], node.kwargs))
         steps.append((node.function, arguments, node.index))
-        if view is None and _same_storage(node.value, root.value):
+        if view is None and same_storage(node.value, root.value):
             view = node.value
         node = node.parents[0]
     if not steps:
@@ -242,10 +242,6 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
     first = int(view.storage_offset())
     return Path(tuple(reversed(steps)), first, first + int(last))
-
-
-def _same_storage(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _is_isometric(node: Derived) -> bool:

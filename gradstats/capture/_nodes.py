@@ -173,6 +173,8 @@ class Derived(Node):
     Attributes:
         function, args, kwargs: the operation; tracked operands stand as their nodes.
         index: which of the operation's outputs this is; None for a single output.
+        shown: returns the tensor that the user's code has for this, as long as it has it.
+        aliased: a tensor that is not tracked shows the same memory.
     """
 
     def __init__(
@@ -189,6 +191,8 @@ class Derived(Node):
         self.args = args
         self.kwargs = kwargs
         self.index = index
+        self.shown: Callable[[], Tensor | None] = lambda: None
+        self.aliased = False
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
         # Of several results each may depend on some of the operands only.
         self.parents = tuple(parents if index is None else _reached(value, parents))
@@ -204,6 +208,16 @@ class Derived(Node):
     @property
     def value(self) -> Tensor:
         return self._value
+
+    def is_alone(self) -> bool:
+        """Whether no other tensor that is still in use shows the same memory."""
+        if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
+            return False
+        return not any(
+            (other.aliased or other.shown() is not None) and same_storage(other.value, self._value)
+            for other in self.tracker.shown.values()
+            if other is not self
+        )
 
     def describe(self) -> str:
         name = function_name(self.function)
@@ -250,6 +264,13 @@ class Derived(Node):
                 "without randomness."
             )
         return leaf, again
+
+
+def same_storage(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors show the same memory."""
+    if not first.layout == second.layout == torch.strided:
+        return False
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _reached(value: Tensor, parents: list[Node]) -> list[Node]:

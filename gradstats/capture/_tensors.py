@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
 
 from gradstats.capture._nodes import Derived, Node, operands_of
@@ -68,10 +70,16 @@ def wrap(node: Derived) -> DerivedTensor:
     """Return the tensor that user code sees for a derived node."""
     node.tracker.derived = True
     tensor = node.value.as_subclass(DerivedTensor)
-    tensor._gradstats = node  # type: ignore[attr-defined]
+    show(node, tensor)
     # Every tracked use reads the value: an edge to what is shown is a use that was not seen.
     node.tracker.shown[tensor.grad_fn] = node
     return tensor
+
+
+def show(node: Derived, tensor: torch.Tensor) -> None:
+    """Let a tensor of the user's code stand for a derived node."""
+    tensor._gradstats = node  # type: ignore[attr-defined]
+    node.shown = ref(tensor)
 
 
 def unwrap(item):
