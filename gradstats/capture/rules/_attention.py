@@ -1,4 +1,4 @@
-"""Multi-head attention (Vaswani et al., arXiv 1706.03762), taken apart into its projections.
+"""Attention (Vaswani et al., arXiv 1706.03762); with several heads, taken apart into projections.
 
 Symbols: N examples, L queries, S keys, H heads, E features. Sequence first: (L, N, E).
 """
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._dispatch import refuse
+from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._nodes import Node
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
+from gradstats.capture.rules._elementwise import per_example
 from gradstats.capture.rules._products import BroadcastFactors
 
 
@@ -236,4 +237,48 @@ class HeadsFactors:
         return self.factors(grad.unflatten(0, (-1, self.heads)), None)
 
 
-RULES = {functional.multi_head_attention_forward: multi_head_attention}
+def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
+    """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
+    operands = (query, key, value)
+    node = first_node(*operands, *args, *kwargs.values())
+    dims = max(item.dim() for item in operands)
+    examples = rows_along(tracker, func, node, operands, 0)
+    query, key, value = (_for_each(tracker, func, node, item, dims, examples) for item in operands)
+    mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
+    if mask is None:
+        return func(query, key, value, *args, **kwargs)
+    dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+    if dropout and tracker.settings.exact:
+        refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
+    layout = ExampleLayout(dims, examples)
+    if tracker.settings.exact and not layout.serves(mask.shape):
+        # With one more axis PyTorch computes it by another kernel, to other bits.
+        refuse(func, mask, "with a mask for each of an example's rows has no rule under "
+               "fused=False", "Pass fused=True.")  # fmt: skip
+    return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
+
+
+def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Examples) -> Tensor:
+    """Return an operand of attention with a slice for each example: also of one that all share."""
+    own, data = node_of(item), tracker.is_data(item)
+    if dims < 3 or (own is None and data and item.dim() < dims):
+        refuse(func, node, "whose examples do not lie along the first axis has no rule")
+    shape = (1,) * (dims - item.dim()) + tuple(item.shape)
+    if shape[0] == 1 and (shape != item.shape or examples.rows > 1) and not (own is None and data):
+        sizes = (examples.rows, *shape[1:])
+        if own is None:
+            item = item.expand(sizes)
+            tracker.mark_constant(item)
+        elif tracker.settings.exact:
+            # Which kernel PyTorch takes for what is broadcast gives other bits.
+            refuse(func, node, "with an operand that all examples share has no rule under "
+                   "fused=False", "Pass fused=True.")  # fmt: skip
+        else:
+            item = derive(tracker, Tensor.expand, (item, sizes), {})
+    return as_data(tracker, func, node, item, examples)
+
+
+RULES = {
+    functional.multi_head_attention_forward: multi_head_attention,
+    functional.scaled_dot_product_attention: scaled_dot_product,
+}

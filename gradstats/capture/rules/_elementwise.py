@@ -190,47 +190,6 @@ def broadcast_tensors(tracker, func, *tensors):
     return tuple(map(expanded, tensors))
 
 
-def attention(tracker, func, query, key, value, *args, **kwargs):
-    """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
-    operands = (query, key, value)
-    node = first_node(*operands, *args, *kwargs.values())
-    dims = max(item.dim() for item in operands)
-    examples = rows_along(tracker, func, node, operands, 0)
-    query, key, value = (_for_each(tracker, func, node, item, dims, examples) for item in operands)
-    mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
-    if mask is None:
-        return func(query, key, value, *args, **kwargs)
-    dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-    if dropout and tracker.settings.exact:
-        refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
-    layout = ExampleLayout(dims, examples)
-    if tracker.settings.exact and not layout.serves(mask.shape):
-        # With one more axis PyTorch computes it by another kernel, to other bits.
-        refuse(func, mask, "with a mask for each of an example's rows has no rule under "
-               "fused=False", "Pass fused=True.")  # fmt: skip
-    return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
-
-
-def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Examples) -> Tensor:
-    """Return an operand of attention with a slice for each example: also of one that all share."""
-    own, data = node_of(item), tracker.is_data(item)
-    if dims < 3 or (own is None and data and item.dim() < dims):
-        refuse(func, node, "whose examples do not lie along the first axis has no rule")
-    shape = (1,) * (dims - item.dim()) + tuple(item.shape)
-    if shape[0] == 1 and (shape != item.shape or examples.rows > 1) and not (own is None and data):
-        sizes = (examples.rows, *shape[1:])
-        if own is None:
-            item = item.expand(sizes)
-            tracker.mark_constant(item)
-        elif tracker.settings.exact:
-            # Which kernel PyTorch takes for what is broadcast gives other bits.
-            refuse(func, node, "with an operand that all examples share has no rule under "
-                   "fused=False", "Pass fused=True.")  # fmt: skip
-        else:
-            item = derive(tracker, Tensor.expand, (item, sizes), {})
-    return as_data(tracker, func, node, item, examples)
-
-
 def grid_sample(tracker, func, input, grid, *args, **kwargs):
     """Samples at tracked places, or of a tracked image, of which each example has its own."""
     node = first_node(input, grid)
@@ -398,7 +357,6 @@ RULES = {
     torch.stack: join,
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
-    functional.scaled_dot_product_attention: attention,
     functional.grid_sample: grid_sample,
     functional.prelu: prelu,
     torch.prelu: prelu,
