@@ -191,22 +191,22 @@ class Changed:
 
 def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
     """Run an operation that changes a derived tensor: it stands for another one from now on."""
-    own = node_of(args[0])
-    changed = None
+    target = args[0]
+    own = node_of(target)
     if isinstance(own, Derived) and own.is_alone():
         changed = node_of(derive(tracker, Changed(func), args, kwargs))
-    if changed is None or not same_form(changed.value, own.value):  # type: ignore[union-attr]
-        # Views and copies of the old value may be in use: they would describe another tensor.
-        refuse(
-            func,
-            node,
-            "changes a tensor in place that belongs to no example, which has no rule",
-            "Write it out of place.",
-        )
-    own.shown = lambda: None  # type: ignore[union-attr]
-    show(changed, args[0])  # type: ignore[arg-type]
-    args[0].data = changed.value.detach()  # for who looks at the numbers alone
-    return None if func is Tensor.__setitem__ else args[0]
+        if isinstance(changed, Derived) and same_form(changed.value, own.value):
+            own.shown = lambda: None
+            show(changed, target)
+            target.data = changed.value.detach()  # for who looks at the numbers alone
+            return None if func is Tensor.__setitem__ else target
+    # Views and copies of the old value may be in use: they would describe another tensor.
+    refuse(
+        func,
+        node,
+        "changes a tensor in place that belongs to no example, which has no rule",
+        "Write it out of place.",
+    )
 
 
 def same_form(first: Tensor, second: Tensor) -> bool:
