@@ -79,6 +79,13 @@ MIXES = {
     "views written": lambda h: torch.zeros_like(h)[1:].copy_(h[:-1])._base,
     "tensordot": lambda h: torch.tensordot(SQUARE, h, dims=([0], [0])),
     "linear over the batch": lambda h: functional.linear(h[:, 0], SQUARE)[:, None],
+    "bilinear over the batch": lambda h: functional.bilinear(
+        h[:, 0], SQUARE[0], torch.ones(BATCH, BATCH, BATCH).double()
+    )[:, None],
+    "distances of pairs": lambda h: functional.pdist(h)[:BATCH, None],
+    "segments": lambda h: torch.segment_reduce(
+        h.flip(0), "sum", lengths=torch.tensor([1, 1, 1, 1])
+    ),
     "cosine over the batch": lambda h: functional.cosine_similarity(
         SQUARE[:, None, :] + 1, h[:, 0], dim=-1
     ),

@@ -25,6 +25,7 @@ from gradstats.capture._operations import (
     PRODUCTS,
     ROW_PRODUCTS,
     SOLVES,
+    SUM_LAST,
     TENSOR_PRODUCTS,
     UNFOLLOWED,
 )
@@ -178,6 +179,8 @@ class Data(Marks):
             dims = max(item.dim() for item in data)
             if any(item.dim() < dims for item in data if item is source or item.requires_grad):
                 changes = lost = True  # broadcast perhaps, so that axes count from the right
+            if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
+                changes = lost = True
             if not self._is_marked(source) and (not changes or layout is None):
                 return
             if lost or layout is None:

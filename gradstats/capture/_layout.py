@@ -33,6 +33,7 @@ from gradstats.capture._operations import (
     ROW_PRODUCTS,
     SCRAMBLES,
     SOLVES,
+    SUM_LAST,
     TENSOR_PRODUCTS,
     UNFOLLOWED,
     variants,
@@ -62,7 +63,7 @@ def follow(
     """
     if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0) or is_one(func, source):
         return None
-    if func is functional.linear and layout.axis == source.dim() - 1:
+    if func in SUM_LAST and layout.axis == source.dim() - 1:
         return None  # the axis that a product sums
     if func in MOVES:
         return _moved(source, layout, result)
@@ -122,7 +123,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if is_one(func, first) or not aligned(func, args):
         return False
-    if func is functional.linear and first.dim() == axis + 1:
+    if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the axis that it sums
     if not result.requires_grad or first.dim() <= axis:
         return True

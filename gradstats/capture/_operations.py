@@ -95,6 +95,9 @@ ELEMENT_LOSSES = frozenset(
     }
 )
 
+# Layers that sum over the last axis of their operands.
+SUM_LAST = frozenset({functional.linear, functional.bilinear})
+
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 
@@ -154,7 +157,7 @@ SCRAMBLES = frozenset(
         "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
         "addmv", "addbmm", "renorm",
     )
-) | {torch.linalg.multi_dot}  # fmt: skip
+) | {torch.linalg.multi_dot, torch.pdist, functional.pdist, torch.segment_reduce}  # fmt: skip
 
 # Systems of equations, one for each place along the axes in front of the matrices' two.
 SOLVES = frozenset(
