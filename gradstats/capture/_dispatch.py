@@ -95,7 +95,7 @@ def dispatch(
             return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            return _note_alias(func(*args, **kwargs), operands)
+            return _note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data = [], False
         for item in operands:
             node = node_of(item)
@@ -128,10 +128,12 @@ def _reads_property(func) -> bool:
     return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
 
 
-def _note_alias(result, operands: Sequence[Tensor]):
+def _note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return a result that is not tracked; note of derived operands whose memory it shows."""
+    if not isinstance(result, Tensor) and type(result) not in (tuple, list):
+        return result  # a shape, a device: most of what is asked
     found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
-    for operand in operands:
+    for operand in operands_of(args, kwargs):
         node = node_of(operand)
         if isinstance(node, Derived) and any(same_storage(item, node.value) for item in found):
             node.aliased = True
@@ -141,7 +143,7 @@ def _note_alias(result, operands: Sequence[Tensor]):
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     if _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT:
-        return _note_alias(func(*args, **kwargs), operands_of(args, kwargs))
+        return _note_alias(func(*args, **kwargs), args, kwargs)
     described = first_node(*operands_of(args, kwargs)).describe()
     leave_graph(f"a computation without data on {described}")
 
@@ -162,7 +164,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         )
     if isinstance(result, Tensor):
         if not result.requires_grad:
-            return _note_alias(result, operands_of(args, kwargs))
+            return _note_alias(result, args, kwargs)
         return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [

@@ -21,22 +21,16 @@ def sqnorm(factor: Experts, workspace: int, *, guarded: bool) -> Contraction:
 def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64."""
     result = torch.zeros(first.batch, second.batch, dtype=torch.float64, device=sizes[0].device)
-    for one, two in _met(first, second):
-        if _triton.serves(one, two):
-            result += _ragged_pairs.pairs(one, two, workspace, sizes)
-        else:
-            result += _outer_pairs.pairs(one.padded(), two.padded(), workspace, sizes)
+    for rules, one, two in _met(first, second):
+        result += rules.pairs(one, two, workspace, sizes)
     return result
 
 
 def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64."""
     result = torch.zeros(first.batch, dtype=torch.float64, device=sizes[0].device)
-    for one, two in _met(first, second):
-        if _triton.serves(one, two):
-            result += _ragged_pairs.diagonal(one, two, workspace, sizes)
-        else:
-            result += _outer_pairs.diagonal(one.padded(), two.padded(), workspace, sizes)
+    for rules, one, two in _met(first, second):
+        result += rules.diagonal(one, two, workspace, sizes)
     return result
 
 
@@ -51,6 +45,10 @@ def total(factor: Experts) -> Tensor:
 
 
 def _met(first: Experts, second: Experts):
-    """Yield the factors of each expert that takes rows of both batches."""
+    """Yield the factors of each expert that takes rows of both batches, behind their rules."""
     for number in sorted({*first.busy} & {*second.busy}):
-        yield first.of_expert(number), second.of_expert(number)
+        one, two = first.of_expert(number), second.of_expert(number)
+        if _triton.serves(one, two):
+            yield _ragged_pairs, one, two
+        else:
+            yield _outer_pairs, one.padded(), two.padded()

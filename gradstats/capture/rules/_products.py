@@ -276,7 +276,7 @@ def _own_rows(
         return None
     if operands[param].shape[specs[param].index(letter)] != layout.rows:
         return None
-    row = next(c for c in string.ascii_letters if not any(c in spec for spec in (*specs, out)))
+    row = _unused((*specs, out))
     terms = ["".join(_beside(letter, row, spec)) for spec in (*specs, out)]
     equation = "{},{}->{}".format(*terms)
     axes = [spec.index(letter) for spec in (*specs, out)]
@@ -317,7 +317,7 @@ def _factors_between(
         refuse(func, node, "of rows of which examples differ in number has no rule")
     if examples.fold > 1:
         # An example's own rows are positions.
-        row = next(c for c in string.ascii_letters if not any(c in spec for spec in (*specs, out)))
+        row = _unused((*specs, out))
         operands[data] = operands[data].unflatten(examples.axis, (examples.batch, examples.fold))
         specs[data], out = (_beside(letter, row, spec) for spec in (specs[data], out))
     every = [
@@ -341,6 +341,11 @@ def _factors_between(
         tracker, func, node, shape, specs[param], letter, specs[data], out, fold
     )
     return node, operands[data], factors
+
+
+def _unused(specs: Sequence[list[str]]) -> str:
+    """Return an index that none of some index lists has."""
+    return next(c for c in string.ascii_letters if not any(c in spec for spec in specs))
 
 
 def _beside(index: str, new: str, spec: list[str]) -> list[str]:
