@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST
+from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, VIEW_GETTERS
 from gradstats.capture._layout import (
     CHANGES,
     PLAIN_VIEWS,
@@ -76,6 +76,15 @@ FACTORIES = frozenset(
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
+# What the compiler of PyTorch 2.14 shows of getters that give views.
+VIEWS_IN_GRAPHS = (
+    torch.ops.aten.numpy_T,
+    torch.ops.aten.mT,
+    torch.ops.aten.matrix_H,
+    torch.ops.aten.mH,
+)
+IN_GRAPHS = dict(zip(VIEWS_IN_GRAPHS, VIEW_GETTERS, strict=True))
+
 # What operations call their first operand.
 FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
 
@@ -107,7 +116,7 @@ class ConstantTracking(TorchFunctionMode):
             result = func(*args, **kwargs)
             # Not where PyTorch itself looks at the operands of what it traces.
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
-                self._follow(func, args, kwargs, result)
+                self._follow(IN_GRAPHS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)

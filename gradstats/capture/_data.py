@@ -163,7 +163,8 @@ class Data(Marks):
         ):
             after = self._broadcast(data, result)
         else:
-            constant = not args or not any(tensor is args[0] for tensor in data)
+            # The compiler of PyTorch 2.14 cannot negate a tuple.
+            constant = len(args) == 0 or not any(tensor is args[0] for tensor in data)
             lost = (
                 func in UNFOLLOWED
                 or type(func) in OPAQUE
