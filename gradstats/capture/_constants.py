@@ -88,6 +88,9 @@ IN_GRAPHS = dict(zip(VIEWS_IN_GRAPHS, VIEW_GETTERS, strict=True))
 # What operations call their first operand.
 FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
 
+# Types of operands whose operations nobody else has a say in.
+ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
+
 MOVES_IN_PLACE = frozenset(
     getattr(Tensor, f"{name}_")
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "resize")
@@ -131,7 +134,7 @@ class ConstantTracking(TorchFunctionMode):
         check = CHECKS.get(func)
         if check is not None:
             check(self, *args, **kwargs)
-        if types and TRACKED_TYPES.issuperset(types):
+        if ORDINARY_TYPES.issuperset(types) and not TRACKED_TYPES.isdisjoint(types):
             # What the call would come to, without having its arguments parsed again.
             result = run(func, args, kwargs)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats._factors import Rows, compute_dtype
+from gradstats._factors import Rows, cast, compute_dtype
 from gradstats.contractions import _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
@@ -73,12 +73,17 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     if positions == 1:
         return WellConditioned((torch.linalg.vector_norm(grad, dim=(1, 2), dtype=dtype),), dtype)
     chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
-    parts = []
-    for own, g in zip(ids.split(chunk), grad.split(chunk), strict=True):
-        equal = (own.unsqueeze(1) == own.unsqueeze(2)).to(dtype)
-        norms = torch.linalg.vector_norm(torch.bmm(equal, g.to(dtype)), dim=2).double()
-        parts.append((norms.square() / equal.sum(2)).sum(1))
-    return well_conditioned(torch.cat(parts) if len(parts) > 1 else parts[0], dtype)
+    if chunk >= len(ids):
+        return well_conditioned(_sums_of_equals(ids, grad, dtype), dtype)
+    pieces = zip(ids.split(chunk), grad.split(chunk), strict=True)
+    return well_conditioned(torch.cat([_sums_of_equals(*each, dtype) for each in pieces]), dtype)
+
+
+def _sums_of_equals(ids: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return Σ_t ‖s_t‖² / n_t of ids (n, T) and gradients (n, T, width), (n,) float64."""
+    equal = (ids.unsqueeze(1) == ids.unsqueeze(2)).to(dtype)
+    norms = torch.linalg.vector_norm(torch.bmm(equal, cast(grad, dtype)), dim=2).double()
+    return norms.square_().div_(equal.sum(2)).sum(1)
 
 
 def merge(factors: list[Rows]) -> Rows:
