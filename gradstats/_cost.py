@@ -19,6 +19,10 @@ Form = Literal["rank_one", "gram", "direct"]
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
 
+# One element of image patches that a Gram form has to write out and arrange anew takes 2 to 3 ns,
+# in which its products take about this many multiply-adds.
+PATCH_COST = 64
+
 # What the Gram form's greater number of operations costs, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
@@ -146,7 +150,7 @@ def choose_outer_form(
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if patches:
-        gram += 2 * positions * d_right * ELEMENT_COST
+        gram += positions * d_right * PATCH_COST
     if with_sum:
         gram += positions * d_left * d_right
     if examples is not None:
@@ -238,15 +242,21 @@ def product(sizes) -> int:
     return math.prod(sizes)
 
 
-def convolution_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+def convolution_chunk(operands: int, gradient: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
-    Measured on two cores of an AMD EPYC (3×3 convolutions of 32 to 512 channels): 4 to 32 examples
-    a call run up to three times as fast as one at a time, as long as what is written is no more
-    than ``FRESH_BYTES``.
+    Measured on two cores of an AMD EPYC (3×3 convolutions of 16 to 512 channels): several small
+    gradients at once take down to a fifth of the time of one by one, as long as they stay in the
+    cache. Larger ones take twice as long together as one by one, and three to ten times where the
+    C library maps what they are written to anew.
+
+    Args:
+        operands, gradient: bytes of an example's.
+        examples: how many there are.
+        workspace: bytes of scratch.
     """
-    budget = min(workspace, FRESH_BYTES)
-    return max(1, min(examples, 32, budget // max(1, bytes_per_example)))
+    fits = min(CACHE_BYTES // max(1, gradient), workspace // max(1, operands + gradient))
+    return max(1, min(examples, 32, fits))
 
 
 def patches_are_cheap(channels: int, kernel: int, groups: int) -> bool:

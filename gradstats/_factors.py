@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import torch
@@ -437,26 +438,24 @@ class Patches:
     def unfolded(self) -> Outer:
         """Return the same factor with its patches written out: T·q numbers an example."""
         geometry, kernel = self.geometry, self.kernel
-        dims = len(kernel)
         pad = [amount for side in reversed(geometry.padding) for amount in (side, side)]
         x = torch.nn.functional.pad(self.input, pad) if any(pad) else self.input
         examples, channels = x.shape[:2]
-        positions = self.grad.shape[2:]
-        groups = geometry.groups
-        strides = x.stride()
+        groups, positions = geometry.groups, self.grad.shape[2:]
+        apart, between, *steps = x.stride()
+        sizes = (channels // groups, *kernel)
+        strides = (between, *map(mul, steps, geometry.dilation))
+        jumps = tuple(map(mul, steps, geometry.stride))
+        # What is copied in one go is longer along the longer of the two last axes.
+        rows_last = positions[-1] > kernel[-1]
+        order = (sizes, positions) if rows_last else (positions, sizes)
+        step = (*strides, *jumps) if rows_last else (*jumps, *strides)
         windows = x.as_strided(
-            (examples, groups, *positions, channels // groups, *kernel),
-            (
-                strides[0],
-                strides[1] * (channels // groups),
-                *(strides[2 + axis] * geometry.stride[axis] for axis in range(dims)),
-                strides[1],
-                *(strides[2 + axis] * geometry.dilation[axis] for axis in range(dims)),
-            ),
+            (examples, groups, *order[0], *order[1]), (apart, between * sizes[0], *step)
         )
-        right = windows.reshape(examples, groups, product(positions), product(self.shape[1:]))
+        right = windows.reshape(examples, groups, product(order[0]), product(order[1]))
         left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
-        return Outer(left, right, self.shape)
+        return Outer(left, right.mT if rows_last else right, self.shape)
 
 
 class Lookup:

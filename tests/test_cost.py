@@ -104,6 +104,16 @@ def test_a_gram_form_pays_for_the_patches_it_writes():
     assert _cost.choose_outer_form(**large, patches=True) == "gram"
 
 
+def test_forms_of_convolutions_as_measured():
+    """3×3 convolutions of (channels, outputs) on so many positions."""
+    for positions, channels, outputs, form in (
+        (64, 32, 64, "direct"), (64, 64, 64, "direct"), (64, 128, 128, "gram"),
+        (256, 128, 128, "direct"), (64, 256, 256, "gram"), (16, 64, 64, "gram"),
+        (16, 256, 256, "gram"), (4, 512, 512, "gram"),
+    ):  # fmt: skip
+        assert _cost.choose_outer_form(positions, outputs, 9 * channels, patches=True) == form
+
+
 def test_patches_are_written_out_where_that_is_cheap():
     assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1)
     assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1)
@@ -126,7 +136,10 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.rows_per_tile(10, 100, 250) == 2
     assert _cost.rows_per_tile(10, 100, 1) == 1
-    assert _cost.convolution_chunk(100, 64, WORKSPACE) == 32
-    assert _cost.convolution_chunk(100, 64, 250) == 2
-    assert _cost.convolution_chunk(2**22, 64, WORKSPACE) == _cost.FRESH_BYTES // 2**22
+    assert _cost.convolution_chunk(50, 50, 64, WORKSPACE) == 32
+    assert _cost.convolution_chunk(50, 50, 64, 250) == 2
+    # Gradients that are formed together stay in cache.
+    assert _cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**18
+    assert _cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
+    assert _cost.convolution_chunk(2**22, 50, 64, WORKSPACE) == 32
     assert _cost.product(()) == 1 and _cost.product((2, 3)) == 6

@@ -131,7 +131,8 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
         halvings: how often that is done; 2^halvings divides T.
     """
     count, positions, _ = left.shape
-    left, right = _evenly_spaced(left), _evenly_spaced(right)
+    if halvings:
+        left, right = _evenly_spaced(left), _evenly_spaced(right)
     apart = None
     for halving in range(halvings):
         halves = count << halving, 2, positions >> (halving + 1)

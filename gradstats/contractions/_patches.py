@@ -127,16 +127,15 @@ def _total(factor: Patches) -> Tensor:
 
 def _direct(factor: Patches, workspace: int, *, with_sum: bool):
     dtype = compute_dtype(factor.input, factor.grad)
-    elements = _cost.product(factor.shape)
-    itemsize = dtype.itemsize
-    # The operands are regrouped, the gradient written: all of it counts against the workspace.
-    operands = factor.input[0].numel() + factor.grad[0].numel()
-    chunk = _cost.convolution_chunk((operands + elements) * itemsize, factor.batch, workspace)
-    total = factor.input.new_zeros(factor.shape, dtype=dtype) if with_sum else None
-    values = []
+    # The operands are regrouped, the gradients written: all of it counts against the workspace.
+    operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
+    gradient = _cost.product(factor.shape) * dtype.itemsize
+    chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)
+    total, values = None, []
     for start in range(0, factor.batch, chunk):
-        gradient = factor.select(slice(start, start + chunk)).dense()
-        values.append(squared_norms(gradient.flatten(2), dtype))
-        if total is not None:
-            total += gradient.sum(0)
+        gradients = factor.select(slice(start, start + chunk)).dense()
+        values.append(squared_norms(gradients.flatten(2), dtype))
+        if with_sum:
+            part = gradients[0] if len(gradients) == 1 else gradients.sum(0)
+            total = part if total is None else total.add_(part)
     return well_conditioned(torch.cat(values), dtype), total
