@@ -28,6 +28,7 @@ CPU = {
     "monitor": "benchmarks.monitor_overhead",
     "influence": "benchmarks.influence --train 512 --rounds 3",
     "pairs": "benchmarks.pair_forms",
+    "convolutions": "benchmarks.convolution_forms",
 }
 CUDA = {
     "operations": "benchmarks.op_overhead --device cuda",

@@ -17,7 +17,16 @@ import torch
 from torch import nn
 
 from benchmarks import all as every_benchmark
-from benchmarks import harness, op_overhead, plots, providers, report, scaling, step_overhead
+from benchmarks import (
+    convolution_forms,
+    harness,
+    op_overhead,
+    plots,
+    providers,
+    report,
+    scaling,
+    step_overhead,
+)
 from benchmarks.ledger import host_peak
 from benchmarks.providers import PROVIDERS, Provider, oracle, prepare
 from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
@@ -306,6 +315,33 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
     assert "scaling.png" in report.TABLES["scaling"][0]()
+
+
+def test_forms_of_convolutions_are_timed(tmp_path, monkeypatch, capsys):
+    layers = (
+        convolution_forms.Layer(4, 8, 3, 2, 6),
+        convolution_forms.Layer(4, 4, 3, 1, 5, groups=4),
+    )
+    monkeypatch.setattr(convolution_forms, "LAYERS", layers)
+    monkeypatch.setattr("sys.argv", ["forms", "--rounds", "1", "--out", str(tmp_path)])
+    convolution_forms.main()
+    rows = harness.read_csv("convolution_forms", tmp_path)
+    assert [(row["groups"], row["weight_gradient"], row["positions"]) for row in rows] == [
+        ("1", "no", "9"), ("4", "no", "25"), ("1", "yes", "9"), ("4", "yes", "25"),
+    ]  # fmt: skip
+    for row, with_sum in zip(rows, (False, False, True, True), strict=True):
+        factor = convolution_forms.factor_of(layers[row["groups"] == "4"])
+        gradients = factor.dense()
+        ways = convolution_forms.forms(factor, with_sum)
+        assert all(float(row[f"{name}_ms"]) > 0 for name in ways) and row["chosen"] in ways
+        result = ways["convolution"]()
+        (patches,) = ways["patches"]()
+        expected = gradients.square().sum((1, 2, 3, 4))
+        for contraction in (result[0], patches[0] if with_sum else patches):
+            torch.testing.assert_close(contraction.value.float(), expected)
+        if with_sum:
+            torch.testing.assert_close(result[1], gradients.sum(0))
+            torch.testing.assert_close(patches[1], gradients.sum(0))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

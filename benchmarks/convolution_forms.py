@@ -1,0 +1,121 @@
+"""Do a convolution's norms take the faster form, and as many examples at once as is best?
+
+For layers of residual networks the per-example gradients are formed by grouped convolutions or by
+products of written patches, or products of patches meet in the Gram form. All are timed in one run,
+for the norms alone and with the weight gradient, and the cost model's choice is compared with the
+fastest.
+
+    python -m benchmarks.convolution_forms [--rounds 9] [--no-csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.harness import interleave, machine, write_csv
+from gradstats._factors import ConvolutionGeometry, Patches
+from gradstats.contractions import _outer, _patches
+
+EXAMPLES = 16
+FORMS = ("convolution", "patches", "gram")
+WORKSPACE = 256 * 1024 * 1024
+
+
+class Layer(NamedTuple):
+    """A square convolution, padded by half its kernel."""
+
+    channels: int
+    outputs: int
+    kernel: int
+    stride: int
+    size: int
+    groups: int = 1
+
+
+LAYERS = (
+    Layer(3, 64, 7, 2, 64), Layer(1, 16, 8, 2, 28), Layer(16, 32, 4, 2, 13),
+    Layer(16, 16, 3, 1, 32), Layer(32, 32, 3, 1, 16), Layer(64, 64, 3, 1, 8),
+    Layer(64, 64, 3, 1, 16), Layer(128, 128, 3, 1, 8), Layer(256, 256, 3, 1, 4),
+    Layer(512, 512, 3, 1, 2), Layer(64, 64, 3, 1, 56), Layer(128, 128, 3, 1, 28),
+    Layer(256, 256, 3, 1, 14), Layer(512, 512, 3, 1, 7), Layer(96, 96, 7, 1, 16, groups=96),
+    Layer(384, 384, 7, 1, 4, groups=384),
+)  # fmt: skip
+
+
+def factor_of(layer: Layer) -> Patches:
+    """Return the factor of a layer, of random numbers."""
+    channels, outputs, kernel, stride, size, groups = layer
+    padding = kernel // 2
+    positions = (size + 2 * padding - kernel) // stride + 1
+    return Patches(
+        torch.randn(EXAMPLES, channels, size, size),
+        torch.randn(EXAMPLES, outputs, positions, positions),
+        (outputs, channels // groups, kernel, kernel),
+        ConvolutionGeometry((stride, stride), (padding, padding), (1, 1), groups),
+    )
+
+
+def forms(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
+    """Return all ways to a factor's norms, and to its sum where it is wanted."""
+
+    def of_patches(contract) -> list:
+        parts = _patches._pieces(factor, WORKSPACE)
+        return [contract(factor.select(rows).unfolded(), WORKSPACE) for rows in parts]
+
+    found: dict[str, Callable[[], object]] = {
+        "convolution": lambda: _patches._direct(factor, WORKSPACE, with_sum=with_sum),
+        "patches": lambda: of_patches(_outer.direct_and_sum if with_sum else _outer.direct),
+    }
+    if factor.geometry.groups > 1:
+        return found  # whose groups are no matrix products
+    if not with_sum:
+        return {**found, "gram": lambda: of_patches(_outer.guarded_gram)}
+    return {**found, "gram": lambda: (of_patches(_outer.guarded_gram), _patches._total(factor))}
+
+
+def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
+    """Time the forms for one layer and print what the cost model's choice loses."""
+    factor = factor_of(layer)
+    timings = interleave(forms(factor, with_sum), "convolution", rounds)
+    direct = "patches" if factor.cheap else "convolution"
+    chosen = direct if _patches._form(factor, with_sum=with_sum) == "direct" else "gram"
+    milliseconds = {name: timing.milliseconds for name, timing in timings.items()}
+    fastest = min(milliseconds, key=milliseconds.__getitem__)
+    lost = milliseconds[chosen] / milliseconds[fastest] - 1
+    times = " ".join(f"{milliseconds.get(name, math.nan):11.2f}" for name in FORMS)
+    print(
+        f"{'×'.join(map(str, layer[:5])):17} {factor.positions:5} {times}   {chosen:11} {lost:5.0%}"
+    )
+    return {
+        **layer._asdict(), "positions": factor.positions,
+        "weight_gradient": "yes" if with_sum else "no", "chosen": chosen, "fastest": fastest,
+        **{f"{name}_ms": f"{value:.3f}" for name, value in milliseconds.items()},
+        "lost": f"{lost:.3f}", "rounds": rounds,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    options = parser.parse_args()
+    print(f"{machine()}, torch {torch.__version__}, {EXAMPLES} examples, float32; milliseconds")
+    rows = []
+    for with_sum in (False, True):
+        print("\nnorms and weight gradient" if with_sum else "\nnorms alone")
+        names = " ".join(f"{name:>11}" for name in FORMS)
+        print(f"{'layer':17} {'T':>5} {names}   chosen      lost by the choice")
+        rows += [compare(layer, with_sum, options.rounds) for layer in LAYERS]
+    if not options.no_csv:
+        print(f"appended to {write_csv('convolution_forms', rows, folder=options.out).name}")
+
+
+if __name__ == "__main__":
+    main()
