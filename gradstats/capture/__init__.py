@@ -7,6 +7,7 @@ _constants   which other tensors belong to no example
 _data        whose every row of a tensor of data is, followed with the rules of
 _layout      where the examples lie after each operation
 _sequences   the same for attention, recurrent layers, packed sequences and sorts
+_formats     memory formats that strides leave open
 _selection   which parameters are measured
 _sharded     parameters that fully_shard shards
 _dispatch    what happens to an operation that touches a tracked tensor

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, VIEW_GETTERS
+from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._layout import (
     CHANGES,
     PLAIN_VIEWS,
@@ -143,6 +144,8 @@ class ConstantTracking(TorchFunctionMode):
             # What torch.vmap shows has not the axes that its tensors have outside.
             if func is not GRADIENT_GETTER and torch._C._functorch.maybe_current_level() is None:
                 self._follow(func, args, kwargs, result)
+                if func in NORMALISATIONS and node_of(result) is None:
+                    settle_format(func, args, kwargs, result)
         return result
 
     def _is_data(self, tensor: Tensor) -> bool:

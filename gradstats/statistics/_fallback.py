@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
@@ -201,7 +202,7 @@ def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, d
     rows: list[list[Tensor]] = []
     for number in range(division.batch_size):
         state.restore()
-        with torch.enable_grad():
+        with torch.enable_grad(), SettledFormats():
             example = division.take(batch, [number])
             loss = check_losses(loss_fn(model, example), 1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)

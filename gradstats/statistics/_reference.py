@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.statistics._batches import State
 from gradstats.statistics._fallback import sqnorm_of
@@ -45,8 +46,12 @@ class Subject:
         self.state = State(self.model)
 
     def losses(self, loss_fn: LossFunction) -> Any:
+        return self.losses_of(self.batch, loss_fn)
+
+    def losses_of(self, batch: Any, loss_fn: LossFunction) -> Any:
         self.state.restore()
-        return loss_fn(self.model, self.batch)
+        with SettledFormats():
+            return loss_fn(self.model, batch)
 
     def parameters(self, names: list[str]) -> list[nn.Parameter]:
         every = select_parameters(self.model, None, ())

@@ -330,8 +330,7 @@ class Verification:
     def _elsewhere(self, rows: list[int], place: int, parameters: list[nn.Parameter]) -> Example:
         """Return what the loss at ``place`` of a batch of some of the examples is."""
         batch = self.division.take(self.subject.batch, rows)
-        self.subject.state.restore()
-        losses = check_losses(self.loss_fn(self.subject.model, batch), len(rows))
+        losses = check_losses(self.subject.losses_of(batch, self.loss_fn), len(rows))
         return Example(place, losses[place].detach(), gradients_of(losses[place], parameters))
 
     @property
@@ -393,8 +392,7 @@ class Verification:
         try:
             references = []
             for variant in (one, map_tensors(one, trim)):
-                self.subject.state.restore()
-                losses = check_losses(self.loss_fn(self.subject.model, variant), 1)
+                losses = check_losses(self.subject.losses_of(variant, self.loss_fn), 1)
                 gradients = gradients_of(losses[0], parameters)
                 references.append(Example(number, losses[0].detach(), gradients))
         except Exception as error:

@@ -1,6 +1,7 @@
 """Normalisation layers."""
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.contractions import _triton
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 size = st.integers(1, 4)
@@ -165,6 +167,50 @@ def check_running_update(layer: nn.Module, x: torch.Tensor) -> None:
 )
 def test_batch_norm_in_evaluation(layer, shape):
     check_layer(layer.eval(), *shape)
+
+
+def written_out(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what a layer computes, by operations on elements."""
+    features = (-1, *(1 for _ in x.shape[2:]))
+    if layer.running_mean is None:
+        axes = tuple(range(2, x.dim()))
+        mean, variance = x.mean(axes, keepdim=True), x.var(axes, correction=0, keepdim=True)
+    else:
+        mean, variance = layer.running_mean.view(features), layer.running_var.view(features)
+    x = (x - mean) / (variance + layer.eps).sqrt()
+    if layer.weight is None:
+        return x
+    return x * layer.weight.view(features) + layer.bias.view(features)
+
+
+BEHIND = {
+    "positions": lambda x: x.flatten(2).transpose(1, 2),
+    "squeezed": lambda x: x.squeeze(-1).movedim(1, -1),
+    "channels last": lambda x: x.movedim(1, -1),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 3), (3, 4, 5, 1), (1, 4, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("kind", ["Batch", "Batch, not affine", "Batch, frozen", "Instance"])
+def test_strides_that_fit_two_memory_formats(kind, behind, shape, channels_last):
+    """PyTorch's own gradients are wrong here, so the layer is written out to compare with."""
+    make = getattr(nn, f"{kind.partition(',')[0]}Norm{len(shape) - 2}d")
+    layer = scrambled(make(4, affine="not" not in kind)).requires_grad_("frozen" not in kind)
+
+    def function(m, x, normalise=lambda layer, x: layer(x)):
+        if channels_last:
+            x = x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(x.shape)
+        return m.last(behind(normalise(m.layer, x)))
+
+    parameters = {"layer": layer.eval(), "last": nn.Linear(4, 2)}
+    model, x = Operation(function, parameters, True), normal(*shape)
+    got = gs.per_example_norms(model, (x,), uneven_loss)
+    report = gs.verify(model, (x,), uneven_loss)
+    model.function = functools.partial(function, normalise=written_out)
+    assert_sqnorms(got, oracle_sqnorms(model, (x,), uneven_loss), rtol=1e-10)
+    assert report.ok, report
 
 
 def frozen(layer: nn.Module) -> nn.Module:
