@@ -98,6 +98,18 @@ def test_rows_that_are_moved_or_mixed_unseen(scramble):
         gs.per_example_norms(model, batch(), lambda m, x: m[1](scramble(m[0](x))).square().sum(1))
 
 
+def test_a_layer_behind_attention_between_examples():
+    """The layer's rows are as many as the examples, so that their number explains nothing."""
+    model = nn.Linear(WIDTH, WIDTH).double()
+
+    def loss_fn(m, x):
+        h = m(x)
+        return m((h @ h.mT).softmax(-1) @ h).sum(1)
+
+    with pytest.raises(gs.ExampleAxisError, match="multiplies every example with every other"):
+        gs.per_example_norms(model, batch(), loss_fn)
+
+
 def test_rows_summed_by_a_constant_matrix():
     """What it does with the examples is not looked at: it might move them, or mix them."""
     model, matrix = nn.Linear(WIDTH, WIDTH).double(), torch.eye(BATCH).double().roll(1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,14 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     return found
 
 
+def where_examples_met(tracker: Tracker, tensor: Tensor) -> str:
+    """Return a sentence on an operation in which examples met before a tensor; empty if none."""
+    for node in _nodes_behind(tensor):
+        if node in tracker.coupled:
+            return f" Before it {node.name()} {tracker.coupled[node]}."
+    return ""
+
+
 def _unseen(node, used: Node) -> UnsupportedOperationError:
     names = [root.name for root in used.roots]
     return UnsupportedOperationError(
@@ -120,15 +129,21 @@ def _reports_inside(node, root: Root) -> bool:
 
 def leaves_of(total: Tensor) -> list[Tensor]:
     """Return the tensors that a backward from ``total`` would add gradients to."""
-    stack = [total.grad_fn]
+    return [
+        node.variable  # type: ignore[attr-defined]
+        for node in _nodes_behind(total)
+        if type(node) is ACCUMULATE_GRAD
+    ]
+
+
+def _nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
+    """Yield the nodes of the graph that a tensor was computed in."""
+    stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(stack)
-    leaves = []
     while stack:
         node = stack.pop()
-        if type(node) is ACCUMULATE_GRAD:
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        for child, _ in node.next_functions if node is not None else ():
-            if child not in seen:
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-    return leaves
