@@ -12,12 +12,21 @@ from torch import Tensor
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
 from gradstats.capture._indexing import looked_up
-from gradstats.capture._layout import CHANGES, REINDEXES, contracted, follow, is_one, tensordot
+from gradstats.capture._layout import (
+    CHANGES,
+    REINDEXES,
+    contracted,
+    convolved,
+    follow,
+    is_one,
+    tensordot,
+)
 from gradstats.capture._marks import Marks
 from gradstats.capture._nodes import operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
+    CONVOLUTIONS,
     JOINS,
     LOOKS_AT_FIRST,
     MOVES,
@@ -155,6 +164,10 @@ class Data(Marks):
         elif func is torch.einsum:
             operands = operands_of(args[1:], {})
             after = self._contracted(operands, partial(contracted, args), result)
+        elif func in CONVOLUTIONS and not is_one(func, args[0]):
+            named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
+            lies = partial(convolved, func, args, kwargs, result)
+            after = self._contracted(operands_of((*args, *named), {}), lies, result)
         elif func in TENSOR_PRODUCTS:
             operands = list(args[:2])
             after = self._contracted(operands, partial(tensordot, func, args, kwargs), result)

@@ -35,6 +35,7 @@ from gradstats.capture._operations import (
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
+    TRANSPOSED_CONVOLUTIONS,
     UNFOLLOWED,
     variants,
 )
@@ -166,6 +167,26 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
     if layout.axis not in left[place]:
         return None
     return layout.along(left[place].index(layout.axis) + (len(left[0]) if place else 0))
+
+
+def convolved(
+    func, args: tuple[Any, ...], kwargs, result: Tensor, place: int, layout: Examples
+) -> Examples | None:
+    """In groups of channels, as many for each example, every example has a kernel of its own."""
+    if layout.batch == 1:
+        return Examples(1, 0, len(result))
+    if place == 0 and layout.axis == 0:
+        return layout
+    if layout.axis != (1 if place == 0 else 0):
+        return None
+    owner = layout.owner(result.device)
+    if place == 0 or (place == 1 and func in TRANSPOSED_CONVOLUTIONS):
+        groups = argument_of((*args, *(1,) * 7)[:7], kwargs, 6, "groups")
+        owners = owner.view(groups, -1)
+        if not bool((owners == owners[:, :1]).all()):
+            return None  # examples are summed
+        owner = owners[:, 0].repeat_interleave(result.shape[1] // groups)
+    return layout.owned_by(owner, 1)
 
 
 def _moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:

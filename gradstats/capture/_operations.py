@@ -177,6 +177,10 @@ CONVOLUTIONS = {
     for axes in (1, 2, 3)
 }
 
+TRANSPOSED_CONVOLUTIONS = frozenset(
+    getattr(functional, f"conv_transpose{axes}d") for axes in (1, 2, 3)
+)
+
 # Operations whose first operand says where the examples lie, unless it is a constant: the others
 # are shared by all examples.
 LOOKS_AT_FIRST = frozenset(

@@ -184,6 +184,52 @@ def test_a_tracked_image_is_refused():
     )
 
 
+@pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_kernel_for_each_example(batch, kind):
+    """Modulated and conditional convolutions: examples and channels folded, in groups."""
+    convolve = getattr(functional, f"{kind}2d")
+
+    def function(m, x):
+        rows, channels = x.shape[:2]
+        kernels = torch.einsum("be,eoihw->boihw", x.mean((2, 3)), m.experts)
+        shift = (x.mean((2, 3)) @ m.shifts).flatten()
+        folded = x.reshape(1, rows * channels, *x.shape[2:])
+        if kind == "conv_transpose":
+            kernels = kernels.transpose(1, 2)
+        out = convolve(folded, kernels.flatten(0, 1), shift, 2, groups=rows)
+        blur = torch.ones(out.shape[1], 1, 2, 1).double()
+        out = functional.conv2d(out, weight=blur, groups=len(blur))
+        return m.last(out.view(rows, 4, *out.shape[2:]))
+
+    parameters = {"experts": (2, 4, 2, 2, 2), "shifts": (2, 4), "last": nn.Conv2d(4, 2, 1)}
+    check_operation(function, parameters, normal(batch, 2, 5, 4))
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        lambda m, x: m.layer(x.mean((2, 3))).view(6, 1, 1, 1).roll(2, 0),
+        lambda m, x: torch.ones(6, 6, 1, 1).double(),
+    ],
+    ids=["kernels of other examples", "channels of all examples summed"],
+)
+def test_folded_channels_in_which_examples_meet_are_refused(kernels):
+    def function(m, x):
+        x = x * m.scale
+        weight = kernels(m, x)
+        folded = functional.conv2d(x.reshape(1, 6, 5, 4), weight, groups=6 // weight.shape[1])
+        return m.last(folded.view(3, 40))
+
+    check_refused(
+        function,
+        {"scale": (5, 4), "layer": nn.Linear(2, 2), "last": nn.Linear(40, 2)},
+        normal(3, 2, 5, 4),
+        error=gs.ExampleAxisError,
+        match="linear.*'last.weight'",
+    )
+
+
 def test_examples_along_another_axis_are_refused():
     check_refused(
         lambda m, x: m.layer(x),
