@@ -84,6 +84,8 @@ class Data(Marks):
                 owned.append((value, layout))
             elif self._is_marked(value):
                 self.place(after, layout)
+                if after is target:
+                    self._note_base(target, None, first=False)
                 return
         known = self.layout_of(target) if before else None
         if not owned or (before and known is None):
@@ -91,6 +93,11 @@ class Data(Marks):
                 self.place(after, None)
             elif self._is_marked(target):
                 self.place(after, known)
+            if owned and after is target:
+                # A view of which nothing is known, but perhaps of the tensor that it shows.
+                sole = owned[0][1] if write.read is None else None
+                same = isinstance(sole, Whole) and all(own == sole for _, own in owned)
+                self._note_base(target, sole if same else None, first=False)
             return
         found: Examples | Whole | None = None
         first = owned[0][1]
@@ -105,18 +112,28 @@ class Data(Marks):
             found = first if whole and all(own == first for _, own in owned) else None
         self.place(after, found)
         if after is target and (found is None or not before):
-            self._note_base(target, found)
+            self._note_base(target, found, first=not before)
 
-    def _note_base(self, view: Tensor, owned: Examples | Whole | None) -> None:
-        """Note where the examples lie in the tensor that a view shows which was written into."""
+    def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
+        """Note where the examples lie in the tensor that a view shows which was written into.
+
+        Args:
+            view: what was written into.
+            owned: whose it is now.
+            first: the tensor held nothing of any example before.
+        """
         base = view._base
         if base is None or node_of(base) is not None:
             return
         known: Iterable[Examples] = ()
         if owned is not None and base.is_contiguous():
-            own = self.layout_of(base) if self._is_marked(base) else None
-            known = [own] if own else candidates(base, self._contract, owned)
-        self.place(base, next((own for own in known if _lies(view, owned, base, own)), None))
+            own = None if first else self.layout_of(base)
+            known = candidates(base, self._contract, owned) if first else [own] if own else ()
+        found: Examples | Whole | None = None
+        found = next((own for own in known if _lies(view, owned, base, own)), None)
+        if found is None and isinstance(owned, Whole) and (first or self.owned(base) == owned):
+            found = owned  # such as a batch of one example
+        self.place(base, found)
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]

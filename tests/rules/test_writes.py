@@ -161,6 +161,25 @@ LOST = {
 }
 
 
+@pytest.mark.parametrize("order", [[0, 2, 1], [1, 0, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("empty_before", [True, False])
+def test_examples_written_into_places_of_others_through_views_are_refused(order, empty_before):
+    def function(m, x):
+        h = m.first(x)
+        out = empty(h, *h.shape) if empty_before else h.clone()
+        for place, example in enumerate(order):
+            out[place].copy_(h[example])
+        return m.last(out)
+
+    check_refused(
+        function,
+        {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
+        normal(BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="linear.*'last.weight'",
+    )
+
+
 @pytest.mark.parametrize("move", LOST.values(), ids=LOST)
 def test_rows_written_elsewhere_are_refused(move):
     check_refused(
