@@ -195,6 +195,11 @@ class Segments:
         return self.offsets[-1]
 
     @cached_property
+    def most(self) -> int:
+        """The largest number of rows that an example has."""
+        return max(end - start for start, end in pairwise(self.offsets))
+
+    @cached_property
     def sole(self) -> int | None:
         """The example that has all rows; None where several have some, or none has any."""
         counts = (end - start for start, end in pairwise(self.offsets))
@@ -210,11 +215,32 @@ class Segments:
         """Return (rows, *) in the order of the examples."""
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
+    def filled_up(self, tensor: Tensor) -> Tensor:
+        """Return (rows, *) with as many rows for each example, zeros where it has fewer."""
+        return filled_up(self.sorted(tensor), self.offsets)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
         if tensor.dim() == 1:
             return self.sum(tensor.unsqueeze(1)).squeeze(1)
         return segment_sum(self.sorted(tensor), self.counts)
+
+
+def filled_up(rows: Tensor, offsets: tuple[int, ...]) -> Tensor:
+    """Return (n, *) with each example's rows filled up by zeros: (B, longest, *).
+
+    Args:
+        rows: sorted by example.
+        offsets: (B + 1,) where each example's rows begin and end.
+    """
+    bounds = torch.tensor(offsets)
+    place = torch.arange(max(1, int(bounds.diff().max())))
+    index = bounds[:-1].unsqueeze(1) + place
+    missing = (index >= bounds[1:].unsqueeze(1)).to(rows.device)
+    if not len(rows):
+        return rows.new_zeros(*index.shape, *rows.shape[1:])
+    found = rows[index.masked_fill_(missing.cpu(), 0).to(rows.device)]
+    return found.masked_fill_(missing.view(*index.shape, *(1 for _ in rows.shape[1:])), 0)
 
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
@@ -268,17 +294,9 @@ class Ragged:
 
     def padded(self) -> Outer:
         """Return the same with each example's rows filled up by zeros to the longest's number."""
-        place = torch.arange(max([1, *self.lengths]))
-        missing = place >= torch.tensor(self.lengths).unsqueeze(1)
-        index = (torch.tensor(self.offsets[:-1]).unsqueeze(1) + place).masked_fill_(missing, 0)
-        index, missing = index.to(self.left.device), missing.to(self.left.device).unsqueeze(2)
-        if not len(self.left):
-            sides = (
-                side.new_zeros(*index.shape, side.shape[1]) for side in (self.left, self.right)
-            )
-        else:
-            sides = (side[index].masked_fill_(missing, 0) for side in (self.left, self.right))
-        left, right = (side.unsqueeze(1) for side in sides)
+        left, right = (
+            filled_up(side, self.offsets).unsqueeze(1) for side in (self.left, self.right)
+        )
         return Outer(left, right, self.shape)
 
     def transposed(self) -> Ragged:

@@ -137,9 +137,12 @@ def convolution_factor(
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
-    if examples.fold != 1:
+    x, grad = (examples.first(side) for side in (x, grad))
+    if x.dim() > len(shape) and x.shape[1] == 1:
+        x, grad = x.squeeze(1), grad.squeeze(1)
+    elif x.dim() > len(shape):
         # An example's frames are one more axis, along which the kernel has size 1.
-        x, grad = (examples.first(side).transpose(1, 2) for side in (x, grad))
+        x, grad = x.transpose(1, 2), grad.transpose(1, 2)
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
     if pointwise:

@@ -38,6 +38,11 @@ class Examples:
         """The size of the example axis."""
         return self.batch * self.fold if self.segments is None else self.segments.rows
 
+    @property
+    def most(self) -> int:
+        """The largest number of rows that an example has."""
+        return self.fold if self.segments is None else self.segments.most
+
     def along(self, axis: int) -> Examples:
         """Return the same with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
@@ -47,8 +52,13 @@ class Examples:
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Return a view of shape (B, *), (B, fold, *) where rows are folded."""
+        """Return a tensor of shape (B, *), (B, most, *) where an example may have several rows.
+
+        It is a view, save where rows of examples differ in number: there zeros fill them up.
+        """
         tensor = self.lead(tensor)
+        if self.segments is not None:
+            return self.segments.filled_up(tensor)
         return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
 
     def reduce(self, values: Tensor) -> Tensor:

@@ -206,6 +206,47 @@ def test_a_kernel_for_each_example(batch, kind):
     check_operation(function, parameters, normal(batch, 2, 5, 4))
 
 
+def written(x: torch.Tensor) -> torch.Tensor:
+    """Return a batch of one image, in memory that may be larger, as detection models have it."""
+    out = x.new_full((1, *(size + 2 for size in x.shape)), 0)
+    out[0][tuple(slice(size) for size in x.shape)].copy_(x)
+    return out[(slice(None), *(slice(size) for size in x.shape))]
+
+
+PARTS = {
+    "of two": lambda layer, x: torch.cat([layer(part) for part in x.split(2)]),
+    "of one": lambda layer, x: torch.cat([layer(x[i : i + 1]) for i in range(len(x))]),
+    "taken out": lambda layer, x: torch.stack([layer(image[None])[0] for image in x]),
+    "written": lambda layer, x: torch.cat([layer(written(image)) for image in x]),
+    "in another order": lambda layer, x: layer(x[[2, 0, 1]])[[1, 2, 0]],
+}
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_parts_of_the_batch(part, dims):
+    """One after the other, which are several uses of the layers."""
+    layers = nn.Sequential(
+        CONVOLUTIONS[dims](2, 4, 2, groups=2),
+        nn.GroupNorm(2, 4),
+        TRANSPOSED[dims](4, 2, 2, stride=2, output_padding=1),
+    )
+    check_operation(
+        lambda m, x: part(m.layers, x), {"layers": layers}, normal(3, 2, *(4, 3, 2)[:dims])
+    )
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_examples_with_images_of_their_own_number(dims):
+    owner = torch.tensor([2, 0, 0, 2, 2])
+
+    def function(m, x):
+        out = m.layer(x[owner])
+        return torch.zeros(3, *out.shape[1:], dtype=x.dtype).index_add(0, owner, out.square())
+
+    check_operation(function, {"layer": CONVOLUTIONS[dims](2, 4, 2)}, normal(3, 2, *(4, 3)[:dims]))
+
+
 @pytest.mark.parametrize(
     "kernels",
     [
