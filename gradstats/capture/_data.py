@@ -87,6 +87,9 @@ class Data(Marks):
                 if after is target:
                     self._note_base(target, None, first=False)
                 return
+        sole = self.owned(target) if before else None
+        if isinstance(sole, Whole) and all(own == sole for _, own in owned):
+            return  # all of one example it stays
         known = self.layout_of(target) if before else None
         if not owned or (before and known is None):
             if not before and not self._is_distinct(after):
@@ -95,9 +98,9 @@ class Data(Marks):
                 self.place(after, known)
             if owned and after is target:
                 # A view of which nothing is known, but perhaps of the tensor that it shows.
-                sole = owned[0][1] if write.read is None else None
-                same = isinstance(sole, Whole) and all(own == sole for _, own in owned)
-                self._note_base(target, sole if same else None, first=False)
+                first = owned[0][1] if write.read is None else None
+                same = isinstance(first, Whole) and all(own == first for _, own in owned)
+                self._note_base(target, first if same else None, first=False)
             return
         found: Examples | Whole | None = None
         first = owned[0][1]

@@ -229,6 +229,7 @@ def test_parts_of_the_batch(part, dims):
     layers = nn.Sequential(
         CONVOLUTIONS[dims](2, 4, 2, groups=2),
         nn.GroupNorm(2, 4),
+        nn.SiLU(inplace=True),
         TRANSPOSED[dims](4, 2, 2, stride=2, output_padding=1),
     )
     check_operation(
