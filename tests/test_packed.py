@@ -191,3 +191,69 @@ def test_inner_products_of_packed_examples():
     torch.testing.assert_close(got, first @ flat, rtol=1e-9, atol=1e-12)
     got = gs.alignment(one, batch, loss_fn, "mean", cu_seqlens=bounds)
     torch.testing.assert_close(got, first @ first.mean(0), rtol=1e-9, atol=1e-12)
+
+
+class Graphs(nn.Module):
+    """Messages along edges between the nodes of each graph, which are pooled before the head."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.message = nn.Linear(4, 6)
+        self.update = nn.Linear(6, 6)
+        self.whole = nn.Parameter(torch.randn(1, 6))
+        self.head = nn.Linear(6, 1)
+        self.pool = pool
+
+    def forward(self, graphs):
+        source, target = graphs.edges
+        sent = self.message(graphs.nodes)[source]
+        hidden = torch.zeros(len(graphs.nodes), 6).to(sent).index_add_(0, target, sent)
+        hidden = self.update(hidden.tanh()) + self.whole.expand(graphs.count, -1)[graphs.owner]
+        return self.head(self.pool(hidden, graphs).tanh())[:, 0]
+
+
+class Packed:
+    """A batch of graphs that is no mapping of tensors, as torch_geometric has it."""
+
+    def __init__(self, *graphs):
+        counts = torch.tensor([len(nodes) for nodes, _ in graphs])
+        self.count, self.bounds = len(graphs), functional.pad(counts.cumsum(0), (1, 0))
+        self.nodes = torch.cat([nodes for nodes, _ in graphs])
+        self.owner = torch.arange(len(graphs)).repeat_interleave(counts)
+        pairs = zip(graphs, self.bounds, strict=False)
+        self.edges = torch.cat([edges + first for (_, edges), first in pairs], 1)
+
+
+def sums(hidden, graphs):
+    return hidden.new_zeros(graphs.count, 6).index_add_(0, graphs.owner, hidden)
+
+
+def largest(hidden, graphs):
+    places = graphs.owner[:, None].expand_as(hidden)
+    none = hidden.new_zeros(graphs.count, 6)
+    return none.scatter_reduce(0, places, hidden, "amax", include_self=False)
+
+
+def last_first(hidden, graphs):
+    return sums(hidden, graphs).flip(0)
+
+
+@pytest.mark.parametrize("pool", [sums, largest, last_first])
+@pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 2, 2), (1, 1, 1)], ids=str)
+def test_graphs_in_one_batch(sizes, pool):
+    torch.manual_seed(0)
+    model = Graphs(pool).double()
+    graphs = [(torch.randn(size, 4).double(), torch.randint(size, (2, 2 * size))) for size in sizes]
+    batch = Packed(*graphs)
+    got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
+    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Packed(g))) for g in graphs]
+    if pool is last_first:
+        each.reverse()  # norms stand in the order of the losses
+    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    assert_sqnorms(got, expected, 1e-9)
+
+
+def test_graphs_without_bounds_are_refused():
+    batch = Packed((torch.randn(3, 4), torch.randint(3, (2, 6))))
+    with pytest.raises(gs.ExampleAxisError, match=r"Packed.*cu_seqlens="):
+        gs.per_example_norms(Graphs(sums), batch, lambda m, b: m(b))

@@ -508,8 +508,10 @@ class Data(Marks):
                 "example each: reduce over other axes, or detach what comes from other examples."
             )
         moved = self._is_marked(losses) and not (layout is not None and layout.plain)
-        if self._contract.segments is not None or not moved:
+        if not moved:
             return
+        if layout is None and self._contract.segments is not None:
+            return  # sums over packed rows, which the model keeps apart by itself
         if layout is None:
             raise ExampleAxisError(
                 "which loss belongs to which example was lost on the way: the losses, or what was "

@@ -127,7 +127,10 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
     for layout in (contract, owned):
         if isinstance(layout, Examples):
             yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
-    if contract.segments is None and contract.batch:
+    if contract.segments is not None:
+        # Sums over the rows of packed examples, as graphs are pooled.
+        yield from (Examples(contract.batch, a) for a in axes if target.shape[a] == contract.batch)
+    elif contract.batch:
         for axis in axes:
             rows, rest = divmod(target.shape[axis], contract.batch)
             if rows > 1 and not rest:
@@ -136,7 +139,8 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
 
 def same_rows(first: Examples, second: Examples) -> bool:
     """Whether rows of two layouts belong to the same examples, along whichever axes they lie."""
-    if first.segments is None or second.segments is None:
-        return first.segments is second.segments and first.fold == second.fold
-    one, other = first.segments.owner, second.segments.owner
-    return one is other or (one.shape == other.shape and bool(torch.equal(one, other)))
+    segments = first.segments or second.segments
+    if segments is None or first.segments is second.segments:
+        return first.fold == second.fold
+    device = segments.owner.device
+    return first.rows == second.rows and torch.equal(first.owner(device), second.owner(device))

@@ -108,7 +108,8 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     raise ExampleAxisError(
         f"the batch is {type(batch).__name__} and holds no tensor with an example axis, so the "
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
-        "dataclass of tensors."
+        "dataclass of tensors; of anything else pass cu_seqlens=, the rows at which the examples "
+        "begin, as graphs in one batch have them (batch.ptr)."
     )
 
 
@@ -158,7 +159,7 @@ def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
 
 
 def check_packed(batch, batch_dim: int, segments: Segments) -> None:
-    """Raise unless the batch holds as many rows as its segments say."""
+    """Raise where a batch that can be looked into holds other rows than its segments say."""
     for tensor in tensors_in(batch):
         if tensor.dim() > batch_dim:
             sizes = tuple(tensor.shape[batch_dim : batch_dim + 2])
@@ -169,7 +170,6 @@ def check_packed(batch, batch_dim: int, segments: Segments) -> None:
                 f"shape {tuple(tensor.shape)}: expected {segments.rows} rows along axis "
                 f"{batch_dim}, or along the next one after an axis of size 1."
             )
-    infer_batch_size(batch, batch_dim)
 
 
 def tensors_in(batch):
