@@ -180,7 +180,11 @@ class Data(Marks):
         elif func in SOLVES:
             after = self._broadcast(data, result)
             if after is not None and after.axis >= result.dim() - 2:
-                after = None
+                # Each right-hand side is solved alone, if the examples have no matrices of theirs.
+                sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
+                alone = len(data) == 1 and data[0] is sides and sides.dim() > 1
+                place = result.dim() - (1 if kwargs.get("left", True) else 2)
+                after = after if alone and after.axis == place else None
         elif func is torch.einsum:
             operands = operands_of(args[1:], {})
             after = self._contracted(operands, partial(contracted, args), result)

@@ -28,6 +28,7 @@ from gradstats.capture._operations import (
     JOINS,
     LOOKS_AT_FIRST,
     MOVES,
+    OUTER_PRODUCTS,
     PRODUCTS,
     RESHAPES,
     ROW_PRODUCTS,
@@ -154,7 +155,10 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
 def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
     """What is left of the first operand's axes, and behind them of the second's."""
     first, second = args[:2]
-    dims = argument_of((*args, 2), kwargs, 2, "dims") if func is torch.tensordot else ([-1], [-1])
+    if func is torch.tensordot:
+        dims = argument_of((*args, 2), kwargs, 2, "dims")
+    else:
+        dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
     if isinstance(dims, Tensor):
         return None
     if isinstance(dims, int):
@@ -306,6 +310,15 @@ def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
 
 
+def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | None:
+    """The last axis becomes two, which may stand anywhere among the others."""
+    if layout.axis == source.dim() - 1:
+        return None
+    given = tuple(args[1:]) + (0, -2, -1)[len(args) - 1 :]
+    made = {kwargs.get(f"dim{k}", given[k]) % result.dim() for k in (1, 2)}
+    return layout.along([axis for axis in range(result.dim()) if axis not in made][layout.axis])
+
+
 def _padded(func, args, kwargs, source, layout, result) -> Examples | None:
     """Widths for both sides of each axis, the last axis first."""
     place = 2 * (source.dim() - 1 - layout.axis)
@@ -394,6 +407,7 @@ REINDEXES = {
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
     functional.pad: _padded,
+    **dict.fromkeys(variants("diag_embed"), _made_diagonal),
     **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
     torch.linalg.diagonal: _picked,
     Tensor.unfold: _picked,

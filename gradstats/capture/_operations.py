@@ -101,9 +101,12 @@ SUM_LAST = frozenset({functional.linear, functional.bilinear})
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 
+# Products of all elements of two vectors.
+OUTER_PRODUCTS = frozenset(variants("outer", "ger"))
+
 # Products of all of two operands along axes that they are told; the last ones where they are told
 # none.
-TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner")})
+TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner")}) | OUTER_PRODUCTS
 
 # Products, added to their first operand, with what they call the two that they multiply.
 ADDED_PRODUCTS = {
@@ -143,8 +146,7 @@ JOINS: dict[Any, int | None] = {
 UNFOLLOWED = frozenset(
     function
     for name in (
-        "outer", "ger", "meshgrid", "kron", "cartesian_prod",
-        "block_diag", "combinations", "vander", "diag", "diag_embed",
+        "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
         "chain_matmul", "cov", "corrcoef", "addr",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
     )
@@ -159,15 +161,14 @@ SCRAMBLES = frozenset(
     )
 ) | {torch.linalg.multi_dot, torch.pdist, functional.pdist, torch.segment_reduce}  # fmt: skip
 
-# Systems of equations, one for each place along the axes in front of the matrices' two.
-SOLVES = frozenset(
-    {
-        torch.linalg.solve,
-        torch.linalg.solve_triangular,
-        torch.linalg.lu_solve,
-        *variants("cholesky_solve"),
-    }
-)
+# Systems of equations, one for each place along the axes in front of the matrices' two, with the
+# place of the right-hand sides among their arguments.
+SOLVES = {
+    torch.linalg.solve: 1,
+    torch.linalg.solve_triangular: 1,
+    torch.linalg.lu_solve: 2,
+    **dict.fromkeys(variants("cholesky_solve"), 0),
+}
 
 # Convolutions, with how many axes they run over; with one axis more data are one example, whose
 # channels are summed.

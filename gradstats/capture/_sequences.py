@@ -34,7 +34,9 @@ PACK, PAD = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
 
 SORTS = frozenset(variants("sort", "argsort", "topk"))
 
-PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | {ATTENTION, PACK, PAD}
+ALIGNMENTS = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
+
+PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | ALIGNMENTS | {ATTENTION, PACK, PAD}
 
 
 def prescribed_layouts(
@@ -45,6 +47,10 @@ def prescribed_layouts(
         return None
     if func in SORTS:
         return _sorted_layouts(tracker, args[0], results)
+    if func in ALIGNMENTS:
+        # Losses of (steps, B, classes), unless they are reduced or those of one example.
+        own = _first_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
+        return [own.along(0)] if own is not None and results[0].dim() == 1 else None
     if func is ATTENTION:
         own = _first_along(tracker, args[:3], 1)
         return [own, own and own.along(0)][: len(results)]

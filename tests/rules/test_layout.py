@@ -87,6 +87,7 @@ PICKS = {
         .permute(2, 0, 1, 3)
     ),
     "unfolded": lambda x: x.transpose(0, 1).unfold(0, 2, 1).permute(1, 0, 3, 2),
+    "made diagonal": lambda x: torch.diag_embed(x.transpose(0, 1), 1, 1, dim2=0).movedim(3, 0),
     "diagonal": lambda x: torch.einsum("btd,bse->btsde", x, x).diagonal(dim1=1, dim2=2).mT,
     "taken": lambda x: x.take(torch.arange(x.numel()).view(x.shape).flip(1)),
     "indices apart": lambda x: x.unsqueeze(2).expand(-1, -1, 5, -1)[
@@ -896,3 +897,23 @@ def test_samples_at_places_that_are_learned():
         return nn.functional.grid_sample(x, places, align_corners=False).flatten(1)
 
     check_operation(function, {"places": (1, 2, 3, 2)}, normal(BATCH, 2, 4, 4))
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["padded targets", "targets in one row"])
+def test_connectionist_temporal_classification(apart):
+    """Steps stand in front of the examples, and targets of all examples perhaps in one row."""
+    targets, sizes = torch.randint(1, 5, (BATCH, 2)), torch.tensor([2, 1, 2])
+
+    def losses(m, batch):
+        scores = m(*batch).transpose(0, 1).log_softmax(-1)
+        given = targets if apart else targets[torch.arange(2) < sizes[:, None]]
+        steps = torch.tensor([6, 5, 6])
+        return nn.functional.ctc_loss(scores, given, steps, sizes, reduction="none")
+
+    check_operation(
+        lambda m, x: m.layer(x),
+        {"layer": nn.Linear(4, 5)},
+        normal(BATCH, 6, 4),
+        loss_fn=losses,
+        gradient_of_data=False,
+    )

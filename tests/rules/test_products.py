@@ -252,3 +252,40 @@ def test_linear_layer_with_a_vector_and_a_bias_is_refused():
         lambda m, x: functional.linear(x, m.w, m.b), {"w": (5,), "b": ()}, normal(4, 3, 5),
         match="linear with a vector and a bias",
     )  # fmt: skip
+
+
+def triangle(m) -> torch.Tensor:
+    return m.w.tril(-1) + torch.diag(m.w.diagonal().exp())
+
+
+SYSTEMS = {
+    "columns": lambda m, x: torch.linalg.solve(triangle(m), x.T).T,
+    "rows": lambda m, x: torch.linalg.solve(triangle(m), x, left=False),
+    "triangular": lambda m, x: torch.linalg.solve_triangular(triangle(m), x.T, upper=False).T,
+    "triangular, of many": lambda m, x: torch.linalg.solve_triangular(
+        triangle(m).expand(2, 4, 4), x.T.expand(2, 4, 3), upper=False, unitriangular=True
+    ).permute(2, 0, 1),
+    "from its root": lambda m, x: torch.cholesky_solve(x[:, :, None], triangle(m)),
+    "density": lambda m, x: torch.distributions.MultivariateNormal(
+        m.v, scale_tril=triangle(m)
+    ).log_prob(x),
+    "each its own": lambda m, x: torch.linalg.solve(torch.diag_embed(x.exp()), triangle(m)),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_systems_of_equations(system):
+    check_operation(
+        lambda m, x: SYSTEMS[system](m, x * m.v), {"w": (4, 4), "v": (4,)}, normal(3, 4)
+    )
+
+
+def test_vectors_times_vectors():
+    check_operation(lambda m, x: torch.outer(x @ m.v, m.v), {"v": (4,)}, normal(3, 4))
+    check_operation(lambda m, x: m.v.ger((x @ m.v).tanh()).mT, {"v": (4,)}, normal(3, 4))
+    fixed = normal(2)
+    check_operation(
+        lambda m, x: m.layer(torch.outer(fixed, x @ m.v).mT),
+        {"v": (4,), "layer": nn.Linear(2, 3)},
+        normal(3, 4),
+    )

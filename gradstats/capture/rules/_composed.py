@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._grafted import Composed
+from gradstats.capture._operations import OUTER_PRODUCTS, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
@@ -109,6 +110,30 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
     )
 
 
+def outer(input: Tensor, vec2: Tensor) -> Tensor:
+    """The products of all elements of two vectors."""
+    return input.unsqueeze(1) * vec2
+
+
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
+    if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
+        return (torch.linalg.inv(A) @ B.unsqueeze(-1)).squeeze(-1)
+    return torch.linalg.inv(A) @ B if left else B @ torch.linalg.inv(A)
+
+
+def solve_triangular(A: Tensor, B: Tensor, *, left: bool = True, **triangle: bool) -> Tensor:
+    """The same for a triangular A."""
+    one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    inverse = torch.linalg.solve_triangular(A, one.expand_as(A), **triangle)
+    return inverse @ B if left else B @ inverse
+
+
+def cholesky_solve(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
+    """The same for A = L Lᵀ, given L."""
+    return torch.cholesky_inverse(L, upper=upper) @ B
+
+
 RULES = {
     torch.tensordot: Composed(tensordot),
     torch.inner: Composed(inner),
@@ -116,5 +141,9 @@ RULES = {
     torch.cdist: cdist,
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),
+    **dict.fromkeys(OUTER_PRODUCTS, Composed(outer)),
+    torch.linalg.solve: Composed(solve),
+    torch.linalg.solve_triangular: Composed(solve_triangular),
+    **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),
     torch.einsum: einsum,
 }
