@@ -75,6 +75,9 @@ FACTORIES = frozenset(
     }
 )
 
+# Operations that take of data their form alone.
+BLANKS = frozenset({torch.zeros_like, torch.empty_like})
+
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
 # What the compiler of PyTorch 2.14 shows of getters that give views.
@@ -99,7 +102,7 @@ MOVES_IN_PLACE = frozenset(
 
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
-    | {torch.broadcast_tensors}
+    | BLANKS | {torch.broadcast_tensors}
 )  # fmt: skip
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -268,6 +271,8 @@ class ConstantTracking(TorchFunctionMode):
                 for tensor in results:
                     if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
                         tracker.follow_layout(func, args, kwargs, data, tensor)
+            if func in BLANKS:
+                tracker.mark_blank(result)
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:

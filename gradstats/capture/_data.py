@@ -104,7 +104,9 @@ class Data(Marks):
             return
         found: Examples | Whole | None = None
         first = owned[0][1]
-        layouts = [known] if known else candidates(target, self._contract, first)
+        layouts = [known] if known else []
+        if not known or self.was_blank(target, writes=int(after is target)):
+            layouts = [*layouts, *candidates(target, self._contract, first)]
         for layout in layouts:
             if all(write.agrees(layout, *value) for value in owned):
                 found = layout

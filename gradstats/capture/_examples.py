@@ -43,6 +43,16 @@ class Examples:
         """The largest number of rows that an example has."""
         return self.fold if self.segments is None else self.segments.most
 
+    @property
+    def even(self) -> bool:
+        """Whether each example has as many rows."""
+        return self.most * self.batch == self.rows
+
+    @property
+    def order(self) -> Tensor | None:
+        """The rows in the order of the examples; None where they stand so already."""
+        return None if self.segments is None else self.segments.order
+
     def along(self, axis: int) -> Examples:
         """Return the same with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)

@@ -109,6 +109,16 @@ class Marks:
             if storage is not None:
                 self._written[storage._cdata] = storage
 
+    def mark_blank(self, tensor: Tensor) -> None:
+        """Remember that a tensor with the form of data holds nothing of any example yet."""
+        if not torch.compiler.is_compiling():
+            tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
+
+    def was_blank(self, tensor: Tensor, writes: int) -> bool:
+        """Whether a tensor held nothing of any example before so many writes."""
+        mark = getattr(tensor, "_gradstats_blank", None)
+        return mark is not None and mark == (self.serial, tensor._version - writes)
+
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""
         mark = self._mark_of(tensor)

@@ -805,6 +805,31 @@ def test_relative_positions_repeated_for_examples_and_heads(repeat, positions):
     check_operation(function, parameters, normal(BATCH, positions, 4))
 
 
+@pytest.mark.parametrize("positions", [2, BATCH])
+def test_heads_side_by_side(positions):
+    """As set transformers have them, with learned points that are repeated for the batch."""
+
+    def heads(x):
+        return torch.cat(x.split(3, -1))
+
+    def function(m, x):
+        keys, queries = heads(m.layer(x)), heads(m.queries.repeat(len(x), 1, 1))
+        mixed = (queries + torch.bmm(queries.bmm(keys.mT).softmax(-1), keys)) * queries.exp()
+        mixed = mixed + torch.einsum("nsd,nqd->nqs", keys, queries).sum(-1, keepdim=True)
+        return torch.cat(mixed.split(len(x)), -1)
+
+    parameters = {"layer": nn.Linear(4, 6), "queries": (1, 5, 6)}
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
+def test_members_of_an_ensemble_side_by_side():
+    def function(m, x):
+        rows = x.repeat(2, 1) * m.scales.repeat_interleave(len(x), 0)
+        return m.layer(rows).unflatten(0, (2, -1)).mean(0)
+
+    check_operation(function, {"scales": (2, 4), "layer": nn.Linear(4, 3)}, normal(BATCH, 4))
+
+
 ALONE = {
     "attention": lambda a: (a @ a.T).softmax(-1) @ a,
     "softmax": lambda a: a.softmax(0),

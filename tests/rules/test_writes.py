@@ -53,6 +53,26 @@ def by_mask(h):
     return out
 
 
+def put_back(h):
+    """Rows in another order, worked on and put back into what has their form."""
+    rows = h.flatten(0, -2)
+    order = rows.detach().sum(1).argsort()
+    moved = rows[order].sin()
+    out, back = torch.zeros_like(moved), torch.empty_like(moved)
+    back[order] = moved
+    out.index_copy_(0, order, moved)
+    return (out + back).view(h.shape)
+
+
+def other_rows(h):
+    """What has the form of data takes up rows in any order, and axes that are exchanged."""
+    order = torch.arange(len(h)).flip(0)
+    rows, exchanged = torch.zeros_like(h), torch.empty_like(h.transpose(0, 1).contiguous())
+    rows.copy_(h[order])
+    exchanged.copy_(h.transpose(0, 1))
+    return rows[order] + exchanged.transpose(0, 1)
+
+
 def rows_added(h):
     rows, chosen = h.flatten(0, -2), torch.tensor([2, 0, 2])
     out = empty(h, *rows.shape).index_add_(0, chosen, rows[chosen])
@@ -66,6 +86,8 @@ FOLLOWED = {
     "all at once": lambda h: empty(h, *h.shape).copy_(h),
     "through a view": through_a_view,
     "by mask": by_mask,
+    "put back": put_back,
+    "other rows": other_rows,
     "rows added": rows_added,
     "rows copied": lambda h: torch.zeros_like(h).index_copy_(0, ORDER, h[ORDER]),
     "scattered along positions": lambda h: empty(h, *h.shape).scatter(
@@ -130,7 +152,7 @@ def test_layers_on_one_example_after_the_other():
 
 def in_place(change):
     def moved(h):
-        out = torch.zeros_like(h)
+        out = h.detach().clone()
         change(out, h)
         return out
 
@@ -192,7 +214,7 @@ def test_rows_written_elsewhere_are_refused(move):
 
 
 def transposed_sum(h):
-    out = torch.zeros_like(h)
+    out = h.detach().clone()
     out += h.transpose(0, 1)
     return out
 

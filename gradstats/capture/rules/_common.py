@@ -161,6 +161,11 @@ def in_place_variants(*names: str) -> list:
     return [getattr(torch.Tensor, key) for key in keys if hasattr(torch.Tensor, key)]
 
 
+def in_order(tensor: Tensor, axis: int, order: Tensor | None) -> Tensor:
+    """Return a tensor with the rows along an axis in an order; None for that in which they are."""
+    return tensor if order is None else tensor.index_select(axis, order)
+
+
 def run(tracker, func, *args, **kwargs):
     """Run an operation from within a rule: through its own rule where an operand is tracked."""
     operands = operands_of(args, kwargs)

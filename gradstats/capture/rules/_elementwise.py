@@ -27,6 +27,7 @@ from gradstats.capture.rules._common import (
     as_data,
     check_rows,
     common_rows,
+    in_order,
     in_place_variants,
     lined_up,
     locate,
@@ -219,7 +220,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
     for item in flatten((args, kwargs)):
         node = node_of(item)
         if node is not None and not layout.serves(item.shape):
-            if layout.examples.segments is None and func not in IN_PLACE:
+            if layout.examples.even and func not in IN_PLACE:
                 at = layout.examples.axis if axis is None else axis
                 return _unfolded(tracker, func, layout, args, kwargs, at)
             refuse(
@@ -240,20 +241,26 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
 
 def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: int):
     """Run ``func`` with an example's rows along an axis of their own, so that it has one slice."""
-    axis, sizes = layout.examples.axis, (layout.examples.batch, layout.examples.fold)
+    examples = layout.examples
+    axis, sizes = examples.axis, (examples.batch, examples.rows // examples.batch)
 
     def unfold(item):
         if not isinstance(item, Tensor) or item.dim() <= layout.dims - 1 - axis:
             return item
         own = axis - (layout.dims - item.dim())
         shape = sizes if item.shape[own] != 1 else (1, 1)
+        order = None if item.shape[own] == 1 else examples.order
         if node_of(item) is None:
-            return item.unflatten(own, shape)
+            return in_order(item, own, order).unflatten(own, shape)
+        if order is not None:
+            item = derive(tracker, in_order, (item, own, order), {})
         return derive(tracker, Tensor.unflatten, (item, own, shape), {})
 
-    inner = ExampleLayout(layout.dims + 1, Examples(layout.examples.batch, axis))
+    inner = ExampleLayout(layout.dims + 1, Examples(examples.batch, axis))
     unfolded = rebuild(args, unfold), rebuild(kwargs, unfold)
     result = per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
+    if examples.order is not None:
+        result = result.index_select(result_axis, examples.order.argsort())
     expected = result.shape if torch.compiler.is_compiling() else _shape_of(func, args, kwargs)
     if result.shape != expected:
         refuse(

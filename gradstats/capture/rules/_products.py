@@ -27,6 +27,7 @@ from gradstats.capture.rules._common import (
     cast_for_autocast,
     check_rows,
     common_rows,
+    in_order,
     locate,
     plain,
     run,
@@ -262,14 +263,15 @@ def _own_rows(
     """Return what computes a product in which every row of folded examples has a part of its own.
 
     As relative positions have that were repeated for the batch and its heads. None for other
-    products. Called with the operands behind whatever stands before them.
+    products, unless rows must be sorted by example first. Called with the operands behind whatever
+    stands before them.
     """
     tracked = [isinstance(node_of(operand), Derived) for operand in operands]
     if tracked not in ([True, False], [False, True]):
         return None
     param, data = tracked.index(True), tracked.index(False)
     layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
-    if layout is None or layout.segments is not None or layout.fold == 1:
+    if layout is None or layout.plain or not layout.even:
         return None
     letter = specs[data][layout.axis]
     if letter not in out or letter not in specs[param]:
@@ -280,13 +282,18 @@ def _own_rows(
     terms = ["".join(_beside(letter, row, spec)) for spec in (*specs, out)]
     equation = "{},{}->{}".format(*terms)
     axes = [spec.index(letter) for spec in (*specs, out)]
+    sizes = (layout.batch, layout.rows // layout.batch)
+    order = layout.order
+    if order is not None:
+        tracker.mark_constant(order)
 
     def multiply(*items) -> Tensor:
         unfolded = [
-            item.unflatten(axis, (layout.batch, layout.fold))
+            in_order(item, axis, order).unflatten(axis, sizes)
             for item, axis in zip(items[-2:], axes, strict=False)
         ]
-        return torch.einsum(equation, *unfolded).flatten(axes[2], axes[2] + 1)
+        result = torch.einsum(equation, *unfolded).flatten(axes[2], axes[2] + 1)
+        return in_order(result, axes[2], None if order is None else order.argsort())
 
     return multiply
 
