@@ -33,7 +33,14 @@ from gradstats.capture._layout import (
     stays,
 )
 from gradstats.capture._nodes import flatten, operands_of
-from gradstats.capture._operations import ADDED_PRODUCTS, EXTREMES, OPAQUE, PRODUCTS, SCRAMBLES
+from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
+    EXTREMES,
+    OPAQUE,
+    PRODUCTS,
+    RESHAPES,
+    SCRAMBLES,
+)
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
@@ -247,7 +254,7 @@ class ConstantTracking(TorchFunctionMode):
                 func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not
-        elif func in READS_ONLY_FIRST:
+        elif func in READS_ONLY_FIRST or func in RESHAPES:
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
@@ -264,9 +271,10 @@ class ConstantTracking(TorchFunctionMode):
                 return
             layouts = prescribed_layouts(tracker, func, args, results)
             if layouts is not None:
+                one = tracker.sole_example(data) if tracker.follows_layouts else None
                 for tensor, layout in zip(results, layouts, strict=False):
                     if isinstance(tensor, Tensor):
-                        tracker.place(tensor, layout)
+                        tracker.place(tensor, one or layout)
             else:
                 for tensor in results:
                     if isinstance(tensor, Tensor) and not any(tensor is item for item in data):

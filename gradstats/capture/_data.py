@@ -74,6 +74,9 @@ class Data(Marks):
             for item in write.values
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
         ]
+        if before and self.follows_layouts and (one := self.sole_example([target, *values])):
+            self.place(after, one)
+            return
         if before and write.read is None and not self.follows_layouts:
             if all(value.shape == target.shape for value in values):
                 return
@@ -87,9 +90,6 @@ class Data(Marks):
                 if after is target:
                     self._note_base(target, None, first=False)
                 return
-        sole = self.owned(target) if before else None
-        if isinstance(sole, Whole) and all(own == sole for _, own in owned):
-            return  # all of one example it stays
         known = self.layout_of(target) if before else None
         if not owned or (before and known is None):
             if not before and not self._is_distinct(after):

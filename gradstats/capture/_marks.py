@@ -130,13 +130,13 @@ class Marks:
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 
-    def rows_of_one(self, tensor: Tensor) -> Examples | None:
-        """Return where the rows of a tensor lie all of which belong to one example."""
+    def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
+        """Return where the rows of a tensor lie along an axis all of which are one example's."""
         owned = self.owned(tensor)
         if not isinstance(owned, Whole):
             return None
-        owner = torch.full(tensor.shape[:1], owned.example, device=tensor.device)
-        return Examples(self.batch_size, 0).owned_by(owner, 0)
+        owner = torch.full((tensor.shape[axis],), owned.example, device=tensor.device)
+        return Examples(self.batch_size, axis).owned_by(owner, axis)
 
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
         """Return, in a tuple, what was noted of a tensor; None where nothing was."""

@@ -856,6 +856,59 @@ def test_rows_of_one_example_among_themselves(function, positions):
     check_operation(taken, parameters, normal(BATCH, positions, 4))
 
 
+class Word(nn.Module):
+    """What composes the words of a sentence one by one, as recursive networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.pair = nn.Embedding(9, 4), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.randn(4, 4))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, sentence):
+        whole = self.table(sentence).mean(0)
+        for word in sentence:
+            whole = self.norm(self.pair(torch.cat([self.table(word), whole])).tanh())
+        return whole @ self.scale + whole @ self.scale[0]
+
+
+def test_sizes_that_are_tensors():
+    """As many as examples, for example, as where images of different sizes are put together."""
+
+    def function(m, x):
+        hidden, (height, width) = m.layer(x), torch.tensor([3, 2])
+        return torch.cat([one[: height * width].reshape(1, height, width, -1) for one in hidden])
+
+    check_operation(function, {"layer": nn.Linear(4, 3)}, normal(2, 7, 4))
+
+
+SINGLE = {
+    "convolution": (nn.Conv1d(4, 2, 2), lambda layer, x: layer(x.T)),
+    "attention": (
+        nn.MultiheadAttention(4, 2),
+        lambda layer, x: torch.cat([item.mean(0) for item in layer(x, x, x)]),
+    ),
+    "masked attention": (
+        nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        lambda layer, x: layer(x[:2], x, x, key_padding_mask=x[:, 0] > 9, need_weights=False)[0],
+    ),
+    "recurrence": (nn.LSTM(4, 3, bidirectional=True), lambda layer, x: layer(x)[0]),
+    "cell": (nn.GRUCell(4, 3), lambda layer, x: layer(x[1], layer(x[0]))),
+    "words": (Word(), lambda layer, x: layer((x.abs() * 3).long().clamp(max=8)[:, 0])),
+}
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_layers_on_examples_without_an_axis_for_them(case):
+    layer, function = SINGLE[case]
+    check_operation(
+        lambda m, x: torch.stack([function(m.layer, one) for one in x]),
+        {"layer": layer},
+        normal(BATCH, 5, 4),
+        gradient_of_data=case != "words",
+    )
+
+
 def test_rows_of_two_examples_among_themselves_are_refused():
     def function(m, x):
         pieces = m.first(x.flatten(0, 1)).split([3, 5, 4])

@@ -4,6 +4,8 @@ A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operat
 at least one of them tracked and at least one of them data, and returns the operation's result.
 """
 
+from typing import Any
+
 from gradstats.capture.rules import (
     _attention,
     _bilinear,
@@ -15,9 +17,10 @@ from gradstats.capture.rules import (
     _normalization,
     _products,
     _recurrent,
+    _single,
 )
 
-RULES = {
+RULES: dict[Any, Any] = {
     **_products.RULES,
     **_convolution.RULES,
     **_embedding.RULES,
@@ -29,3 +32,4 @@ RULES = {
     **_attention.RULES,
     **_recurrent.RULES,
 }
+RULES.update({function: _single.alone(function, RULES[function]) for function in _single.SINGLE})

@@ -59,8 +59,8 @@ def locate(
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
-    if layout is None and folds and (axis == 0 or 0 < trailing < data.dim()):
-        layout = tracker.rows_of_one(data)
+    if layout is None and folds and (axis or 0) < data.dim() - trailing:
+        layout = tracker.rows_of_one(data, axis or 0)
     usable = layout is not None and (axis is None or layout.axis == axis)
     if layout is None and data.dim() == 0 and node.value.dim() == 0:
         raise ExampleAxisError(

@@ -1,0 +1,74 @@
+"""Operations on data of one example that have no axis for it, as loops over a batch take them.
+
+An axis of size 1 is put in front of the data and taken off the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._examples import Whole
+from gradstats.capture._grafted import Composed
+from gradstats.capture._operations import CONVOLUTIONS, PRODUCTS
+from gradstats.capture._tensors import node_of
+
+
+def widened(func, x: Tensor, *args, **kwargs) -> Tensor:
+    """The operation on a batch of one."""
+    return func(x.unsqueeze(0), *args, **kwargs).squeeze(0)
+
+
+def multiplied(func, x: Tensor, other: Tensor) -> Tensor:
+    """The product of a vector as that of a row."""
+    if other.dim() == 1:
+        return (x * other).sum(0)
+    return func(x.unsqueeze(0), other).squeeze(-2)
+
+
+def attended(func, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
+    """Attention on a batch of one, which stands behind the positions."""
+    padding = kwargs.get("key_padding_mask")
+    if padding is not None:
+        kwargs["key_padding_mask"] = padding.unsqueeze(0)
+    same = key is query, value is key
+    query = query.unsqueeze(1)
+    key = query if same[0] else key.unsqueeze(1)
+    value = key if same[1] else value.unsqueeze(1)
+    result, weights = func(query, key, value, *args, **kwargs)
+    return result.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+# How many axes data of a single example have, and how they become a batch of one.
+SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
+    functional.linear: (1, widened),
+    functional.embedding: (0, widened),
+    functional.layer_norm: (1, widened),
+    functional.rms_norm: (1, widened),
+    **{function: (axes + 1, widened) for function, axes in CONVOLUTIONS.items()},
+    **dict.fromkeys(PRODUCTS, (1, multiplied)),
+    functional.multi_head_attention_forward: (2, attended),
+}
+
+
+def _is_of_one(tracker, x: Tensor) -> bool:
+    return isinstance(tracker.owned(x), Whole) or tracker.sole_example([x]) is not None
+
+
+def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of an operation that serves data of a single example as well."""
+    axes, composition = SINGLE[func]
+
+    def run(tracker, called, *args, **kwargs):
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and node_of(first) is None and first.dim() == axes:
+            if not torch.compiler.is_compiling() and _is_of_one(tracker, first):
+                return Composed(partial(composition, called))(tracker, called, *args, **kwargs)
+        return rule(tracker, called, *args, **kwargs)
+
+    return run
