@@ -140,6 +140,10 @@ def convolution_factor(
     x, grad = (examples.first(side) for side in (x, grad))
     if x.dim() > len(shape) and x.shape[1] == 1:
         x, grad = x.squeeze(1), grad.squeeze(1)
+    elif x.dim() > len(shape) and len(stride) == 3:
+        # No convolution has four axes: the patches of all volumes are written out.
+        geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+        return _of_volumes(x, grad, shape, geometry)
     elif x.dim() > len(shape):
         # An example's frames are one more axis, along which the kernel has size 1.
         x, grad = x.transpose(1, 2), grad.transpose(1, 2)
@@ -151,3 +155,15 @@ def convolution_factor(
         return Outer(left, right, shape)
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     return Patches(x, grad, shape, geometry)
+
+
+def _of_volumes(
+    x: Tensor, grad: Tensor, shape: tuple[int, ...], geometry: ConvolutionGeometry
+) -> Outer:
+    """Return the factor of examples with several volumes each, (B, volumes, channels, *)."""
+    each = Patches(x.flatten(0, 1), grad.flatten(0, 1), shape, geometry).unfolded()
+    left, right = (
+        side.unflatten(0, x.shape[:2]).transpose(1, 2).flatten(2, 3)
+        for side in (each.left, each.right)
+    )
+    return Outer(left, right, shape)

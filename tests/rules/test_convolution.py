@@ -290,3 +290,31 @@ def test_output_padding_of_a_stride_or_more(kernel, padding):
         2, 4, kernel, stride=(1, 2), dilation=3, output_padding=2, padding=padding, groups=2
     )
     check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(3, 2, 6, 4))
+
+
+ROWS = {
+    "two views one after the other": lambda f, x: sum(f(torch.cat([x, x.flip(-1)])).chunk(2)),
+    "frames": lambda f, x: f(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).flatten(1, 2),
+    "one at a time": lambda f, x: torch.cat([f(row) for row in x.split(1)]),
+    "some": lambda f, x: torch.cat([f(torch.cat([x[:1], x[2:], x[:1]])), f(x[1:2])])[[2, 3, 1]],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", [*CONVOLUTIONS.values(), nn.ConvTranspose2d])
+def test_rows_of_examples_in_any_number_and_order(kind, rows):
+    dims = 1 if kind is nn.Conv1d else 3 if kind is nn.Conv3d else 2
+    check_operation(
+        lambda m, x: ROWS[rows](m.layer, x),
+        {"layer": kind(2, 3, 2, stride=2, padding=1)},
+        normal(3, 2, *range(3, dims + 3)),
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d])
+def test_rows_of_examples_in_groups(kind, rows):
+    layer, dims = kind(4, 6, 2, groups=2, padding=1), 2 if kind is nn.Conv2d else 3
+    check_operation(
+        lambda m, x: ROWS[rows](m.layer, x), {"layer": layer}, normal(3, 4, *range(2, dims + 2))
+    )

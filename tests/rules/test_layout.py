@@ -805,6 +805,61 @@ def test_relative_positions_repeated_for_examples_and_heads(repeat, positions):
     check_operation(function, parameters, normal(BATCH, positions, 4))
 
 
+def modulated(m, x):
+    """Kernels that each example scales for itself, as StyleGAN has them."""
+    kernels = m.kernels * m.first(x).view(-1, 1, 2, 1, 1)
+    kernels = kernels * kernels.square().sum((2, 3, 4), keepdim=True).rsqrt()
+    image = x.view(1, -1, 2, 2)
+    folded = nn.functional.conv2d(image, kernels.flatten(0, 1), padding=1, groups=len(x))
+    return folded.view(len(x), 3, 2, 2)
+
+
+def mixed(m, x):
+    """Kernels and biases that each example mixes for itself, upwards."""
+    shares = m.first(x).softmax(1)
+    kernels = (shares @ m.kernels.view(2, -1)).view(-1, 3, 3, 3)
+    biases = (shares @ m.kernels[:, 0, 0, 0]).flatten()
+    folded = nn.functional.conv_transpose2d(
+        x.view(1, -1, 2, 2), kernels, bias=biases, groups=len(x)
+    )
+    return folded.view(len(x), 3, -1)
+
+
+def correlated(m, x):
+    """Channels of one image with those of another, as trackers compare them."""
+    image, template = m.kernels[0, 0] * x.view(-1, 2, 2, 2).repeat(1, 1, 2, 2), m.first(x)
+    folded = nn.functional.conv1d(
+        image[..., 0].reshape(1, -1, 4), template.view(-1, 1, 1), groups=2 * len(x)
+    )
+    return folded.view(len(x), 2, -1)
+
+
+KERNELS = {modulated: (3, 2, 3, 3), mixed: (2, 2, 3, 3, 3), correlated: (2, 1, 4, 4)}
+
+
+@pytest.mark.parametrize("function", KERNELS)
+def test_kernels_of_each_example(function):
+    """The examples are folded into the channels, whose groups they are."""
+    check_operation(
+        function, {"first": nn.Linear(8, 2), "kernels": KERNELS[function]}, normal(BATCH, 8)
+    )
+
+
+def test_kernels_of_other_examples_are_refused():
+    def function(m, x):
+        kernels = m.first(x).view(-1, 1, 1, 1)[torch.tensor([1, 1, 2, 2, 0, 0])]
+        folded = nn.functional.conv2d(m.first(x).view(1, -1, 1, 1), kernels, groups=2 * BATCH)
+        return folded.view(BATCH, 2)
+
+    check_refused(
+        function,
+        {"first": nn.Linear(8, 2)},
+        normal(BATCH, 8),
+        error=gs.ExampleAxisError,
+        match="which loss belongs to which example",
+    )
+
+
 @pytest.mark.parametrize("positions", [2, BATCH])
 def test_heads_side_by_side(positions):
     """As set transformers have them, with learned points that are repeated for the batch."""

@@ -69,12 +69,9 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
     if examples.segments is not None or (examples.fold != 1 and dims == 3):
-        kernel = tuple(weight.shape[2:])
         if call == (call[0], (0,) * dims, (1,) * dims, False, (0,) * dims, 1):
-            if tuple(input.shape[2:]) == kernel:
+            if input.shape[2:] == weight.shape[2:]:
                 return Composed(as_product)(tracker, func, input, weight, bias)
-        if dims == 3 and examples.most > 1:
-            refuse(func, nodes[0], "of several rows for each example has no rule here")
     x = cast_for_autocast(tracker, input)
     tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
     if tracker.settings.exact:
