@@ -257,3 +257,17 @@ def test_graphs_without_bounds_are_refused():
     batch = Packed((torch.randn(3, 4), torch.randint(3, (2, 6))))
     with pytest.raises(gs.ExampleAxisError, match=r"Packed.*cu_seqlens="):
         gs.per_example_norms(Graphs(sums), batch, lambda m, b: m(b))
+
+
+def test_rows_that_fall_on_other_examples_are_refused():
+    """As many edges as nodes, of which the graphs have other numbers."""
+
+    def loss_fn(model, batch):
+        sent, target = model(batch), torch.tensor([1, 2, 5, 4, 4, 5])
+        nodes = torch.zeros(6, 4).index_add(0, target, sent).tanh()
+        return torch.zeros(2, 4).index_add(0, torch.tensor([0, 0, 0, 0, 1, 1]), nodes).sum(1)
+
+    with pytest.raises(gs.CoupledExamplesError, match="different examples"):
+        gs.per_example_norms(
+            nn.Linear(3, 4), torch.randn(6, 3), loss_fn, cu_seqlens=torch.tensor([0, 4, 6])
+        )

@@ -116,6 +116,10 @@ class Data(Marks):
             whole = not known and write.read is None and isinstance(first, Whole)
             found = first if whole and all(own == first for _, own in owned) else None
         self.place(after, found)
+        packed = self._contract.segments is not None
+        if packed and found is None and any(value.requires_grad for value, _ in owned):
+            # Nothing else would say it: losses of packed rows are taken as they come.
+            self._note_meeting(after)
         if after is target and (found is None or not before):
             self._note_base(target, found, first=not before)
 

@@ -137,13 +137,12 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
     for layout in (contract, owned):
         if isinstance(layout, Examples):
             yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
-    if contract.segments is not None:
-        # Sums over the rows of packed examples, as graphs are pooled.
-        yield from (Examples(contract.batch, a) for a in axes if target.shape[a] == contract.batch)
-    elif contract.batch:
+    if contract.batch:
+        # Packed examples may get one row each, as graphs do that are pooled.
+        fewest = 2 if contract.segments is None else 1
         for axis in axes:
             rows, rest = divmod(target.shape[axis], contract.batch)
-            if rows > 1 and not rest:
+            if rows >= fewest and not rest:
                 yield Examples(contract.batch, axis, rows)
 
 
