@@ -111,7 +111,7 @@ class Marks:
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds nothing of any example yet."""
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or tensor.is_inference()):
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:

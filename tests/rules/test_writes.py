@@ -325,3 +325,13 @@ def test_masks_made_by_vmap_after_a_write():
 
     parameters = {"layer": nn.Linear(WIDTH, 2), "scale": (2,)}
     check_operation(function, parameters, normal(BATCH, 5, WIDTH), gradient_of_data=False)
+
+
+def test_the_form_of_data_in_inference_mode():
+    def function(m, x):
+        with torch.inference_mode():
+            first = torch.zeros_like(x)
+            first[:, 0] = x.detach()[:, 0]
+        return m.layer(x + first.clone())
+
+    check_operation(function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, WIDTH))
