@@ -8,6 +8,7 @@ data, no rule                 refused, naming the operation and the parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -202,6 +203,22 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
             show(changed, target)
             target.data = changed.value.detach()  # for who looks at the numbers alone
             return None if func is Tensor.__setitem__ else target
+    if isinstance(own, Derived) and own.function is Tensor.__getitem__ and not own.aliased:
+        base, index = own.args
+        whole = base.shown() if isinstance(base, Derived) else None
+        if whole is not None:
+            # The tensor changes that a part was taken of, and the part is taken again.
+            @wraps(func)
+            def change_part(first, *others, **named):
+                func(first[index], *others, **named)
+
+            own.shown = lambda: None
+            change(tracker, change_part, (whole, *args[1:]), kwargs, node)
+            part = node_of(derive(tracker, Tensor.__getitem__, (whole, index), {}))
+            if isinstance(part, Derived):
+                show(part, target)
+                target.data = part.value.detach()
+                return None if func is Tensor.__setitem__ else target
     # Views and copies of the old value may be in use: they would describe another tensor.
     refuse(
         func,
