@@ -255,7 +255,7 @@ class Ragged:
     Attributes:
         left: (rows, p), sorted by example, and right: (rows, q).
         offsets: (B + 1,) where each example's rows begin and end.
-        shape: shape of the parameter, (p, q).
+        shape: shape of the parameter, (p, q), or (p, …) with q elements to each of the p.
     """
 
     left: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
 from gradstats._factors import (
     ConvolutionGeometry,
     Elementwise,
@@ -15,7 +16,7 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._examples import Examples
-from gradstats.capture._linear import bias_factor, bias_report
+from gradstats.capture._linear import bias_factor, bias_report, outer_factor
 from gradstats.capture._uses import Use, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton
 
@@ -137,12 +138,18 @@ def convolution_factor(
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
+    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    if examples.segments is not None and groups == 1:
+        filled = examples.batch * examples.most * x[:1].numel()
+        if filled > len(x) * product((*grad.shape[2:], *shape[1:])):
+            # The patches of what is there take less than zeros for what is not.
+            rows = Patches(x, grad, shape, geometry).unfolded()
+            return outer_factor(examples, rows.left.squeeze(1), rows.right.squeeze(1), shape)
     x, grad = (examples.first(side) for side in (x, grad))
     if x.dim() > len(shape) and x.shape[1] == 1:
         x, grad = x.squeeze(1), grad.squeeze(1)
     elif x.dim() > len(shape) and len(stride) == 3:
         # No convolution has four axes: the patches of all volumes are written out.
-        geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
         return _of_volumes(x, grad, shape, geometry)
     elif x.dim() > len(shape):
         # An example's frames are one more axis, along which the kernel has size 1.

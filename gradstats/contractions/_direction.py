@@ -121,10 +121,11 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
 
 
 def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
+    direction = direction.reshape(factor.left.shape[1], factor.right.shape[1])
     if _triton.serves(factor):
-        return _triton.ragged_direction(factor, direction.reshape(factor.shape))
+        return _triton.ragged_direction(factor, direction)
     dtype = compute_dtype(factor.left, factor.right, direction)
-    matrix = direction.reshape(factor.shape).to(dtype)
+    matrix = direction.to(dtype)
     rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
     size = factor.left.shape[1] + factor.right.shape[1]
     chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))

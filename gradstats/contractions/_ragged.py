@@ -37,7 +37,8 @@ def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]
 
 def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     longest = max([1, *factor.lengths])
-    form = _cost.choose_outer_form(longest, *factor.shape, guarded=guarded, on_chip=True)
+    widths = factor.left.shape[1], factor.right.shape[1]
+    form = _cost.choose_outer_form(longest, *widths, guarded=guarded, on_chip=True)
     if form == "direct":
         return _triton.ragged_direct(factor, longest)
     return recompute_suspects(
