@@ -69,11 +69,12 @@ def forms(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
         return [contract(factor.select(rows).unfolded(), WORKSPACE) for rows in parts]
 
     found: dict[str, Callable[[], object]] = {
-        "convolution": lambda: _patches._direct(factor, WORKSPACE, with_sum=with_sum),
         "patches": lambda: of_patches(_outer.direct_and_sum if with_sum else _outer.direct),
     }
+    if not factor.cheap:  # elsewhere gradients are formed of patches in any case
+        found["convolution"] = lambda: _patches._direct(factor, WORKSPACE, with_sum=with_sum)
     if factor.geometry.groups > 1:
-        return found  # whose groups are no matrix products
+        return found  # whose groups are not matrix products
     if not with_sum:
         return {**found, "gram": lambda: of_patches(_outer.guarded_gram)}
     return {**found, "gram": lambda: (of_patches(_outer.guarded_gram), _patches._total(factor))}
@@ -82,7 +83,7 @@ def forms(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
 def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
     """Time the forms for one layer and print what the cost model's choice loses."""
     factor = factor_of(layer)
-    timings = interleave(forms(factor, with_sum), "convolution", rounds)
+    timings = interleave(forms(factor, with_sum), "patches", rounds)
     direct = "patches" if factor.cheap else "convolution"
     chosen = direct if _patches._form(factor, with_sum=with_sum) == "direct" else "gram"
     milliseconds = {name: timing.milliseconds for name, timing in timings.items()}
