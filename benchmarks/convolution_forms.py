@@ -10,15 +10,13 @@ fastest.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import interleave, machine, write_csv
+from benchmarks.harness import interleave, machine, options_of_forms, write_csv
 from gradstats._factors import ConvolutionGeometry, Patches
 from gradstats.contractions import _outer, _patches
 
@@ -102,11 +100,7 @@ def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    options = parser.parse_args()
+    options = options_of_forms(__doc__)
     print(f"{machine()}, torch {torch.__version__}, {EXAMPLES} examples, float32; milliseconds")
     rows = []
     for with_sum in (False, True):

@@ -8,13 +8,11 @@ the weight gradient, and the cost model's choice is compared with the faster one
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness import interleave, machine, write_csv
+from benchmarks.harness import interleave, machine, options_of_forms, write_csv
 from gradstats._cost import choose_outer_form
 from gradstats._factors import Outer
 from gradstats.contractions._outer import direct, direct_and_sum, guarded_gram, summed
@@ -56,11 +54,7 @@ def compare(p: int, q: int, positions: int, with_sum: bool, rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    options = parser.parse_args()
+    options = options_of_forms(__doc__)
     print(f"{machine()}, torch {torch.__version__}, 16 examples, float32")
     rows = []
     for with_sum in (False, True):

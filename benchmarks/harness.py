@@ -9,6 +9,7 @@ process of its own, in which a step follows another like it, as in training.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import datetime
@@ -216,6 +217,15 @@ def commit() -> str:
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout.strip() or "unknown"
+
+
+def options_of_forms(description: str) -> argparse.Namespace:
+    """Return the options of a benchmark that compares forms: rounds, and where results go."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    return parser.parse_args()
 
 
 def write_csv(

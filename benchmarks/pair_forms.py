@@ -8,12 +8,9 @@ sizes, and the cost model's choice is compared with the faster one.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 
-from benchmarks.harness import interleave, machine, write_csv
+from benchmarks.harness import interleave, machine, options_of_forms, write_csv
 from gradstats._cost import choose_pair_form
 from gradstats._factors import Outer
 from gradstats.contractions._outer_pairs import gram_pairs
@@ -26,11 +23,7 @@ WORKSPACE = 256 * 1024 * 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    options = parser.parse_args()
+    options = options_of_forms(__doc__)
     print(f"{machine()}, torch {torch.__version__}, float32, both batches of the same size")
     print("   p     q     T     B   gram/direct   chosen   lost by the choice")
     rows = []
