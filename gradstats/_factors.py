@@ -236,11 +236,12 @@ def filled_up(rows: Tensor, offsets: tuple[int, ...]) -> Tensor:
     bounds = torch.tensor(offsets)
     place = torch.arange(max(1, int(bounds.diff().max())))
     index = bounds[:-1].unsqueeze(1) + place
-    missing = (index >= bounds[1:].unsqueeze(1)).to(rows.device)
+    missing = index >= bounds[1:].unsqueeze(1)
     if not len(rows):
         return rows.new_zeros(*index.shape, *rows.shape[1:])
-    found = rows[index.masked_fill_(missing.cpu(), 0).to(rows.device)]
-    return found.masked_fill_(missing.view(*index.shape, *(1 for _ in rows.shape[1:])), 0)
+    found = rows[index.masked_fill_(missing, 0).to(rows.device)]
+    missing = missing.view(*index.shape, *(1 for _ in rows.shape[1:]))
+    return found.masked_fill_(missing.to(rows.device), 0)
 
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:

@@ -154,13 +154,12 @@ def convolution_factor(
     elif x.dim() > len(shape):
         # An example's frames are one more axis, along which the kernel has size 1.
         x, grad = x.transpose(1, 2), grad.transpose(1, 2)
-        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+        geometry = ConvolutionGeometry((1, *stride), (0, *padding), (1, *dilation), groups)
     pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
     if pointwise:
         left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
         right = x.flatten(2).unflatten(1, (groups, -1)).mT
         return Outer(left, right, shape)
-    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     return Patches(x, grad, shape, geometry)
 
 

@@ -224,7 +224,7 @@ class Data(Marks):
             if any(item.dim() < dims for item in data if item is source or item.requires_grad):
                 changes = lost = True  # broadcast perhaps, so that axes count from the right
             if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
-                changes = lost = True
+                changes = lost = True  # the axis that a product sums
             if not self._is_marked(source) and (not changes or layout is None):
                 return
             if lost or layout is None:

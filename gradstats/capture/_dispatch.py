@@ -200,9 +200,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         changed = node_of(derive(tracker, Changed(func), args, kwargs))
         if isinstance(changed, Derived) and same_form(changed.value, own.value):
             own.shown = lambda: None
-            show(changed, target)
-            target.data = changed.value.detach()  # for who looks at the numbers alone
-            return None if func is Tensor.__setitem__ else target
+            return _show_changed(func, changed, target)
     if isinstance(own, Derived) and own.function is Tensor.__getitem__ and not own.aliased:
         base, index = own.args
         whole = base.shown() if isinstance(base, Derived) else None
@@ -216,9 +214,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
             change(tracker, change_part, (whole, *args[1:]), kwargs, node)
             part = node_of(derive(tracker, Tensor.__getitem__, (whole, index), {}))
             if isinstance(part, Derived):
-                show(part, target)
-                target.data = part.value.detach()
-                return None if func is Tensor.__setitem__ else target
+                return _show_changed(func, part, target)
     # Views and copies of the old value may be in use: they would describe another tensor.
     refuse(
         func,
@@ -226,6 +222,13 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         "changes a tensor in place that belongs to no example, which has no rule",
         "Write it out of place.",
     )
+
+
+def _show_changed(func, node: Derived, target: Tensor) -> Tensor | None:
+    """Let a tensor that was changed stand for another node; return what the operation returns."""
+    show(node, target)
+    target.data = node.value.detach()  # for who looks at the numbers alone
+    return None if func is Tensor.__setitem__ else target
 
 
 def same_form(first: Tensor, second: Tensor) -> bool:

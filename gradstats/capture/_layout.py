@@ -65,8 +65,6 @@ def follow(
     """
     if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0) or is_one(func, source):
         return None
-    if func in SUM_LAST and layout.axis == source.dim() - 1:
-        return None  # the axis that a product sums
     if func in MOVES:
         return _moved(source, layout, result)
     if func in RESHAPES:
