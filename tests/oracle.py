@@ -24,7 +24,10 @@ def to_float64(batch):
 def oracle_gradients(
     model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the per-example gradients (B, *shape) of every parameter that requires grad."""
+    """Return the per-example gradients (B, *shape) of every parameter that requires grad.
+
+    Those of complex parameters as real numbers, (B, *shape, 2).
+    """
     model = copy.deepcopy(model).double()
     losses = loss_fn(model, to_float64(batch))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -34,7 +37,8 @@ def oracle_gradients(
             loss, list(named.values()), retain_graph=True, allow_unused=True
         )
         for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
-            rows[name].append(torch.zeros_like(parameter) if gradient is None else gradient)
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj()
+            rows[name].append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return {name: torch.stack(gradients) for name, gradients in rows.items()}
 
 
@@ -180,13 +184,15 @@ def check_products(
         diagonal = gs.inner_products(*arguments, pairs="diagonal", **options)
         assert_products(diagonal, rows, columns, rtol)
 
-    dtype = next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(2)
-    direction = {
-        name: torch.randn(g.shape[1:], generator=generator, dtype=dtype)
-        for name, g in named.items()
-    }
-    along = torch.cat([value.flatten() for value in direction.values()])[None].double()
+    parameters = dict(model.named_parameters())
+    direction, numbers = {}, []
+    for name, gradient in named.items():
+        dtype = parameters[name].dtype
+        value = torch.randn(gradient.shape[1:], generator=generator, dtype=dtype.to_real())
+        direction[name] = torch.view_as_complex(value) if dtype.is_complex else value
+        numbers.append(value.flatten())
+    along = torch.cat(numbers)[None].double()
     got = gs.alignment(model, batch, loss_fn, direction, **options)
     assert_products(got[:, None], rows, along, rtol)
     assert_unchanged(model, state)

@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, VIEW_GETTERS
+from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, TRANSPOSING_GETTERS
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._layout import (
     CHANGES,
@@ -87,14 +87,14 @@ BLANKS = frozenset({torch.zeros_like, torch.empty_like})
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
-# What the compiler of PyTorch 2.14 shows of getters that give views.
-VIEWS_IN_GRAPHS = (
+# What the compiler of PyTorch 2.14 shows of getters that transpose.
+TRANSPOSES_IN_GRAPHS = (
     torch.ops.aten.numpy_T,
     torch.ops.aten.mT,
     torch.ops.aten.matrix_H,
     torch.ops.aten.mH,
 )
-IN_GRAPHS = dict(zip(VIEWS_IN_GRAPHS, VIEW_GETTERS, strict=True))
+IN_GRAPHS = dict(zip(TRANSPOSES_IN_GRAPHS, TRANSPOSING_GETTERS, strict=True))
 
 # What operations call their first operand.
 FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})

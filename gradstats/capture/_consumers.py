@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradstats._complex import as_real
 from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture._lineage import Pulled
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
@@ -179,7 +180,7 @@ class Along:
 
     def take(self, arrival: Arrival) -> None:
         device = arrival.sqnorm.device
-        direction = self._direction[arrival.name].detach().to(device)
+        direction = as_real(self._direction[arrival.name].detach()).to(device)
         self.values[arrival.name] = direction_inner(arrival.factors, direction, arrival.workspace)
 
 

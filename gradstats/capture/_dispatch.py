@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._nodes import (
     Derived,
@@ -24,6 +25,7 @@ from gradstats.capture._nodes import (
     rebuild,
     same_storage,
 )
+from gradstats.capture._operations import COMPLEX
 from gradstats.capture._tensors import first_node, node_of, show, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
@@ -48,7 +50,8 @@ ON_THE_OBJECT = frozenset(
 )
 
 # Getters that give a view of the same numbers; every other getter reads a property.
-VIEW_GETTERS = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__)  # type: ignore[attr-defined]
+TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
+VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
 
 # Operations that read only shape, dtype or device of the operands after the first.
 READS_ONLY_FIRST = frozenset(
@@ -97,8 +100,9 @@ def dispatch(
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             return _note_alias(func(*args, **kwargs), args, kwargs)
-        nodes, data = [], False
+        nodes, data, is_complex = [], False, False
         for item in operands:
+            is_complex = is_complex or item.is_complex()
             node = node_of(item)
             if node is None:
                 data = data or tracker.is_data(item)
@@ -120,6 +124,10 @@ def dispatch(
                 return change(tracker, func, args, kwargs, nodes[0])
             return derive(tracker, func, args, kwargs)
         rule = rules.get(func)
+        if is_complex:
+            leave_graph(f"complex numbers with {nodes[0].describe()}")
+            if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
+                refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
             return rule(tracker, func, *args, **kwargs)
         return _without_rule(func, nodes, args, kwargs)
@@ -157,12 +165,6 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
-    if any(isinstance(item, Tensor) and item.is_complex() for item in flatten((result,))):
-        refuse(
-            func,
-            first_node(*operands_of(args, kwargs)),
-            "makes complex numbers of a real tensor, which has no rule",
-        )
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return _note_alias(result, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._complex import as_real
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._nodes import Derived, Node, function_name, operands_of, rebuild
 from gradstats.capture._tensors import node_of, wrap
@@ -51,7 +52,7 @@ class Grafted:
         node = next(n for n in map(node_of, operands_of(args, kwargs)) if n is not None)
         self._check(func, node, results, shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
-            if isinstance(first, Tensor) and first.is_floating_point():
+            if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
                 results[number] = _graft(node, _plain(second), first)
         return results[0] if single else type(result)(results)
 
@@ -140,7 +141,7 @@ def _difference(result, shadow) -> float:
     if not isinstance(result, Tensor) or not bool(result.isfinite().all()):
         return 0.0
     tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
-    wide, other = result.detach().double(), shadow.detach().double()
+    wide, other = (as_real(item.detach()).double() for item in (result, shadow))
     return ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
 
 

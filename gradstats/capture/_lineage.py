@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradstats._complex import real_shape
 from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
@@ -48,7 +49,7 @@ class Pulled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.root.parameter.shape)
+        return real_shape(self.root.parameter)
 
     @property
     def granule(self) -> int:
@@ -130,8 +131,8 @@ class Replay:
     """A derived tensor computed again from its root, to be differentiated any number of times.
 
     Attributes:
-        leaf: the root's value.
-        value: the derived tensor.
+        leaf: the root's value, in real numbers.
+        value: the derived tensor, in real numbers.
     """
 
     def __init__(self, leaf: Tensor, value: Tensor):
@@ -168,7 +169,7 @@ def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
     """Return the factor of ``root`` that a factor of ``node`` induces."""
     while isinstance(node, Derived):
         if len(node.parents) == 1 and node.parents[0].roots == (root,):
-            step = LEAN_STEPS.get(node.function)
+            step = _lean_step(node)
             found = None if step is None else step(factor, node)
             if found is not None:
                 factor, node = found, node.parents[0]
@@ -177,13 +178,25 @@ def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
     return factor
 
 
+def _lean_step(node: Derived):
+    """Return how factors of a tensor become factors of the only one it is made of, if known.
+
+    Shapes that are moved about are those of real tensors.
+    """
+    if node.function in SAME_NUMBERS or not (
+        node.value.is_complex() or node.parents[0].value.is_complex()
+    ):
+        return LEAN_STEPS.get(node.function)
+    return None
+
+
 def rearranged_root(node: Node) -> Root | None:
     """Return the parameter of which a tensor is a cast, a reshape or a shift by a constant.
 
     All have the same per-example gradients. None if it is anything else.
     """
     while isinstance(node, Derived):
-        step = LEAN_STEPS.get(node.function)
+        step = _lean_step(node)
         same = (
             step in (_same_shape, _reshaped)
             or (step is _axes_added and _only_adds_axes(node))
@@ -245,6 +258,10 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
 
 
 def _is_isometric(node: Derived) -> bool:
+    if node.function not in SAME_NUMBERS and (
+        node.value.is_complex() != node.parents[0].value.is_complex()
+    ):
+        return False  # a cast drops the imaginary part of the gradient
     if node.function in ISOMETRIC:
         return True
     # Basic indexing selects each element at most once; an index tensor may repeat some.
@@ -274,6 +291,11 @@ def _transpose(factor: Factor, node: Derived) -> Factor | None:
 def _same_shape(factor: Factor, node: Derived) -> Factor | None:
     """Casts and copies: the gradient is the same numbers in the root's dtype."""
     return factor if node.value.shape == node.parents[0].shape else None
+
+
+def _same_numbers(factor: Factor, node: Derived) -> Factor:
+    """A complex tensor seen as pairs of real numbers, or the other way: as factors see it."""
+    return factor
 
 
 def _shifted(factor: Factor, node: Derived) -> Factor | None:
@@ -381,6 +403,8 @@ LEAN_STEPS = {
     Tensor.__add__: _shifted,
     Tensor.__radd__: _shifted,
     torch.add: _shifted,
+    torch.view_as_real: _same_numbers,
+    torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
     torch.reshape: _reshaped,
@@ -397,11 +421,13 @@ LEAN_STEPS = {
     torch.nn.functional.embedding: _embedded,
 }
 
+SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
+
 ISOMETRIC = frozenset(
     {
         function
         for function, step in LEAN_STEPS.items()
-        if step in (_transpose, _same_shape, _reshaped)
+        if step in (_transpose, _same_shape, _reshaped, _same_numbers)
     }
     | {
         Tensor.permute,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
 from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, UnsupportedOperationError
@@ -251,11 +252,17 @@ class Derived(Node):
         return result if self.index is None else result[self.index]
 
     def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
-        """Return a fresh leaf with the root's value and this tensor computed from it."""
+        """Return a fresh leaf with the root's value and this tensor computed from it.
+
+        Both in real numbers.
+        """
         with torch.enable_grad():
-            value = root.parameter.detach()
+            parameter = root.parameter.detach()
+            value = as_real(parameter)
             leaf = (value.clone() if copies else value).requires_grad_()
-            again = self.replay({root: leaf}, copies)
+            own = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
+            again = self.replay({root: own}, copies)
+            seen = as_real(again)
         if not torch.equal(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
@@ -263,7 +270,7 @@ class Derived(Node):
                 "of its inputs changed in place? Exclude the parameter, or compute the tensor "
                 "without randomness."
             )
-        return leaf, again
+        return leaf, seen
 
 
 def same_storage(first: Tensor, second: Tensor) -> bool:

@@ -22,6 +22,12 @@ def variants(*names: str) -> list[Any]:
     return [getattr(owner, name) for owner, name in keys if hasattr(owner, name)]
 
 
+def in_place_variants(*names: str) -> list[Any]:
+    """Return the methods and operators under which an operation changes its first operand."""
+    keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
+    return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
+
+
 MOVES = frozenset(
     {
         torch.einsum,
@@ -187,6 +193,18 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
 LOOKS_AT_FIRST = frozenset(
     {functional.linear, functional.embedding, functional.prelu, torch.prelu, *CONVOLUTIONS}
 )
+
+# Operations whose rules serve complex numbers.
+COMPLEX = (
+    PRODUCTS
+    | TENSOR_PRODUCTS
+    | frozenset(function_variants(*ELEMENTWISE))
+    | frozenset(in_place_variants(*ELEMENTWISE))
+    | {
+        functional.linear, torch.einsum, torch.cat, torch.concat, torch.concatenate, torch.stack,
+        torch.broadcast_tensors, torch.rsub, Tensor.__rsub__, Tensor.__setitem__, Tensor.copy_,
+    }
+)  # fmt: skip
 
 # Of one operand reductions, of two the larger or smaller element by element.
 EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})

@@ -137,12 +137,6 @@ def check_trackable(root: Root) -> None:
             f"exclude=[{root.name!r}].",
             [root.name],
         )
-    if not parameter.is_floating_point():
-        raise UnsupportedOperationError(
-            f"{root.describe()} has dtype {parameter.dtype}, expected a real floating-point dtype. "
-            f"Exclude it by name with exclude=[{root.name!r}].",
-            [root.name],
-        )
 
 
 def compiler_is_used() -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gradstats._complex import as_real
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
@@ -74,6 +75,8 @@ class ExampleLayout:
         return viewed.expand(shape)
 
     def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
+        if grad.is_complex():
+            return replace(self, dims=self.dims + 1).factor(as_real(grad), (*shape, 2))
         slices = self.examples.lead(grad)
         batch = self.examples.batch
         if self.own_slices(shape):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradstats._complex import as_real
 from gradstats.errors import TrackingError
 
 
@@ -66,7 +67,7 @@ def gradient_sqnorms(parameters: Sequence[nn.Parameter]) -> Tensor | None:
             continue
         if hasattr(gradient, "to_local"):
             gradient = gradient.to_local()
-        gradient = gradient.detach()
+        gradient = as_real(gradient.detach())
         if gradient.dim() > 1:
             # Row by row: one float32 sum over all elements would lose digits.
             dtype = torch.promote_types(gradient.dtype, torch.float32)

@@ -98,10 +98,21 @@ def _holds(tensor: Tensor, numbers: tuple[int, ...]) -> bool:
     return integers and tuple(tensor.tolist()) == numbers
 
 
+def model_to_float64(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with its numbers in double precision."""
+    copied = copy.deepcopy(model).double()
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(torch.complex128)
+    return copied
+
+
 def to_float64(batch: Any) -> Any:
-    """Return the batch with its floating-point tensors in float64."""
+    """Return the batch with its floating-point and complex tensors in double precision."""
 
     def widen(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.detach().to(torch.complex128).requires_grad_(tensor.requires_grad)
         if not tensor.is_floating_point():
             return tensor
         return tensor.detach().double().requires_grad_(tensor.requires_grad)

@@ -98,7 +98,7 @@ def norms_with_fallback(
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.norm.double().square()
-    wide = any(parameter.dtype == torch.float64 for parameter in selected.values())
+    wide = any(parameter.dtype.to_real() == torch.float64 for parameter in selected.values())
     rows = torch.stack([values[name] for name in selected])
     total = rows.sum(0)
     relative = partial(_relative, bound, total)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._complex import as_real, real_shape
 from gradstats._factors import map_tensors
 from gradstats.capture._consumers import (
     Against,
@@ -141,7 +142,7 @@ def keep(
         model, batch, loss_fn, consumer, batch_dim, cu_seqlens, parameters, exclude, workspace
     )
     check_finite(tracker, nonfinite)
-    shapes = {root.name: tuple(root.parameter.shape) for root in tracker.roots}
+    shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
     return KeptGradients(losses.detach(), tracker.sqnorm, shapes, consumer.kept)
 
 
@@ -419,9 +420,9 @@ def run(
 def shapes_of(
     model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter that is to be tracked, by name."""
+    """Return the shape of every parameter that is to be tracked, in real numbers, by name."""
     selected = select_parameters(model, parameters, exclude)
-    return {name: tuple(parameter.shape) for name, parameter in selected.items()}
+    return {name: real_shape(parameter) for name, parameter in selected.items()}
 
 
 def check_same_parameters(
@@ -478,13 +479,13 @@ def check_direction(
             "of it, or leave parameters out of both with exclude=."
         )
     for name, value in named.items():
-        if not isinstance(value, Tensor) or tuple(value.shape) != shapes[name]:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or real_shape(value) != shapes[name]:
+            got = real_shape(value) if isinstance(value, Tensor) else type(value).__name__
             raise CoverageError(
                 f"the direction for {name!r} is {got}, expected a tensor of the parameter's shape "
-                f"{shapes[name]}."
+                f"{shapes[name]}, where complex numbers count as pairs."
             )
-        if not value.is_floating_point():
+        if not as_real(value).is_floating_point():
             raise CoverageError(
                 f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
             )
@@ -493,5 +494,5 @@ def check_direction(
 
 def result_dtype(*models: nn.Module) -> torch.dtype:
     """Return float64 where a model has a float64 parameter, else float32."""
-    wide = any(p.dtype == torch.float64 for model in models for p in model.parameters())
+    wide = any(p.dtype.to_real() == torch.float64 for model in models for p in model.parameters())
     return torch.float64 if wide else torch.float32

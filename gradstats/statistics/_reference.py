@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._complex import as_real
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.statistics._batches import State
@@ -115,7 +116,7 @@ def gradients_of(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return the gradient of one loss by plain autograd, zeros where it uses no parameter."""
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [
-        torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        as_real(torch.zeros_like(parameter) if gradient is None else gradient).detach()
         for gradient, parameter in zip(gradients, parameters, strict=True)
     ]
 

@@ -97,7 +97,7 @@ def gather(
     square = (weight * scale) ** 2
     relative = tracker.error_bound(values, total, square)
     names = [root.name for root in tracker.roots]
-    wide = any(root.parameter.dtype == torch.float64 for root in tracker.roots)
+    wide = any(root.parameter.dtype.to_real() == torch.float64 for root in tracker.roots)
     if isinstance(square, Tensor) or square != 1:
         values, total = values / square, total / square
     norms = summarise(names, values, total, relative, loss, nonfinite, wide)

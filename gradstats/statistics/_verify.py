@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import glob
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -19,6 +18,7 @@ from gradstats.statistics._batches import (
     Division,
     State,
     map_tensors,
+    model_to_float64,
     same_bits,
     state_kept,
     to_float64,
@@ -187,7 +187,7 @@ class Verification:
         if reason is None:
             try:
                 subject = Subject(
-                    copy.deepcopy(inner).double(), to_float64(self.batch), torch.float64,
+                    model_to_float64(inner), to_float64(self.batch), torch.float64,
                     "float64 on a copy of the model",
                 )  # fmt: skip
                 losses = self.loss_fn(subject.model, subject.batch)

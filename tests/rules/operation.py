@@ -30,7 +30,7 @@ class Operation(nn.Module):
                 value = value.double()
             elif value is not None:
                 value = value if isinstance(value, Tensor) else torch.randn(value)
-                value = nn.Parameter(value.double())
+                value = nn.Parameter(value if value.is_complex() else value.double())
             setattr(self, name, value)
 
     def forward(self, *data):

@@ -337,26 +337,6 @@ def test_a_derived_tensor_used_out_of_sight_with_the_fallback():
     assert_sqnorms(stats, oracle_sqnorms(model, batch, uneven_loss), 1e-12)
 
 
-# What makes complex numbers of a real parameter.
-COMPLEX = {
-    "view": lambda w: torch.view_as_complex(w.view(WIDTH, 1, 2)).real,
-    "polar": lambda w: torch.polar(w, w).real,
-    "fft": lambda w: torch.fft.irfft(torch.fft.rfft(w), 2),
-    "product": lambda w: (1j * w).imag,
-}
-
-
-@pytest.mark.parametrize("make", COMPLEX.values(), ids=COMPLEX)
-def test_complex_numbers_made_of_a_parameter_are_refused(make):
-    check_refused(
-        lambda m, x: x @ make(m.w),
-        {"w": (WIDTH, 2)},
-        normal(BATCH, POSITIONS, WIDTH),
-        error=gs.UnsupportedOperationError,
-        match=r"complex.*'w'",
-    )
-
-
 class Stores(nn.Module):
     """Leaves what it computes from its parameter where it can be found afterwards."""
 

@@ -1,5 +1,5 @@
 """Models that gradstats is checked on, in one list for the test and for the README's table."""
 
-from tests.zoo import awkward, hugging_face, torch_nn
+from tests.zoo import awkward, hugging_face, spectral, torch_nn
 
-CASES = [*hugging_face.CASES, *torch_nn.CASES, *awkward.CASES]
+CASES = [*hugging_face.CASES, *torch_nn.CASES, *awkward.CASES, *spectral.CASES]

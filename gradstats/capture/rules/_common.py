@@ -155,12 +155,6 @@ def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     return cast
 
 
-def in_place_variants(*names: str) -> list:
-    """Return the methods and operators under which an operation changes its first operand."""
-    keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
-    return [getattr(torch.Tensor, key) for key in keys if hasattr(torch.Tensor, key)]
-
-
 def in_order(tensor: Tensor, axis: int, order: Tensor | None) -> Tensor:
     """Return a tensor with the rows along an axis in an order; None for that in which they are."""
     return tensor if order is None else tensor.index_select(axis, order)

@@ -19,7 +19,12 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nodes import Node, flatten, rebuild
-from gradstats.capture._operations import ELEMENT_LOSSES, ELEMENTWISE, function_variants
+from gradstats.capture._operations import (
+    ELEMENT_LOSSES,
+    ELEMENTWISE,
+    function_variants,
+    in_place_variants,
+)
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
@@ -28,7 +33,6 @@ from gradstats.capture.rules._common import (
     check_rows,
     common_rows,
     in_order,
-    in_place_variants,
     lined_up,
     locate,
     plain,
@@ -356,6 +360,8 @@ RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
     **dict.fromkeys(ELEMENT_LOSSES, element_loss),
     torch.special.xlog1py: broadcast,
+    torch.complex: broadcast,
+    torch.polar: broadcast,
     torch.rsub: broadcast,
     Tensor.__rsub__: broadcast,
     torch.cat: join,

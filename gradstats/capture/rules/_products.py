@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._complex import real_product
 from gradstats._cost import product
 from gradstats._factors import Outer
 from gradstats.capture import _one_row
@@ -42,6 +43,8 @@ def linear(tracker, func, input, weight, bias=None):
         if bias is not None:
             refuse(func, first_node(weight, bias), "with a vector and a bias has no rule")
         return matmul(tracker, torch.matmul, input, weight)
+    if weight.is_complex():
+        return Composed(_complex_linear)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
         return _linear(
             tracker, func, input, weight, bias, lambda x: func(x, plain(weight), plain(bias))
@@ -54,6 +57,10 @@ def linear(tracker, func, input, weight, bias=None):
         parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
     result = func(x, plain(weight), plain(bias))
     return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
+
+
+def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return input @ weight.mT if bias is None else input @ weight.mT + bias
 
 
 def _linear(
@@ -199,7 +206,7 @@ class BroadcastFactors:
 def matmul(tracker, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
     other = kwargs.get("mat2", kwargs.get("tensor2", other)) if other is None else other
-    if node_of(input) is None and other.dim() == 2 and input.dim() >= 2:
+    if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return _linear(
             tracker, func, input, other, None, lambda x: func(x, plain(other)), inputs_first=True
         )
@@ -342,6 +349,10 @@ def _factors_between(
             operand = run(tracker, Tensor.squeeze, operand, axis)
             spec = [*spec[:axis], *spec[axis + 1 :]]
         operands[position], specs[position] = operand, spec
+    alone = [axis for axis, i in enumerate(specs[param]) if i not in specs[data] and i not in out]
+    if alone:
+        operands[param] = run(tracker, Tensor.sum, operands[param], alone)
+        specs[param] = [index for axis, index in enumerate(specs[param]) if axis not in alone]
     node = first_node(operands[param])
     shape = operands[param].shape
     factors = ProductFactor.between(
@@ -426,14 +437,8 @@ class ProductFactor:
             fold: as the attribute.
         """
         size = dict(zip(param, shape, strict=True))
-        repeated = any(len(set(spec)) != len(spec) for spec in (param, data_spec, out))
-        alone = [i for i in param if i not in data_spec and i not in out]
-        if repeated or alone:
-            refuse(
-                func,
-                node,
-                f"with repeated or summed indices of the parameter ({param}) has no rule",
-            )
+        if any(len(set(spec)) != len(spec) for spec in (param, data_spec, out)):
+            refuse(func, node, f"with repeated indices ({param}, {data_spec}) has no rule")
         if letter in param or letter not in out:
             refuse(func, node, "contracts the example axis with the parameter, which has no rule")
         k = [i for i in param if i in data_spec and i in out]
@@ -466,6 +471,13 @@ class ProductFactor:
         if right.dim() > kept:
             right = right.sum(tuple(range(kept, right.dim())))
         right = right.reshape(self.batch, groups, -1, q)
+        if left.is_complex():
+            # The imaginary unit is one more index of parameter and data.
+            left, right = real_product(left, right)
+            within = self.permutation
+            sizes_of_k, sizes_of_p, sizes_of_q = self.sizes
+            unfolded = (*sizes_of_k, *sizes_of_p, *sizes_of_q, 2)
+            return [Outer(left, right, (*self.shape, 2), (*within, len(within)), unfolded)]
         if self.permutation == tuple(range(len(self.permutation))):
             return [Outer(left, right, self.shape)]
         n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
@@ -479,6 +491,8 @@ class ProductFactor:
         (node,) = nodes
         groups, p, q = (product(sizes) for sizes in self.sizes)
         order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
+        if node.value.is_complex():
+            node = derived(node, Tensor.conj)
         matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
         left = self._left(grad).reshape(self.batch, groups, -1, p)
         again = ProductFactor(

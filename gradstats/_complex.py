@@ -1,0 +1,36 @@
+"""Complex numbers as pairs of real ones.
+
+Gradients are real throughout: that of a complex tensor has a last axis more, (real, imaginary), as
+``torch.view_as_real`` shows it. So does every factor of one, and a parameter's norm is that of the
+real numbers it holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor (*) as its real numbers (*, 2), and a real one as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def real_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of ``as_real(tensor)``."""
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def real_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return real factors of Σ_t left_t conj(right_t)ᵀ, the gradient of a complex matrix.
+
+    Args:
+        left: (…, T, p) complex, and ``right``, (…, T, q).
+
+    Returns:
+        (…, 2T, p) and (…, 2T, 2q) real, the sum of whose products is (…, p, 2q).
+    """
+    conjugate = right.conj()
+    first = torch.view_as_real(left.resolve_conj()).mT.flatten(-3, -2)
+    parts = (as_real(conjugate), as_real(1j * conjugate))
+    return first, torch.stack(parts, dim=-3).flatten(-2).flatten(-3, -2)
