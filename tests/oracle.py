@@ -173,6 +173,10 @@ def check_products(
     assert_products(stats.gram, rows, rows, rtol)
     assert_products(stats.alignment[:, None], rows, mean, rtol)
     assert_products(stats.mean_sqnorm.view(1, 1), mean, mean, rtol)
+    cosines = (rows @ mean[0]) / (rows.norm(dim=1) * mean.norm())
+    torch.testing.assert_close(
+        stats.cosine.double(), cosines, rtol=0, atol=10 * rtol, equal_nan=True
+    )
     assert_products(gs.inner_products(model, batch, model, batch, loss_fn, **options), rows, rows,
                     rtol)  # fmt: skip
 

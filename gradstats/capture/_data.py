@@ -510,6 +510,8 @@ class Data(Marks):
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""
+        if self.batch_size == 1:
+            return
         layout = self.layout_of(losses)
         if self.owned(losses) is MIXED:
             raise CoupledExamplesError(

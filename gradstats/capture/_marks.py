@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,7 @@ class Marks:
 
     Attributes:
         batch_size, batch_dim: as the caller gave them.
-        serial: layouts are marked with this number: tensors may be copied, and may outlive the
-            context.
+        serial: layouts are marked with this number: a tensor may be copied with its mark.
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
     """
@@ -45,18 +45,33 @@ class Marks:
         self._constants: dict[int, Tensor] = {}
         # The memory of constants that data were written into, under its address.
         self._written: dict[int, torch.UntypedStorage] = {}
+        # Tensors of data that carry a mark.
+        self._marked: list[ref[Tensor]] = []
 
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors of the model's, on which no mark may be left, as constants."""
         self._constants.update((id(tensor), tensor) for tensor in tensors)
+
+    def keep_data(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for data, also where the model keeps them from an earlier batch."""
+        for tensor in tensors:
+            self._constants.pop(id(tensor), None)
 
     def mark_kept(self) -> None:
         """Let graphs that are traced from now on see the model's own tensors as constants."""
         for tensor in self._constants.values():
             tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
-    def forget_constants(self) -> None:
-        """Leave no mark on tensors of the model's."""
+    def forget_marks(self) -> None:
+        """Leave no mark on tensors of the model's, nor on data."""
+        for reference in self._marked:
+            marked = reference()
+            if marked is None:
+                continue
+            for name in ("_gradstats_layout", "_gradstats_blank"):
+                if getattr(marked, name, (None,))[0] == self.serial:
+                    delattr(marked, name)
+        self._marked.clear()
         for tensor in self._constants.values():
             if hasattr(tensor, "_gradstats_constant"):
                 del tensor._gradstats_constant  # type: ignore[attr-defined]
@@ -113,6 +128,7 @@ class Marks:
         """Remember that a tensor with the form of data holds nothing of any example yet."""
         if not (torch.compiler.is_compiling() or tensor.is_inference()):
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
+            self._marked.append(ref(tensor))
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
         """Whether a tensor held nothing of any example before so many writes."""
@@ -146,7 +162,8 @@ class Marks:
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return whose a tensor of data is, as far as that is known."""
         mark = self._mark_of(tensor)
-        return self.layout_of(tensor) if mark is None else mark[0]
+        found = self.layout_of(tensor) if mark is None else mark[0]
+        return Whole(0) if found is None and self.batch_size == 1 else found
 
     def _is_distinct(self, tensor: Tensor) -> bool:
         """Whether one axis and no other has the batch's size."""
@@ -160,6 +177,7 @@ class Marks:
         if not known or lost or (self._written and self._is_written(tensor)):
             leave_graph("data whose examples do not lie along batch_dim")
             tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
+            self._marked.append(ref(tensor))
             self.follows_layouts = True
 
     def _is_marked(self, tensor: Tensor) -> bool:

@@ -8,7 +8,8 @@ reaches delivers, and the last one contracts their sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -308,6 +309,21 @@ def flatten(items) -> list[Any]:
         else:
             leaves.append(item)
     return leaves
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from tensors_in(item)
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

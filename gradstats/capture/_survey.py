@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._coverage import check_coverage
-from gradstats.capture._nodes import flatten, function_name, rebuild
+from gradstats.capture._nodes import flatten, function_name, rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
@@ -88,6 +88,7 @@ def survey(
         options: of Tracker.
     """
     found = Survey(model, **options)
+    found.keep_data(tensors_in(batch))
     # Nothing is compiled before this module was imported, and importing it takes seconds.
     compiled = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()

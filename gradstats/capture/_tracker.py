@@ -21,7 +21,15 @@ from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import BOUND, COUNT, VALUE, Derived, Root, rebuild
+from gradstats.capture._nodes import (
+    BOUND,
+    COUNT,
+    VALUE,
+    Derived,
+    Root,
+    rebuild,
+    tensors_in,
+)
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
@@ -100,7 +108,7 @@ class Tracker(Data):
         # Whether a compiled graph held several uses of a parameter; on the device once it reported.
         self.reported_twice: Tensor | bool = False
         self._backward_ran = False
-        self._eagerly = ExitStack()
+        self._undo = ExitStack()
         anatomy = anatomy_of(model)
         self._tied, self._compiled = anatomy.tied, anatomy.compiled
         self._compiler = anatomy.compiled or compiler_is_used()
@@ -120,15 +128,18 @@ class Tracker(Data):
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
         # tensors in plain attributes.
         kept: list[Tensor] = []
+        attributes: list[Tensor] = []
         if len(named) < len(self._parameters):
             tracked = {id(parameter) for parameter in named.values()}
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
             for name in vars(module).keys() - STANDARD_ATTRIBUTES:
-                kept += tensors_in(vars(module)[name])
+                attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
-        self.keep_constant(kept)
+        self.keep_constant((*kept, *attributes))
+        # A model may keep what it saw last: the module whose arguments tell, where sizes allow it.
+        self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._tracked: list[nn.Parameter] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
@@ -145,10 +156,17 @@ class Tracker(Data):
         if self._compiler:
             shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
             if self.settings.consumer is not None or self._tied or shared:
-                self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+                self._undo.enter_context(torch.compiler.set_stance("force_eager"))
             else:
                 self.mark_kept()
+        if self._model is not None and not self._compiled:
+            hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
+            self._undo.enter_context(hook)
         self._mode.__enter__()
+
+    def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is called with is data, also where it keeps the same from before."""
+        self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
         self._tracked.append(root.parameter)
@@ -174,7 +192,7 @@ class Tracker(Data):
         """Give the parameters back as they were; nothing of the context is left on them."""
         self._mode.__exit__(None, None, None)
         self.sharded.close()
-        self._eagerly.close()
+        self._undo.close()
         for parameter in self._tracked:
             del parameter._gradstats  # type: ignore[attr-defined]
             parameter.__class__ = nn.Parameter  # what it was: see check_trackable
@@ -184,11 +202,11 @@ class Tracker(Data):
                 restore_attributes(module)
         self.coupled.clear()
         self.shown.clear()
-        self.forget_constants()
+        self.forget_marks()
         for root in self.roots:
             root.release()
         # No reference leads back here: what the context held is freed with its last user.
-        del self._mode, self.sharded
+        del self._mode, self.sharded, self._model
         self.closed = True
 
     def watching(self) -> ConstantTracking:
@@ -451,7 +469,7 @@ class Tracker(Data):
             )
 
 
-def tensors_in(item: Any) -> list[Tensor]:
+def tensors_kept(item: Any) -> list[Tensor]:
     """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return [] if isinstance(item, nn.Parameter) else [item]
@@ -460,14 +478,14 @@ def tensors_in(item: Any) -> list[Tensor]:
     entries = item.values() if isinstance(item, dict) else item
     if PLAIN_TYPES.issuperset(map(type, entries)):
         return []
-    return [tensor for entry in entries for tensor in tensors_in(entry)]
+    return [tensor for entry in entries for tensor in tensors_kept(entry)]
 
 
 def restore_attributes(module: nn.Module) -> None:
     """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
     own = vars(module)
     for name in own.keys() - STANDARD_ATTRIBUTES:
-        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_in(own[name])):
+        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
             own[name] = _unwrapped(own[name])
 
 

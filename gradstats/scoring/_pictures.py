@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from gradstats._requirements import require
+from gradstats.capture._nodes import tensors_in
 from gradstats.scoring._loaders import Data
-from gradstats.statistics._loss import tensors_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._formats import SettledFormats
+from gradstats.capture._nodes import tensors_in
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 from gradstats.statistics._batches import Division, State, map_tensors
-from gradstats.statistics._loss import check_losses, tensors_in
+from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 
 # By how much a loss may differ between an example alone and in its batch, by the loss's dtype; a

@@ -24,6 +24,7 @@ from gradstats.capture._consumers import (
     Together,
     storages_of,
 )
+from gradstats.capture._nodes import tensors_in
 from gradstats.capture._selection import clean_name, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
@@ -34,7 +35,7 @@ from gradstats.statistics._arguments import (
     check_model,
     check_workspace,
 )
-from gradstats.statistics._loss import differentiate_losses, examples_in, tensors_in
+from gradstats.statistics._loss import differentiate_losses, examples_in
 from gradstats.statistics._result import check_finite
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -333,7 +334,10 @@ def alignment(
     nonfinite: str = "raise",
     per_parameter: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """Return the exact inner product of every example's gradient with one direction, ⟨∇ℓ_i, v⟩.
+    """Return the exact inner product of every example's gradient with one direction.
+
+    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p: not divided by any norm (the cosines with
+    the mean gradient are ``per_example_norms(..., alignment=True).cosine``).
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as
@@ -344,22 +348,33 @@ def alignment(
         per_parameter: return name → (B,) inner products over that parameter instead of their sum.
 
     Returns:
-        (B,) float32, float64 for float64 models.
+        (B,) float32, float64 for float64 models; in units of loss times those of v for the weights,
+        with "mean" of loss².
 
     Raises:
         CoverageError: the direction's names or shapes are not those of the tracked parameters.
         NonFiniteGradientError: an inner product is NaN or infinite.
+        ExampleAxisError: among others, losses in another order than the batch.
+        See gradstats.errors for what the batch is checked for.
 
     Cost:
         A forward and a backward without weight gradients, and as much as one forward pass for the
-        products with v; with "mean" also the weight gradients.
+        products with v; with "mean" also the weight gradients. Memory: the plain step's, v and the
+        workspace.
+
+    Source:
+        Goodfellow, arXiv 1510.01799; Pruthi et al., arXiv 2002.08484.
     """
     check_call(model, loss_fn)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     shapes = shapes_of(model, parameters, exclude)
     consumer: Along | Together
     if isinstance(direction, str):
-        check_choice("direction", direction, ("mean",))
+        if direction != "mean":
+            raise TrackingError(
+                f'direction is {direction!r}, expected "mean" or a mapping from parameter names to '
+                "tensors."
+            )
         consumer = Together(alignment=True, gram=False)
     else:
         consumer = Along(check_direction(direction, shapes))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
+from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
@@ -21,6 +21,7 @@ def differentiate_losses(
     tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> Tensor:
     """Run forward and backward inside a context, without weight gradients; return the losses."""
+    tracker.keep_data(tensors_in(batch))
     with torch.enable_grad():
         tracker.open()
         try:
@@ -51,8 +52,9 @@ def check_losses(losses, batch_size: int) -> Tensor:
     if tuple(losses.shape) != (batch_size,):
         raise LossShapeError(
             f"the losses have shape {tuple(losses.shape)}, expected ({batch_size},): one loss for "
-            "each example. Reduce every axis but the example axis; if the batch has another number "
-            "of examples, pass batch_dim= or batch_size= accordingly."
+            "each example. Reduce every axis but the example axis. If the batch has another number "
+            "of examples: it is batch_size= of a context, elsewhere the size of the batch's first "
+            "tensor along batch_dim=."
         )
     if not losses.is_floating_point():
         raise LossShapeError(
@@ -66,8 +68,8 @@ def check_losses(losses, batch_size: int) -> Tensor:
     if isinstance(losses, DerivedTensor):
         raise ExampleAxisError(
             "the losses were computed without any data: only from parameters, buffers and "
-            "constants. Make the batch before the context is opened, so that its tensors count as "
-            "data."
+            "constants. Make the batch before the context is opened, and pass it to the model, so "
+            "that its tensors count as data."
         )
     return losses
 
@@ -170,21 +172,6 @@ def check_packed(batch, batch_dim: int, segments: Segments) -> None:
                 f"shape {tuple(tensor.shape)}: expected {segments.rows} rows along axis "
                 f"{batch_dim}, or along the next one after an axis of size 1."
             )
-
-
-def tensors_in(batch):
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from tensors_in(item)
-    elif isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
 
 
 def loss_scale(scaler, device: torch.device) -> Tensor | float:

@@ -84,7 +84,8 @@ def per_example_norms(
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
-        gradients. Memory: the plain step's and the workspace.
+        gradients. Memory: the plain step's and the workspace; for parameters that reach the data
+        through other operations than views and casts, their gradients of one example.
 
     Source:
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
@@ -147,7 +148,7 @@ class _ScaleAtBackward:
 
 
 class track:
-    """Measure per-example gradient norms inside your own training step.
+    """Measure per-example gradient norms ‖∇ℓ_i(w)‖ inside your own training step.
 
     ``param.grad`` is what it is without tracking: to the bit with ``fused=False``, and up to the
     rounding of a reordered sum by default.
@@ -170,7 +171,8 @@ class track:
         fused: let weight gradients come from the same pass over the data as the norms.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "keep" (a scaled step may overflow) or "raise" when the context closes.
+        nonfinite: "keep", the default here since a scaled step may overflow, or "raise" when the
+            context closes.
         alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
             context's training loss, before any scaling or averaging over processes. It costs about
             one more forward pass.
@@ -178,11 +180,22 @@ class track:
             run eagerly inside the context.
 
     Attributes:
-        stats: GradientNorms, once the context has closed.
+        stats: GradientNorms, once the context has closed. Examples stand in the order of the losses
+            given to ``tracker.backward``, after ``loss.backward()`` in that of the batch.
+
+    Raises:
+        LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
+        CoverageError, NonFiniteGradientError: see gradstats.errors.
+        TrackingError: a second backward or batch in one context, or one after it has closed.
 
     Cost:
         The plain step, plus for each weight whichever is least of squaring per-example tiles on the
-        way to the weight gradient and comparing positions.
+        way to the weight gradient and comparing positions. Memory: the plain step's and the
+        workspace; for parameters that reach the data through other operations than views and casts,
+        their gradients of one example.
+
+    Source:
+        As for per_example_norms.
     """
 
     def __init__(
@@ -258,7 +271,12 @@ class track:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
 
         Args:
-            losses: (B,) unreduced losses.
+            losses: (B,) unreduced losses, one for each example.
+
+        Raises:
+            LossShapeError: the losses are not (B,) differentiable numbers.
+            ExampleAxisError, CoupledExamplesError: losses that are not of one example each.
+            TrackingError: outside the context.
         """
         if self._tracker.closed:
             raise TrackingError(

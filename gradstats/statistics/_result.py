@@ -38,6 +38,7 @@ class GradientNorms:
             unless asked for, as are all that follow.
         alignment_by_parameter: name → (B,) the parameter's part of ``alignment``.
         mean_sqnorm: () float64, ‖Ḡ‖².
+        cosine: (B,) ⟨∇ℓ_i, Ḡ⟩ / (‖∇ℓ_i‖ ‖Ḡ‖).
         gram: (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
     """
 
@@ -56,6 +57,17 @@ class GradientNorms:
     def by_parameter(self) -> dict[str, Tensor]:
         """Name → (B,) squared norms."""
         return dict(zip(self.names, self.rows, strict=True))
+
+    @cached_property
+    def cosine(self) -> Tensor | None:
+        """(B,) cosines between each example's gradient and Ḡ; None unless alignment was asked for.
+
+        ⟨∇ℓ_i, Ḡ⟩ / (‖∇ℓ_i‖ ‖Ḡ‖), NaN where a gradient is zero.
+        """
+        if self.alignment is None or self.mean_sqnorm is None:
+            return None
+        sizes = self.norm.double() * self.mean_sqnorm.sqrt()
+        return (self.alignment.double() / sizes).to(self.alignment.dtype)
 
     @cached_property
     def error_bound(self) -> Tensor:

@@ -1,0 +1,133 @@
+"""Tensors that outlive a call: what a model keeps of its batch, and what users keep of a context."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+BATCH, WIDTH = 5, 3
+
+
+class Remembers(nn.Module):
+    """A network that keeps what it was called with, as probes and caches do."""
+
+    def __init__(self, norm: bool = False):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.outer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        self.last = {"input": x, "views": [x[:, :1], x.T]}
+        return self.outer(torch.tanh(self.norm(self.inner(x))))
+
+
+def loss_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def square_of(model, batch):
+    return model(batch).square().sum(1)
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(BATCH, WIDTH).double(), torch.randint(2, (BATCH,))
+
+
+def test_a_batch_that_the_model_kept_is_data_again(batch):
+    model = Remembers().double()
+    expected = oracle_sqnorms(model, batch, loss_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
+    assert model.last["input"] is batch[0]
+    products = gs.inner_products(model, batch, model, batch, loss_of)
+    torch.testing.assert_close(products.diagonal(), sum(expected.values()))
+    report = gs.verify(model, batch, loss_of)
+    assert report.ok, report
+
+
+def test_a_batch_without_labels_that_the_model_kept(batch):
+    model = Remembers().double()
+    expected = oracle_sqnorms(model, batch[0], square_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch[0], square_of), expected, 1e-12)
+        with gs.track(model, batch_size=BATCH) as tracker:
+            tracker.backward(square_of(model, batch[0]))
+        assert_sqnorms(tracker.stats, expected, 1e-12)
+    assert not model._forward_pre_hooks
+
+
+def test_a_batch_that_the_model_kept_is_coupled_again(batch):
+    model = Remembers(norm=True).double()
+    for _ in range(2):
+        with pytest.raises(gs.CoupledExamplesError):
+            gs.per_example_norms(model, batch, loss_of)
+        with pytest.raises(gs.CoupledExamplesError), gs.track(model, batch_size=BATCH) as tracker:
+            tracker.backward(loss_of(model, batch))
+    assert not model._forward_pre_hooks
+
+
+class Positions(nn.Module):
+    """Adds scaled positions that it keeps in a plain attribute, as many as there are examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(BATCH, WIDTH).double()
+        self.scale = nn.Parameter(torch.randn(WIDTH).double())
+
+    def forward(self, x):
+        return x * (self.table * self.scale)
+
+
+def test_a_table_with_as_many_rows_as_examples_stays_constant():
+    model, x = Positions(), torch.randn(BATCH, BATCH, WIDTH).double()
+
+    def loss_fn(model, batch):
+        return model(batch).square().sum((1, 2))
+
+    expected = oracle_sqnorms(model, x, loss_fn)
+    assert_sqnorms(gs.per_example_norms(model, x, loss_fn), expected, 1e-12)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(loss_fn(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+
+
+def test_nothing_of_a_context_stays_on_what_the_user_keeps():
+    model, x = nn.Linear(WIDTH, 4), torch.randn(BATCH, 6, WIDTH)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        hidden = model(x)
+        moved = hidden.transpose(0, 1).detach()
+        blank = torch.zeros_like(hidden)
+        blank[0] = hidden[0].detach()
+        tracker.backward(hidden.square().sum((1, 2)))
+    assert not vars(moved) and not vars(blank)
+    file = io.BytesIO()
+    torch.save({"features": moved}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["features"], moved)
+
+
+class Generates(nn.Module):
+    """A layer whose weight is made from the only example there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Linear(WIDTH, 4 * WIDTH)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return functional.linear(x, self.make(x).tanh().view(4, WIDTH)) + self.bias
+
+
+def test_all_of_a_batch_of_one_is_that_example():
+    model, x = Generates().double(), torch.randn(1, WIDTH).double()
+    expected = oracle_sqnorms(model, x, square_of)
+    assert_sqnorms(gs.per_example_norms(model, x, square_of), expected, 1e-12)
