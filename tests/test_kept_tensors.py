@@ -1,4 +1,4 @@
-"""Tensors that outlive a call: what a model keeps of its batch, and what users keep of a context."""
+"""Tensors that outlive a call: what a model keeps of its batch, and a user of a context."""
 
 from __future__ import annotations
 
