@@ -55,7 +55,7 @@ class Marks:
     def keep_data(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors for data, also where the model keeps them from an earlier batch."""
         for tensor in tensors:
-            self._constants.pop(id(tensor), None)
+            _unmark(self._constants.pop(id(tensor), None))
 
     def mark_kept(self) -> None:
         """Let graphs that are traced from now on see the model's own tensors as constants."""
@@ -73,8 +73,7 @@ class Marks:
                     delattr(marked, name)
         self._marked.clear()
         for tensor in self._constants.values():
-            if hasattr(tensor, "_gradstats_constant"):
-                del tensor._gradstats_constant  # type: ignore[attr-defined]
+            _unmark(tensor)
         self._constants.clear()
         self._written.clear()
 
@@ -117,8 +116,7 @@ class Marks:
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor, and so into all that share its memory."""
         if torch.compiler.is_dynamo_compiling():
-            if hasattr(tensor, "_gradstats_constant"):
-                del tensor._gradstats_constant  # type: ignore[attr-defined]
+            _unmark(tensor)
         elif not self.is_data(tensor):
             storage = _storage(tensor)
             if storage is not None:
@@ -182,6 +180,12 @@ class Marks:
 
     def _is_marked(self, tensor: Tensor) -> bool:
         return self._mark_of(tensor) is not None
+
+
+def _unmark(tensor: Tensor | None) -> None:
+    """Forget that a tensor is constant."""
+    if hasattr(tensor, "_gradstats_constant"):
+        del tensor._gradstats_constant  # type: ignore[union-attr]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
