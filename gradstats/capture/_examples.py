@@ -106,6 +106,10 @@ class Whole:
 
     example: int
 
+    def row(self, batch: int, device: torch.device) -> Examples:
+        """Return the layout of the tensor with an axis of size one in front."""
+        return Examples(batch, 0).owned_by(torch.tensor([self.example], device=device), 0)
+
 
 class Mixed:
     """What was computed over all examples: all of them are in each element of a tensor."""

@@ -201,8 +201,9 @@ COMPLEX = (
     | frozenset(function_variants(*ELEMENTWISE))
     | frozenset(in_place_variants(*ELEMENTWISE))
     | {
-        functional.linear, torch.einsum, torch.cat, torch.concat, torch.concatenate, torch.stack,
-        torch.broadcast_tensors, torch.rsub, Tensor.__rsub__, Tensor.__setitem__, Tensor.copy_,
+        functional.linear, torch.einsum, *variants("dot"), torch.linalg.vecdot, torch.cat,
+        torch.concat, torch.concatenate, torch.stack, torch.broadcast_tensors, torch.rsub,
+        Tensor.__rsub__, Tensor.__setitem__, Tensor.copy_,
     }
 )  # fmt: skip
 

@@ -28,8 +28,6 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     ]
     if any(x.axis != layouts[0].axis or not same_rows(x, layouts[0]) for x in layouts[1:]):
         refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
-    if layouts[0].segments is not None:
-        refuse(func, nodes[0], "of rows of which examples differ in number has no rule")
     result = func(input1, input2, plain(weight), plain(bias))
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     factors = BilinearFactors(*tracked, layouts[0], tuple(weight.shape))
@@ -49,7 +47,7 @@ class BilinearFactors:
         factors: list = []
         if self.weight:
             outputs, _, width = self.shape
-            if outputs < width:
+            if outputs < width and self.examples.segments is None:
                 left, right = _pairs(grad, first), second
             else:
                 left, right = grad, _pairs(first, second)

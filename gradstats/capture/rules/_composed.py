@@ -115,6 +115,16 @@ def outer(input: Tensor, vec2: Tensor) -> Tensor:
     return input.unsqueeze(1) * vec2
 
 
+def dot(input: Tensor, tensor: Tensor) -> Tensor:
+    """The sum of the products of all elements of two vectors."""
+    return (input * tensor).sum(0)
+
+
+def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+    """Σ conj(x) y along an axis of both, broadcast."""
+    return (x.conj() * y).sum(dim)
+
+
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
     if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
@@ -142,6 +152,8 @@ RULES = {
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),
     **dict.fromkeys(OUTER_PRODUCTS, Composed(outer)),
+    **dict.fromkeys(variants("dot"), Composed(dot)),
+    torch.linalg.vecdot: Composed(vecdot),
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),

@@ -75,7 +75,6 @@ def _has_rows(owned: Examples | Whole) -> bool:
 
 def _widen(tracker, items, whole: Whole, dims: int):
     """Return operands with an axis in front on which the data of one example stand alone."""
-    examples = Examples(tracker.batch_size, 0)
 
     def widen(item):
         if not isinstance(item, Tensor):
@@ -85,8 +84,7 @@ def _widen(tracker, items, whole: Whole, dims: int):
             return derive(tracker, Tensor.view, (item, shape), {})
         wide = item.view(shape)
         if tracker.is_data(item):
-            owner = torch.tensor([whole.example], device=item.device)
-            tracker.place(wide, examples.owned_by(owner, 0))
+            tracker.place(wide, whole.row(tracker.batch_size, item.device))
         else:
             tracker.mark_constant(wide)
         return wide

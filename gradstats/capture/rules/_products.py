@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from gradstats._complex import real_product
 from gradstats._cost import product
-from gradstats._factors import Outer
+from gradstats._factors import Outer, Ragged
 from gradstats.capture import _one_row
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
+from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node, Root
@@ -324,16 +325,15 @@ def _factors_between(
     operands, specs = list(operands), list(specs)
     param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     node = first_node(operands[param])
-    examples = locate(tracker, func, node, operands[data], folds=True)
-    letter = specs[data][examples.axis]
-    fold = (out.index(letter) if letter in out else 0, examples.fold)
-    if examples.segments is not None:
-        refuse(func, node, "of rows of which examples differ in number has no rule")
-    if examples.fold > 1:
-        # An example's own rows are positions.
-        row = _unused((*specs, out))
-        operands[data] = operands[data].unflatten(examples.axis, (examples.batch, examples.fold))
-        specs[data], out = (_beside(letter, row, spec) for spec in (specs[data], out))
+    x = operands[data]
+    whole = tracker.owned(x) if tracker.is_data(x) else None
+    if isinstance(whole, Whole):
+        letter = _unused((*specs, out))
+        operands[data], specs[data], out = x.unsqueeze(0), [letter, *specs[data]], [letter, *out]
+        examples = whole.row(tracker.batch_size, x.device)
+    else:
+        examples = locate(tracker, func, node, x, folds=True)
+        letter = specs[data][examples.axis]
     every = [
         zip(spec, operand.shape, strict=True) for spec, operand in zip(specs, operands, strict=True)
     ]
@@ -356,8 +356,9 @@ def _factors_between(
     node = first_node(operands[param])
     shape = operands[param].shape
     factors = ProductFactor.between(
-        tracker, func, node, shape, specs[param], letter, specs[data], out, fold
-    )
+        func, node, shape, specs[param], letter, specs[data], out, examples,
+        alone=isinstance(whole, Whole),
+    )  # fmt: skip
     return node, operands[data], factors
 
 
@@ -403,38 +404,38 @@ def einsum(tracker, func, equation, *operands):
 class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 
-    Each index is of one kind: the example; groups K, in both operands and the result; positions T,
-    in data and result; p, in parameter and result; q, in parameter and data; and indices of the
+    Each index is of one kind: the example's; groups K, in both operands and the result; positions
+    T, in data and result; p, in parameter and result; q, in parameter and data; and indices of the
     data alone, which are summed away.
 
     Attributes:
-        batch: number of examples.
+        examples: whose the rows of the example's axis are.
         left: order of the result's axes (example, K, T, p), and right: of the data's (example, K,
             T, q, data alone).
         sizes: sizes of K, p and q, axis by axis.
         shape: shape of the parameter.
         permutation: order of the axes (K, p, q) that gives the parameter's own.
-        fold: the axis of the result that holds the examples, and how many rows of it each has.
+        alone: the result, all of which is one example's, lacks the example's axis in front.
     """
 
-    batch: int
+    examples: Examples
     left: tuple[int, ...]
     right: tuple[int, ...]
     sizes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     shape: tuple[int, ...]
     permutation: tuple[int, ...]
-    fold: tuple[int, int] = (0, 1)
+    alone: bool = False
 
     @staticmethod
-    def between(tracker, func, node: Node, shape, param, letter: str, data_spec, out, fold):
+    def between(func, node: Node, shape, param, letter: str, data_spec, out, examples, *, alone):
         """Return the factor for index lists of parameter, data and result, or refuse.
 
         Args:
-            tracker, func, node: the context, the operation, and the tracked operand.
+            func, node: the operation, and the tracked operand.
             shape: of the parameter, and ``param``, its indices.
             letter: the index of the examples.
             data_spec, out: the indices of data and result.
-            fold: as the attribute.
+            examples, alone: as the attributes.
         """
         size = dict(zip(param, shape, strict=True))
         if any(len(set(spec)) != len(spec) for spec in (param, data_spec, out)):
@@ -448,29 +449,45 @@ class ProductFactor:
         rest = [i for i in data_spec if i not in out and i not in param]
         order = [*k, *p, *q]
         return ProductFactor(
-            tracker.batch_size,
+            examples,
             tuple(out.index(i) for i in [letter, *k, *t, *p]),
             tuple(data_spec.index(i) for i in [letter, *k, *t, *q, *rest]),
             (tuple(size[i] for i in k), tuple(size[i] for i in p), tuple(size[i] for i in q)),
             tuple(shape),
             tuple(order.index(i) for i in param),
-            fold,
+            alone,
         )
 
     def _left(self, grad: Tensor) -> Tensor:
-        """Return the result's gradient with its axes in order."""
-        axis, rows = self.fold
-        unfolded = grad if rows == 1 else grad.unflatten(axis, (self.batch, rows))
-        return unfolded.permute(self.left)
+        """Return the result's gradient by rows: (rows, K, T, p)."""
+        grad = (grad.unsqueeze(0) if self.alone else grad).permute(self.left)
+        groups, p, _ = (product(sizes) for sizes in self.sizes)
+        return grad.reshape(len(grad), groups, -1, p)
 
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
-        groups, p, q = (product(sizes) for sizes in self.sizes)
-        left = self._left(grad).reshape(self.batch, groups, -1, p)
+    def _right(self, x: Tensor) -> Tensor:
+        """Return the data by rows: (rows, K, T, q)."""
         kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
         right = x.permute(self.right)
         if right.dim() > kept:
             right = right.sum(tuple(range(kept, right.dim())))
-        right = right.reshape(self.batch, groups, -1, q)
+        groups, _, q = (product(sizes) for sizes in self.sizes)
+        return right.reshape(len(right), groups, -1, q)
+
+    def _by_example(self, rows: Tensor) -> Tensor:
+        """Return (rows, K, T, width) by example, whose rows are positions: (B, K, T, width)."""
+        if self.examples.plain:
+            return rows
+        return self.examples.along(0).first(rows).movedim(1, 2).flatten(2, 3)
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        left, right = self._left(grad), self._right(x)
+        segments = self.examples.segments
+        ordered = self.permutation == tuple(range(len(self.permutation)))
+        if segments is not None and ordered and not left.is_complex():
+            if not self.sizes[0] and len(self.sizes[1]) == 1:
+                left, right = (segments.sorted(side).flatten(0, 2) for side in (left, right))
+                return [Ragged(left, right, segments.offsets_of(len(left)), self.shape)]
+        left, right = self._by_example(left), self._by_example(right)
         if left.is_complex():
             # The imaginary unit is one more index of parameter and data.
             left, right = real_product(left, right)
@@ -478,10 +495,10 @@ class ProductFactor:
             sizes_of_k, sizes_of_p, sizes_of_q = self.sizes
             unfolded = (*sizes_of_k, *sizes_of_p, *sizes_of_q, 2)
             return [Outer(left, right, (*self.shape, 2), (*within, len(within)), unfolded)]
-        if self.permutation == tuple(range(len(self.permutation))):
+        if ordered:
             return [Outer(left, right, self.shape)]
         n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
-        if groups == 1 and self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
+        if left.shape[1] == 1 and self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
             return [Outer(right, left, self.shape)]
         unfolded = tuple(size for sizes in self.sizes for size in sizes)
         return [Outer(left, right, self.shape, self.permutation, unfolded)]
@@ -494,9 +511,9 @@ class ProductFactor:
         if node.value.is_complex():
             node = derived(node, Tensor.conj)
         matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
-        left = self._left(grad).reshape(self.batch, groups, -1, p)
+        left = self._left(grad)
         again = ProductFactor(
-            self.batch,
+            self.examples,
             (0, 1, 2, 3),
             (0, 1, 2, 3),
             ((groups,), (q,), (p,)),

@@ -1,0 +1,102 @@
+"""Operations on the data of one example at a time, as loops over a batch take them."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.rules.operation import check_operation, normal
+from tests.rules.test_complex import numbers, real
+
+BATCH, POSITIONS, WIDTH = 4, 3, 5
+
+OPERATIONS = {
+    "einsum": (lambda x, w: torch.einsum("...td,de->...te", x, w), (WIDTH, 4)),
+    "einsum transposed": (lambda x, w: torch.einsum("...td,ed->...et", x, w), (4, WIDTH)),
+    "einsum of everything": (
+        lambda x, w: torch.einsum("...td,td->...", x, w),
+        (POSITIONS, WIDTH),
+    ),
+    "einsum in groups": (
+        lambda x, w: torch.einsum("...td,tde->...te", x, w),
+        (POSITIONS, WIDTH, 2),
+    ),
+    "einsum to two axes": (lambda x, w: torch.einsum("...td,def->...tef", x, w), (WIDTH, 2, 3)),
+    "x @ w": (lambda x, w: x @ w, (WIDTH, 4)),
+    "w @ x": (lambda x, w: w @ x, (4, POSITIONS)),
+    "w @ x.mT": (lambda x, w: w @ x.mT, (4, WIDTH)),
+    "x @ vector": (lambda x, w: x @ w, (WIDTH,)),
+    "x w x": (lambda x, w: x @ w @ x.mT, (WIDTH, WIDTH)),
+    "a matrix for each position": (lambda x, w: x.unsqueeze(-2) @ w, (POSITIONS, WIDTH, 2)),
+    "attention pooling": (lambda x, w: torch.softmax(w, 0) @ x, (POSITIONS,)),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, 2), (POSITIONS, WIDTH, 2)),
+    "vecdot": (lambda x, w: torch.linalg.vecdot(x, w), (WIDTH,)),
+    "bilinear": (lambda x, w: functional.bilinear(x, x.sin(), w), (2, WIDTH, WIDTH)),
+    "bilinear to many": (lambda x, w: functional.bilinear(x, x.sin(), w), (7, WIDTH, WIDTH)),
+    "product": (lambda x, w: (x * w).sum(), (POSITIONS, WIDTH)),
+    "rows of a table": (lambda x, w: w[(x[..., 0] > 0).long()], (2, 4)),
+}
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["x[i : i + 1]", "x[i]"])
+@pytest.mark.parametrize(("function", "shape"), OPERATIONS.values(), ids=OPERATIONS)
+def test_operations_on_one_example_at_a_time(function, shape, keep):
+    def each(m, x):
+        parts = [x[i : i + 1] if keep else x[i] for i in range(len(x))]
+        return torch.stack([function(part, m.w).flatten() for part in parts])
+
+    check_operation(each, {"w": shape}, normal(BATCH, POSITIONS, WIDTH))
+
+
+ON_VECTORS = {
+    "dot": (lambda x, w: torch.dot(x, w), (WIDTH,)),
+    "method dot": (lambda x, w: w.dot(x), (WIDTH,)),
+    "mv": (lambda x, w: torch.mv(w, x), (4, WIDTH)),
+    "w @ x": (lambda x, w: w @ x, (4, WIDTH)),
+    "outer": (lambda x, w: torch.outer(x, w), (3,)),
+}
+
+
+@pytest.mark.parametrize(("function", "shape"), ON_VECTORS.values(), ids=ON_VECTORS)
+def test_operations_on_vectors_of_one_example(function, shape):
+    check_operation(
+        lambda m, x: torch.stack([function(row, m.w).reshape(-1) for row in x]),
+        {"w": shape},
+        normal(BATCH, WIDTH),
+    )
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 2, 1), (2, 2, 2, 1)], ids=str)
+def test_products_of_examples_of_different_lengths(lengths):
+    """Rows of examples that differ in number are positions of the product."""
+
+    def each(m, x):
+        rows = torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
+        made = torch.einsum("td,hde->the", rows, m.w), m.v @ rows.unsqueeze(-1)
+        sums = [torch.cat([part.flatten(1) for part in made], 1).split(lengths)]
+        return torch.stack([part.sum(0) for part in sums[0]])
+
+    check_operation(each, {"w": (2, WIDTH, 3), "v": (3, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_complex_products_of_one_example_at_a_time():
+    check_operation(
+        lambda m, x: real(torch.stack([torch.fft.fft(row) @ m.w for row in x])),
+        {"w": numbers(WIDTH, 2)},
+        normal(BATCH, POSITIONS, WIDTH),
+    )
+
+
+def test_derivatives_of_products_of_one_example():
+    def loss_fn(model, batch):
+        (x,) = batch
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().flatten(1).sum(1)
+
+    check_operation(
+        lambda m, x: torch.stack([(m.w @ row).tanh().flatten() for row in x]),
+        {"w": (2, POSITIONS)},
+        normal(BATCH, POSITIONS, WIDTH),
+        loss_fn=loss_fn,
+        fusing=(True,),
+    )
