@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,7 @@ class Data(Marks):
         first = owned[0][1]
         layouts = [known] if known else []
         if not known or self.was_blank(target, writes=int(after is target)):
-            layouts = [*layouts, *candidates(target, self._contract, first)]
+            layouts = [*layouts, *self.candidates(target, first)]
         for layout in layouts:
             if all(write.agrees(layout, *value) for value in owned):
                 found = layout
@@ -122,6 +122,15 @@ class Data(Marks):
             self._note_meeting(after)
         if after is target and (found is None or not before):
             self._note_base(target, found, first=not before)
+
+    def candidates(self, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
+        """Yield the layouts that a tensor may have which held nothing of any example.
+
+        Args:
+            target: the tensor.
+            owned: whose a value is that is written into it.
+        """
+        return candidates(target, self._contract, owned)
 
     def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
         """Note where the examples lie in the tensor that a view shows which was written into.

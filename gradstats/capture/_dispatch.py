@@ -26,7 +26,7 @@ from gradstats.capture._nodes import (
     same_storage,
 )
 from gradstats.capture._operations import COMPLEX
-from gradstats.capture._tensors import first_node, node_of, show, wrap
+from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -187,6 +187,7 @@ class Changed:
     def __init__(self, function):
         self.function = function
         self.__name__ = getattr(function, "__name__", "in place")
+        self.__module__ = "Tensor"
 
     def __call__(self, first: Tensor, *args, **kwargs) -> Tensor:
         result = first.clone()
@@ -195,28 +196,58 @@ class Changed:
 
 
 def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
-    """Run an operation that changes a derived tensor: it stands for another one from now on."""
+    """Run an operation that changes a tensor in place that belongs to no example.
+
+    The tensor stands for another one from now on.
+    """
     target = args[0]
     own = node_of(target)
+    if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
+        return None  # x[i] += w writes a part back that it has changed in place
+    if own is None and (whole := _free_base(tracker, target)) is not None:
+        view = (target.shape, target.stride(), target.storage_offset())
+
+        @wraps(func)
+        def change_view(first, *others, **named):
+            func(first.as_strided(*view), *others, **named)
+
+        # What the operation finds there is gone afterwards.
+        copied = (whole.clone(), *args[1:])
+        changed = node_of(derive(tracker, Changed(change_view), copied, kwargs))
+        func(*args, **kwargs)
+        if isinstance(changed, Derived):
+            _stand_for(changed, whole)
+            part = node_of(derive(tracker, Tensor.as_strided, (whole, *view), {}))
+            if whole is not target and isinstance(part, Derived):
+                _stand_for(part, target)
+        return _returned(func, target)
     if isinstance(own, Derived) and own.is_alone():
         changed = node_of(derive(tracker, Changed(func), args, kwargs))
         if isinstance(changed, Derived) and same_form(changed.value, own.value):
             own.shown = lambda: None
-            return _show_changed(func, changed, target)
-    if isinstance(own, Derived) and own.function is Tensor.__getitem__ and not own.aliased:
-        base, index = own.args
+            if same_storage(target, own.value):
+                target.data = changed.value.detach()  # for who looks at the numbers alone
+                show(changed, target)
+            else:
+                func(*args, **kwargs)
+                _stand_for(changed, target)
+            return _returned(func, target)
+    if isinstance(own, Derived) and own.index is None and not own.aliased:
+        base, others, named = own.args[0], own.args[1:], own.kwargs
         whole = base.shown() if isinstance(base, Derived) else None
-        if whole is not None:
+        if whole is not None and same_storage(own.value, base.value):
             # The tensor changes that a part was taken of, and the part is taken again.
             @wraps(func)
-            def change_part(first, *others, **named):
-                func(first[index], *others, **named)
+            def change_part(first, *operands, **options):
+                func(own.function(first, *others, **named), *operands, **options)
 
             own.shown = lambda: None
             change(tracker, change_part, (whole, *args[1:]), kwargs, node)
-            part = node_of(derive(tracker, Tensor.__getitem__, (whole, index), {}))
+            part = node_of(derive(tracker, own.function, (whole, *others), named))
             if isinstance(part, Derived):
-                return _show_changed(func, part, target)
+                target.data = part.value.detach()
+                show(part, target)
+                return _returned(func, target)
     # Views and copies of the old value may be in use: they would describe another tensor.
     refuse(
         func,
@@ -226,10 +257,46 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
     )
 
 
-def _show_changed(func, node: Derived, target: Tensor) -> Tensor | None:
-    """Let a tensor that was changed stand for another node; return what the operation returns."""
-    show(node, target)
-    target.data = node.value.detach()  # for who looks at the numbers alone
+def _is_part(value: Node | None, whole: Node | None, index) -> bool:
+    """Whether a tensor shows the memory of another at an index."""
+    if not (isinstance(value, Derived) and isinstance(whole, Derived)):
+        return False
+    part, again = value.value, whole.value.detach()[rebuild(index, _plain_index)]
+    same = same_storage(part, again) and part.storage_offset() == again.storage_offset()
+    return same and same_form(part, again)
+
+
+def _plain_index(item):
+    node = node_of(item)
+    return item if node is None else node.value
+
+
+def _free_base(tracker, constant: Tensor) -> Tensor | None:
+    """Return the tensor that a constant shows, if it was made in this forward and keeps its form.
+
+    What the model keeps outlives the context, and stands for nothing else.
+    """
+    base = constant if constant._base is None else constant._base
+    plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
+    if not plain or base.requires_grad or tracker.is_data(base) or tracker.is_kept(base):
+        return None
+    dense = base.storage_offset() == 0 and same_form(base.clone(), base)
+    return base if dense else None
+
+
+def _stand_for(node: Derived, constant: Tensor) -> None:
+    """Let a constant that was changed stand for a derived node.
+
+    It has memory of its own, and whatever shows that memory has changed with it. If that is used,
+    it shows in the autograd graph as a use that was not seen.
+    """
+    constant.__class__ = DerivedTensor
+    node.version = constant._version
+    node.tracker.shown[constant.grad_fn] = node
+    show(node, constant)
+
+
+def _returned(func, target: Tensor) -> Tensor | None:
     return None if func is Tensor.__setitem__ else target
 
 
@@ -256,8 +323,13 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
 
 def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> None:
     """Raise the error for an operation whose factor is not known."""
+    raise refusal(func, node, reason, remedy)
+
+
+def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationError:
+    """Return the error for an operation whose factor is not known."""
     names = [root.name for root in node.roots]
-    raise UnsupportedOperationError(
+    return UnsupportedOperationError(
         f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
         "known. Expected an operation that gradstats has a rule for. "
         + (

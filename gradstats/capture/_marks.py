@@ -57,6 +57,10 @@ class Marks:
         for tensor in tensors:
             _unmark(self._constants.pop(id(tensor), None))
 
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the model's, which outlives the context."""
+        return id(tensor) in self._constants
+
     def mark_kept(self) -> None:
         """Let graphs that are traced from now on see the model's own tensors as constants."""
         for tensor in self._constants.values():

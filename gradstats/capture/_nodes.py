@@ -177,6 +177,8 @@ class Derived(Node):
         index: which of the operation's outputs this is; None for a single output.
         shown: returns the tensor that the user's code has for this, as long as it has it.
         aliased: a tensor that is not tracked shows the same memory.
+        version: of the tensor that is shown, where it has memory of its own: a later one says that
+            it was changed where nobody saw it.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class Derived(Node):
         self.index = index
         self.shown: Callable[[], Tensor | None] = lambda: None
         self.aliased = False
+        self.version: int | None = None
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
         # Of several results each may depend on some of the operands only.
         self.parents = tuple(parents if index is None else _reached(value, parents))
@@ -209,6 +212,14 @@ class Derived(Node):
 
     @property
     def value(self) -> Tensor:
+        shown = None if self.version is None else self.shown()
+        if shown is not None and shown._version != self.version:
+            raise UnsupportedOperationError(
+                f"{self.describe()} was changed in place where gradients are not recorded, or "
+                "through a tensor that shares its memory, so that per-example gradients are not "
+                "known. Write it out of place.",
+                [root.name for root in self.roots],
+            )
         return self._value
 
     def is_alone(self) -> bool:

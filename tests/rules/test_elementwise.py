@@ -59,6 +59,7 @@ OPERATIONS = {
     "torch.lerp": lambda x, w: torch.lerp(x, w, 0.25),
     "torch.lerp weight": lambda x, w: torch.lerp(x, 2 * x.detach(), w),
     "torch.maximum": torch.maximum,
+    "torch.max": torch.max,
     "torch.minimum": lambda x, w: torch.minimum(w, x),
     "torch.logaddexp": torch.logaddexp,
     "torch.atan2": torch.atan2,
@@ -274,10 +275,17 @@ def test_parameters_written_into_some_of_the_examples_are_refused(index):
     check_refused(function, {"w": (2,)}, normal(BATCH, 2), match="__setitem__.*'w'")
 
 
-def test_changing_a_parameter_in_place_is_refused():
-    check_refused(
-        lambda m, x: (2 * m.w).add_(x), {"w": (BATCH, 2)}, normal(BATCH, 2), match="in place"
-    )
+def test_data_added_in_place_to_what_others_show_are_refused():
+    def function(m, x):
+        doubled = 2 * m.w
+        first = doubled[:, :1]
+        return first * doubled.add_(x)
+
+    check_refused(function, {"w": (BATCH, 2)}, normal(BATCH, 2), match="in place")
+
+
+def test_data_added_in_place_to_a_slice_for_each_example():
+    check_operation(lambda m, x: (2 * m.w).add_(x), {"w": (BATCH, 2)}, normal(BATCH, 2))
 
 
 @pytest.mark.parametrize(

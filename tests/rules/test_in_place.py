@@ -21,24 +21,148 @@ def test_in_place_after_a_tracked_operation():
     check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
 
 
-def written_into_a_constant(m, x):
+def triangle(m, x):
+    """As Cholesky factors and LU layers are put together."""
+    matrix = torch.zeros(WIDTH, WIDTH).double()
+    rows, columns = torch.tril_indices(WIDTH, WIDTH, -1)
+    matrix[rows, columns] = m.w[0, :1]
+    matrix[range(WIDTH), range(WIDTH)] = 1.0
+    return x @ matrix
+
+
+def diagonal(m, x):
+    matrix = x.new_zeros(WIDTH, WIDTH)
+    matrix.diagonal().copy_(m.w[0].exp())
+    matrix.t()[1:] -= m.w[1]
+    return x @ matrix
+
+
+def rows_added(m, x):
+    matrix = torch.eye(WIDTH).double()
+    matrix[0, 1:] *= m.w[0, 1:]
+    matrix.index_add_(0, torch.tensor([1, 1]), m.w)
+    return x @ (matrix * m.w)
+
+
+def through_a_part(m, x):
+    matrix = torch.zeros(2, WIDTH, WIDTH).double()
+    matrix[1][0] = m.w[1]
+    matrix += 1
+    return torch.einsum("btd,kde->btke", x, matrix)
+
+
+def first_position(m, x):
     hidden = torch.zeros(BATCH, POSITIONS, WIDTH).double()
-    hidden[:, 0] = m.w
+    hidden[:, 0] = m.w[0]
     return hidden + x
 
 
-def added_to_a_constant(m, x):
-    return torch.zeros(POSITIONS, WIDTH).double().add_(m.w) * x
+def summed(m, x):
+    return torch.zeros(POSITIONS, WIDTH).double().add_(m.w[0]) * x
 
 
-@pytest.mark.parametrize("function", [written_into_a_constant, added_to_a_constant])
-def test_constants_are_not_changed_in_place(function):
-    check_refused(
-        function,
-        {"w": (WIDTH,)},
-        normal(BATCH, POSITIONS, WIDTH),
-        match=r"in place.*'w'.*out of place",
-    )
+def shown_by_a_constant(m, x):
+    """Numbers alone: what was detached changes with the tensor, and has no gradient."""
+    matrix = torch.zeros(WIDTH, WIDTH).double()
+    numbers = matrix.detach()
+    matrix[0] = m.w[0]
+    matrix[1] = m.w[1]
+    return x @ numbers + x @ matrix
+
+
+CONSTANTS = (
+    triangle, diagonal, rows_added, through_a_part, first_position, summed, shown_by_a_constant,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", CONSTANTS)
+def test_parameters_written_into_a_constant(function):
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def token_first(m, x):
+    hidden = torch.zeros(x.shape[0], x.shape[1] + 1, WIDTH).double()
+    hidden[:, 0] = m.w[0]
+    hidden[:, 1:] = x @ m.w
+    return hidden * m.w[1]
+
+
+def positions_first(m, x):
+    hidden = torch.zeros(x.shape[1], x.shape[0], WIDTH).double()
+    hidden[0] = m.w[0]
+    hidden[1:] = x.transpose(0, 1)[1:]
+    return (hidden @ m.w).transpose(0, 1)
+
+
+def queries(m, x):
+    return x @ m.w.expand(len(x), -1, -1).clone().add_(x[:, :1]).transpose(1, 2)
+
+
+def running_total(m, x):
+    """As flows add up their terms, some of which no example changes."""
+    total = x.new_zeros(len(x))
+    total += m.w.sum() * torch.ones(len(x)).double()
+    total += x.sum((1, 2))
+    total += m.w.prod()
+    return m.w[0, 0] * total[:, None]
+
+
+@pytest.mark.parametrize("batch", [BATCH, POSITIONS])
+@pytest.mark.parametrize("function", [token_first, positions_first, queries, running_total])
+def test_data_written_into_what_was_made_of_parameters(function, batch):
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(batch, POSITIONS, WIDTH))
+
+
+def steps(m, x):
+    states = torch.zeros(x.shape).double()
+    states[:, 0] = m.start
+    for step in range(1, x.shape[1]):
+        states[:, step] = torch.tanh(states[:, step - 1].clone() @ m.w + x[:, step])
+    return states
+
+
+def test_steps_written_after_a_learned_one():
+    parameters = {"w": (WIDTH, WIDTH), "start": (WIDTH,)}
+    check_operation(steps, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
+def view_of_a_constant(m, x):
+    matrix = torch.zeros(WIDTH, WIDTH).double()
+    row = matrix[0]
+    matrix[0] = m.w[0]
+    return x * row
+
+
+def unseen_by_autograd(m, x):
+    matrix = torch.zeros(WIDTH, WIDTH).double()
+    matrix[0] = m.w[0]
+    with torch.no_grad():
+        matrix *= 2
+    return x @ matrix
+
+
+def view_of_what_data_are_written_into(m, x):
+    hidden = torch.zeros(len(x), WIDTH).double()
+    row = hidden[:, 0]
+    hidden += m.w[0]
+    hidden += x[:, 0]
+    return hidden * row[:, None]
+
+
+@pytest.mark.parametrize(
+    "function", [view_of_a_constant, unseen_by_autograd, view_of_what_data_are_written_into]
+)
+def test_what_shows_a_changed_constant_is_refused(function):
+    check_refused(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH), match="'w'")
+
+
+def test_a_buffer_is_not_changed_in_place():
+    def function(m, x):
+        m.kept.running_mean[0] = m.w[0]
+        return x * m.kept.running_mean
+
+    parameters = {"w": (WIDTH,), "kept": nn.BatchNorm1d(WIDTH)}
+    check_refused(function, parameters, normal(BATCH, WIDTH), match="in place.*'w'")
 
 
 def divided(m, x):

@@ -22,6 +22,7 @@ from gradstats.capture._nodes import Node, flatten, rebuild
 from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     ELEMENTWISE,
+    EXTREMES,
     function_variants,
     in_place_variants,
 )
@@ -38,6 +39,7 @@ from gradstats.capture.rules._common import (
     plain,
     rows_along,
 )
+from gradstats.capture.rules._in_place import write_data
 from gradstats.capture.rules._products import BroadcastFactors
 
 
@@ -46,7 +48,7 @@ def broadcast(tracker, func, *args, **kwargs):
     operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
-        refuse(func, nodes[0], "would change a parameter in place, which has no rule")
+        return write_data(tracker, func, args, kwargs)
     data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
     whole = tracker.owned(data[0])
     if isinstance(whole, Whole) and func not in IN_PLACE and tracker.sole_example(data):
@@ -134,7 +136,9 @@ def assign(tracker, func, input, index, value):
     operands = [item for item in flatten((input, index, value)) if isinstance(item, Tensor)]
     node = next(node for node in map(node_of, operands) if node is not None)
     items = index if isinstance(index, tuple) else (index,)
-    if node_of(input) is not None or not tracker.is_data(input):
+    if node_of(input) is not None:
+        return write_data(tracker, func, (input, index, value), {})
+    if not tracker.is_data(input):
         refuse(func, node, "to a tensor that holds nothing of any example has no rule")
     if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
         return _assign_where(tracker, func, node, input, items[0], value)
@@ -357,6 +361,7 @@ SUMS = frozenset(function_variants("add"))
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
     **dict.fromkeys(ELEMENT_LOSSES, element_loss),
+    **dict.fromkeys(EXTREMES, broadcast),
     torch.special.xlog1py: broadcast,
     torch.complex: broadcast,
     torch.polar: broadcast,
