@@ -142,9 +142,11 @@ class Replay:
     def pull_each(self, factor: Factor) -> Tensor:
         """Return the root's per-example gradients that a factor of the derived tensor induces."""
         cotangents = factor.dense().to(self.value)
-        (pulled,) = torch.autograd.grad(
-            self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
-        )
+        # Anomaly detection looks for NaN in each gradient, which it cannot in a batch of them.
+        with torch.autograd.set_detect_anomaly(False):
+            (pulled,) = torch.autograd.grad(
+                self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
+            )
         return pulled.to(compute_dtype(pulled))
 
     def pull(self, cotangent: Tensor) -> Tensor:

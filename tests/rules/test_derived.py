@@ -226,6 +226,18 @@ def test_parametrization_that_is_cached():
     check_operation(function, {"layer": layer}, normal(BATCH, WIDTH))
 
 
+def test_under_anomaly_detection():
+    """Some libraries turn it on for good."""
+
+    def function(m, x):
+        positions = torch.arange(POSITIONS).expand(x.shape[:2])
+        return functional.linear(x + functional.embedding(positions, m.table), m.w.exp())
+
+    parameters = {"table": (POSITIONS, WIDTH), "w": (2, WIDTH)}
+    with torch.autograd.set_detect_anomaly(True):
+        check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
 def test_pruning_mask():
     def function(m, x):
         mask = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]).double()
