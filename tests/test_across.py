@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 
 import gradstats as gs
 
@@ -187,6 +188,15 @@ APART = {
     ),
     "written into views": lambda h, x: written(h).sin().sum(1),
     "added row by row": lambda h, x: row_by_row(h).sin().sum(1),
+    "sequences filled up": lambda h, x: (
+        rnn.pad_sequence([h[i, : 1 + i % WIDTH] for i in range(BATCH)], True).sin().sum(1)
+    ),
+    "sequences in another order": lambda h, x: (
+        rnn.pad_sequence([h[i] for i in (2, 0, 3, 1)]).sin().sum(0)[[1, 3, 0, 2]]
+    ),
+    "sequences of repeated positions": lambda h, x: (
+        rnn.pad_sequence([h[i].repeat_interleave(i + 1) for i in range(BATCH)]).exp().sum(0)
+    ),
     "softmax without an axis": lambda h, x: functional.softmax(h, _stacklevel=5)[:, 0],
     "fftn of each": lambda h, x: torch.fft.fftn(h, dim=(1,)).abs().sum(1),
     "conv1d on channels": lambda h, x: (

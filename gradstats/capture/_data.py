@@ -31,6 +31,7 @@ from gradstats.capture._operations import (
     LOOKS_AT_FIRST,
     MOVES,
     OPAQUE,
+    PAD_SEQUENCE,
     PRODUCTS,
     ROW_PRODUCTS,
     SOLVES,
@@ -178,6 +179,11 @@ class Data(Marks):
             after = MIXED
         elif func in JOINS:
             after = self._joined(func, args, kwargs, result)
+        elif func is PAD_SEQUENCE:
+            batch_first = len(args) > 1 and args[1]
+            after = self._side_by_side(
+                *self._with_layouts(args[0]), int(not batch_first), stacked=True
+            )
         elif func in OVER_AXES and self._runs_over_examples(func, args, kwargs):
             after = MIXED if result.requires_grad and self.batch_size > 1 else None
             if after is MIXED and func not in REDUCES:
@@ -471,9 +477,7 @@ class Data(Marks):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
         elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
             return None  # which get an axis, or are joined along another
-        layouts = [
-            self.owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
-        ]
+        tensors, layouts = self._with_layouts(tensors)
         stacked = func is torch.stack
         if not any(isinstance(layout, Whole) for layout in layouts):
             found = self._in_line(tensors, layouts, dim, result, stacked=stacked)
@@ -482,6 +486,12 @@ class Data(Marks):
                 return found
             layouts = alone
         return self._side_by_side(tensors, layouts, dim, stacked=stacked)
+
+    def _with_layouts(self, tensors: Sequence[Tensor]):
+        """Return tensors, and whose each of them is: None for what holds nothing of any example."""
+        return tensors, [
+            self.owned(t) if node_of(t) is None and self.is_data(t) else None for t in tensors
+        ]
 
     def _in_line(self, tensors, layouts, dim: int, result, *, stacked: bool) -> Examples | None:
         """Return the layout of tensors joined of which each has rows of its examples."""

@@ -147,6 +147,9 @@ JOINS: dict[Any, int | None] = {
     torch.dstack: 2,
 }
 
+# Fills sequences up to one length and puts them side by side.
+PAD_SEQUENCE = torch._C._nn.pad_sequence
+
 # Operations whose results have axes of other operands, or none of their operands': where sizes
 # agree by accident nobody knows where the examples are.
 UNFOLLOWED = frozenset(
