@@ -180,10 +180,9 @@ class Data(Marks):
         elif func in JOINS:
             after = self._joined(func, args, kwargs, result)
         elif func is PAD_SEQUENCE:
-            batch_first = len(args) > 1 and args[1]
-            after = self._side_by_side(
-                *self._with_layouts(args[0]), int(not batch_first), stacked=True
-            )
+            tensors, layouts = self._with_layouts(args[0])
+            dim = 0 if len(args) > 1 and args[1] else 1  # batch_first
+            after = self._side_by_side(tensors, layouts, dim, stacked=True)
         elif func in OVER_AXES and self._runs_over_examples(func, args, kwargs):
             after = MIXED if result.requires_grad and self.batch_size > 1 else None
             if after is MIXED and func not in REDUCES:

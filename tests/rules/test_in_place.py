@@ -98,6 +98,13 @@ def queries(m, x):
     return x @ m.w.expand(len(x), -1, -1).clone().add_(x[:, :1]).transpose(1, 2)
 
 
+def part_of_the_positions(m, x):
+    hidden = m.w[:1].repeat(len(x), x.shape[1] + 1, 1)
+    hidden[:, 1:] += x
+    hidden[:, 0].mul_(x[:, 0])
+    return hidden @ m.w
+
+
 def running_total(m, x):
     """As flows add up their terms, some of which no example changes."""
     total = x.new_zeros(len(x))
@@ -108,7 +115,9 @@ def running_total(m, x):
 
 
 @pytest.mark.parametrize("batch", [BATCH, POSITIONS])
-@pytest.mark.parametrize("function", [token_first, positions_first, queries, running_total])
+@pytest.mark.parametrize(
+    "function", [token_first, positions_first, queries, part_of_the_positions, running_total]
+)
 def test_data_written_into_what_was_made_of_parameters(function, batch):
     check_operation(function, {"w": (WIDTH, WIDTH)}, normal(batch, POSITIONS, WIDTH))
 
@@ -141,6 +150,13 @@ def unseen_by_autograd(m, x):
     return x @ matrix
 
 
+def part_of_what_others_show(m, x):
+    hidden = m.w[0].repeat(len(x), x.shape[1] + 1, 1)
+    first = hidden[:, 0]
+    hidden[:, 1:] += x
+    return hidden * first[:, None]
+
+
 def view_of_what_data_are_written_into(m, x):
     hidden = torch.zeros(len(x), WIDTH).double()
     row = hidden[:, 0]
@@ -150,7 +166,13 @@ def view_of_what_data_are_written_into(m, x):
 
 
 @pytest.mark.parametrize(
-    "function", [view_of_a_constant, unseen_by_autograd, view_of_what_data_are_written_into]
+    "function",
+    [
+        view_of_a_constant,
+        unseen_by_autograd,
+        part_of_what_others_show,
+        view_of_what_data_are_written_into,
+    ],
 )
 def test_what_shows_a_changed_constant_is_refused(function):
     check_refused(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH), match="'w'")

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gradstats.capture._dispatch import refusal
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._nodes import Derived, operands_of, same_storage
+from gradstats.capture._nodes import Derived, Node, operands_of, same_storage
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture._writes import WRITES
+from gradstats.capture._writes import WRITES, Write
 from gradstats.capture.rules._common import run
 
 
@@ -23,7 +23,37 @@ def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """
     target = args[0]
     node = first_node(target)
-    layout = _layout_after(tracker, func, args, kwargs)
+    values = [*args[1:], *kwargs.values()]
+    whole = _whole_of(node) if func is not Tensor.__setitem__ and len(values) == 1 else None
+    if whole is None:
+        _become_data(tracker, func, target, WRITES[func](*args, **kwargs))
+    else:
+        # x[i] += data: the tensor that the part was taken of becomes data, and so does the part.
+        index = node.args[1]  # type: ignore[attr-defined]
+        write = WRITES[Tensor.__setitem__](whole, index, *values)
+        node.shown = lambda: None  # type: ignore[attr-defined]
+        layout = _become_data(tracker, func, whole, write)
+        part = whole[index]
+        tracker.place(part, write.read(layout) if write.read else layout)
+        _swap(func, node, target, part)
+    if any(node_of(item) is not None for item in operands_of(args, kwargs)):
+        return run(tracker, func, *args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _whole_of(node: Node) -> Tensor | None:
+    """Return the tensor that a part shows by basic indexing, where the user's code has it."""
+    if not isinstance(node, Derived) or node.function is not Tensor.__getitem__ or node.aliased:
+        return None
+    base = node.args[0]
+    whole = base.shown() if isinstance(base, Derived) else None
+    return whole if whole is not None and same_storage(node.value, base.value) else None
+
+
+def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
+    """Have a derived tensor hold what each example sees of it; return where the examples lie."""
+    node = first_node(target)
+    layout = _layout_after(tracker, target, write)
     if layout is None or not isinstance(node, Derived) or not node.is_alone():
         reason = "changes a tensor in place that belongs to no example, which has no rule"
         raise refusal(func, node, reason, "Write it out of place.")
@@ -33,20 +63,21 @@ def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         # Whatever else shows the memory of a constant goes on doing so.
         seen.data = target.detach().copy_(seen.detach())
     node.shown = lambda: None
+    _swap(func, node, target, seen)
+    return layout
+
+
+def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
+    """Let a tensor of the user's code be data from now on."""
     try:
-        torch.utils.swap_tensors(target, seen)
+        torch.utils.swap_tensors(target, data)
     except RuntimeError as error:  # something else holds it, such as a view
         reason = "changes a tensor in place that others show, which has no rule"
         raise refusal(func, node, reason, "Write it out of place.") from error
-    if any(node_of(item) is not None for item in operands_of(args, kwargs)):
-        return run(tracker, func, *args, **kwargs)
-    return func(*args, **kwargs)
 
 
-def _layout_after(tracker, func, args, kwargs) -> Examples | None:
+def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    target = args[0]
-    write = WRITES[func](*args, **kwargs)
     owned = [
         (item, tracker.owned(item))
         for item in write.values
