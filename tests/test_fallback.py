@@ -68,6 +68,21 @@ def test_what_has_no_rule_comes_out_exact(batch, hidden, workspace):
     assert_unchanged(model, state)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_are_those_before_hooks(batch, hidden):
+    """With a rule and without: hooks may scale or mask what arrives in .grad."""
+    model = Awkward(hidden).double()
+    expected = oracle_sqnorms(model, batch, classify)
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, expected, 1e-10)
+    seen.clear()
+    classify(model, batch).sum().backward()
+    assert len(seen) == len(list(model.parameters()))
+
+
 def test_a_model_of_nothing_else(batch):
     class Only(nn.Module):
         def __init__(self):

@@ -7,7 +7,8 @@ holds, squared and let go; every other parameter goes the lean way.
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -197,6 +198,19 @@ def _in_chunks(
     return losses, dict(zip(names, values, strict=True))
 
 
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Have gradients taken before the parameters' hooks, which may change them, as rules do."""
+    hooks = [parameter._backward_hooks for parameter in parameters]
+    for parameter in parameters:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, own in zip(parameters, hooks, strict=True):
+            parameter._backward_hooks = own
+
+
 def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, dict[str, Tensor]]:
     parameters = list(_inner(model, names).values())
     losses: list[Tensor] = []
@@ -206,7 +220,8 @@ def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, d
         with torch.enable_grad(), SettledFormats():
             example = division.take(batch, [number])
             loss = check_losses(loss_fn(model, example), 1)
-            gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
+            with _without_hooks(parameters):
+                gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
         losses.append(loss.detach().reshape(()))
         zero = torch.zeros((), dtype=torch.float64, device=loss.device)
         rows.append(

@@ -53,6 +53,9 @@ def per_example_norms(
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
+    Hooks on parameters (``register_hook``) may change what arrives in ``.grad``; ∇ℓ_i is the
+    gradient before them.
+
     Args:
         model: any module; it is left as it was found, its training mode included.
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
