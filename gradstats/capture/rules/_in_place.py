@@ -33,9 +33,8 @@ def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         write = WRITES[Tensor.__setitem__](whole, index, *values)
         node.shown = lambda: None  # type: ignore[attr-defined]
         layout = _become_data(tracker, func, whole, write)
-        part = whole[index]
-        tracker.place(part, write.read(layout) if write.read else layout)
-        _swap(func, node, target, part)
+        _swap(func, node, target, whole[index])
+        tracker.place(target, write.read(layout) if write.read else layout)
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return run(tracker, func, *args, **kwargs)
     return func(*args, **kwargs)
@@ -58,12 +57,12 @@ def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
         reason = "changes a tensor in place that belongs to no example, which has no rule"
         raise refusal(func, node, reason, "Write it out of place.")
     seen = example_view(tracker, node, ExampleLayout(target.dim(), layout)).clone()
-    tracker.place(seen, layout)
     if not same_storage(target, node.value):
         # Whatever else shows the memory of a constant goes on doing so.
         seen.data = target.detach().copy_(seen.detach())
     node.shown = lambda: None
     _swap(func, node, target, seen)
+    tracker.place(target, layout)
     return layout
 
 
