@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import gradstats as gs
 from gradstats import _cost, contractions
 from gradstats._factors import Outer, Rows, Vector
 from gradstats.contractions import _outer
+from tests.oracle import perturbed
 from tests.test_contractions import WORKSPACE, assert_exact, defined, outer
 
 
@@ -190,3 +192,38 @@ def test_squares_that_overflow_are_not_called_infinite_gradients():
     x[0] = 1e20
     wide = gs.per_example_norms(model.double(), x.double(), losses)
     assert wide.norm[0].item() == pytest.approx(6**0.5 * 1e20, rel=1e-6)
+
+
+def squares(model, batch):
+    with torch.autocast("cpu", enabled=False):
+        return (model(batch[0]).square().mean((1, 2)) - batch[1]).square()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_inside_autocast_contractions_have_the_precision_of_their_operands(dtype):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 6, bias=False))
+    single = nn.Linear(8, 16)
+    batch = torch.randn(5, 40, 8), torch.randn(5)
+    other = perturbed(model)
+
+    def measured():
+        stats = gs.per_example_norms(model, batch, squares, gram=True, alignment=True)
+        # Of one layer, whose backward autocast has nothing to round in.
+        with gs.track(single, batch_size=5, gram=True, alignment=True) as tracker:
+            tracker.backward(squares(single, batch))
+        return {
+            "sqnorm": stats.sqnorm,
+            "gram": stats.gram,
+            "alignment": stats.alignment,
+            "beside training": tracker.stats.sqnorm,
+            "gram beside training": tracker.stats.gram,
+            "alignment beside training": tracker.stats.alignment,
+            "pairs": gs.inner_products(model, batch, other, batch, squares),
+            "diagonal": gs.inner_products(model, batch, other, batch, squares, pairs="diagonal"),
+        }
+
+    expected = measured()
+    with torch.autocast("cpu", dtype):
+        found = measured()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

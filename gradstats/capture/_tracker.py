@@ -51,6 +51,7 @@ from gradstats.contractions import (
     stack,
     tied_sqnorm,
 )
+from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
     CoverageError,
     ExampleAxisError,
@@ -263,7 +264,8 @@ class Tracker(Data):
         if not self._reentrant:
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
-                run_backward((total,), (one,), inputs=targets)
+                with without_autocast():
+                    run_backward((total,), (one,), inputs=targets)
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
@@ -274,7 +276,8 @@ class Tracker(Data):
         for leaf in leaves:
             leaf.grad = None
         try:
-            run_backward((total,), (one,))
+            with without_autocast():
+                run_backward((total,), (one,))
         finally:
             for leaf, grad in grads:
                 leaf.grad = grad

@@ -34,6 +34,7 @@ from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer import one_position as one_position
+from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import WellConditioned as WellConditioned
@@ -76,6 +77,7 @@ def on_chip(factor: Factor) -> bool:
     return isinstance(factor, (Outer, Ragged)) and _triton.serves(factor)
 
 
+@in_full_precision
 def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Contraction:
     """Return ‖Σ_u F_u[i]‖² for each example i, where the F_u describe uses of one parameter.
 
@@ -103,6 +105,7 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
     )
 
 
+@in_full_precision
 def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays."""
     return WITH_SUM[type(factor)](factor, workspace)

@@ -36,8 +36,10 @@ from gradstats.contractions import (
     _triton_layers,
 )
 from gradstats.contractions._elementwise import summed
+from gradstats.contractions._precision import in_full_precision
 
 
+@in_full_precision
 def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int) -> Tensor:
     """Return ⟨Σ_u F_u[i], V⟩ for each example, (B,) float64.
 
@@ -59,6 +61,7 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
     return result
 
 
+@in_full_precision
 def total(factors: Sequence[Factor]) -> Tensor:
     """Return Σ_i Σ_u F_u[i], the gradient of the summed losses, in the accumulation dtype."""
     result: Tensor | None = None

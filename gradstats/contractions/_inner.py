@@ -41,6 +41,7 @@ from gradstats.contractions import (
 from gradstats.contractions._elementwise import lean
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer_pairs import Sizes
+from gradstats.contractions._precision import in_full_precision
 
 Rule = Callable[[Any, Any, int, Sizes], Tensor]
 
@@ -82,6 +83,7 @@ FOLDED = 2
 FLOAT32_RANGE = (1e-12, 1e15)
 
 
+@in_full_precision
 def inner_pairs(
     first: Sequence[Factor], second: Sequence[Factor], workspace: int, sizes: Sizes
 ) -> Tensor:
@@ -107,6 +109,7 @@ def inner_pairs(
     return result
 
 
+@in_full_precision
 def inner_diagonal(
     first: Sequence[Factor], second: Sequence[Factor], workspace: int, sizes: Sizes
 ) -> Tensor:
@@ -124,6 +127,7 @@ def inner_diagonal(
     return result
 
 
+@in_full_precision
 def fold(factors: Sequence[Factor]) -> list[Factor]:
     """Return the factors to keep: the gradients themselves where they are no larger than twice.
 

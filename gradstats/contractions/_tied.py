@@ -18,6 +18,7 @@ from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segment_sum
 from gradstats.contractions import _rows, _triton, _triton_layers
 from gradstats.contractions._merge import merge
+from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction, sum_of_two
 
 
@@ -34,6 +35,7 @@ class Projected:
     gathered: dict[Lookup, Tensor]
 
 
+@in_full_precision
 def project(
     factor: Outer | Ragged, norms: Contraction, lookups: Sequence[Lookup], workspace: int
 ) -> Projected:
@@ -107,6 +109,7 @@ def _by_example(products: Tensor, example: Tensor, batch: int) -> Tensor:
     return segment_sum(products, torch.bincount(example, minlength=batch))
 
 
+@in_full_precision
 def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> Contraction:
     """Return ‖P_i + Σ_u R_u[i]‖² for a projection P and the look-ups R tied to it."""
     if not rows:
