@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the bits of a result may depend on."""
+    """Return the versions that the bits of a result depend on."""
     import gradstats
 
     return {
@@ -91,19 +91,25 @@ class Folder:
         folder.path, folder.manifest = path, manifest
         return folder
 
-    def prepare(self, entry: dict[str, Any], make: Callable[[Path], Tiles]) -> Tiles:
+    def prepare(
+        self,
+        entry: dict[str, Any],
+        circumstances: dict[str, str],
+        make: Callable[[Path], Tiles],
+    ) -> Tiles:
         """Return the tiles of a checkpoint, made or checked; one process does this for all.
 
         Args:
             entry: name, weights, query_weights, rates, first_losses.
+            circumstances: on which the bits of tiles depend: the same for all of a checkpoint.
             make: the tiles of a folder.
         """
         with locked(self.path):
             # Other calls may have added checkpoints.
             self.manifest = read_manifest(self.path)
-            return self._prepare(json.loads(json.dumps(entry)), make)
+            return self._prepare(json.loads(json.dumps(entry)), circumstances, make)
 
-    def _prepare(self, entry: dict[str, Any], make: Callable[[Path], Tiles]) -> Tiles:
+    def _prepare(self, entry, circumstances: dict[str, str], make) -> Tiles:
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
         if folder in known:
@@ -112,10 +118,11 @@ class Folder:
         tiles = make(self.path / folder)
         tiles.create_or_check()
         if folder not in known:
-            known[folder] = {**entry, "versions": versions()}
+            known[folder] = {**entry, "circumstances": circumstances}
             self._write()
         elif tiles.done.any() and not tiles.done.all():
-            self._refuse(_differences(known[folder]["versions"], versions()), entry["name"])
+            held = known[folder]["circumstances"]
+            self._refuse(_differences(held, circumstances), entry["name"])
         return tiles
 
     def _check(self, description: dict[str, Any], resume: bool) -> None:

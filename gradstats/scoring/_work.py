@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradstats.capture._selection import select_parameters
+from gradstats.contractions._triton import BACKEND_VARIABLE
 from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError, TrackingError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
-from gradstats.scoring._folder import Folder
+from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import check_call
@@ -76,6 +77,18 @@ class Work:
             "parameters": list(self.names),
             "batch_dim": self.options["batch_dim"],
             "dtype": str(self.dtype),
+        }
+
+    def circumstances(self) -> dict[str, str]:
+        """Return what the bits of a result depend on beside versions."""
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return {
+            "device": torch.cuda.get_device_name(self.device) if kind == "cuda" else kind,
+            "float32 products": torch.backends.cuda.matmul.fp32_precision,
+            "autocast": str(autocast),
+            "backend": os.environ.get(BACKEND_VARIABLE, ""),
+            "workspace": str(self.options["workspace"]),
         }
 
     def check_finite(self, sqnorm: np.ndarray, ids: np.ndarray, checkpoint: str, role: str) -> None:
@@ -147,7 +160,8 @@ def open_tiles(
         return tiles, tiles.done
 
     def first() -> tuple[str, list[str], np.ndarray]:
-        prepared = folder.prepare(entry, lambda path: make(Tiles, path))
+        circumstances = {**versions(), **work.circumstances()}
+        prepared = folder.prepare(entry, circumstances, lambda path: make(Tiles, path))
         return prepared.folder.name, prepared.damaged, prepared.done
 
     name, damaged, done = _ranks.on_first(first)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.scoring import _folder, _tiles
+from gradstats.scoring import _folder, _tiles, _work
 from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
@@ -405,17 +405,18 @@ def test_where_there_are_no_locks_a_warning_says_so(where, tmp_path, monkeypatch
     assert_same("matrix", scores, call("matrix", None))
 
 
-def test_other_versions_do_not_finish_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("what", ["torch", "device", "float32 products", "workspace"])
+def test_other_circumstances_do_not_finish_a_checkpoint(tmp_path, what):
     out = tmp_path / "scores"
     call("matrix", out)
     manifest = json.loads((out / "manifest.json").read_text())
     for entry in manifest["checkpoints"].values():
-        entry["versions"]["torch"] = "1.0"
+        entry["circumstances"][what] = "1.0"
     (out / "manifest.json").write_text(json.dumps(manifest))
     assert_same("matrix", call("matrix", out), call("matrix", None))
     damaged = sorted(out.glob("checkpoint-*"))[0] / "products.npy"
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
-    with pytest.raises(gs.StoreError, match=r"torch: on disk '1\.0', now"):
+    with pytest.raises(gs.StoreError, match=rf"{what}: on disk '1\.0', now"):
         call("matrix", out)
 
 
@@ -426,7 +427,7 @@ def test_a_folder_that_is_refused_leaves_no_file_open(tmp_path, monkeypatch, why
     done = sorted(out.glob("checkpoint-*"))[0] / "done.npy"
     done.write_bytes(done.read_bytes()[:-8] + bytes(8))
     if why == "other versions":
-        monkeypatch.setattr(_folder, "versions", lambda: {"torch": "1.0"})
+        monkeypatch.setattr(_work, "versions", lambda: {"torch": "1.0"})
     elif why == "manifest":
         manifest = json.loads((out / "manifest.json").read_text())
         (out / "manifest.json").write_text(json.dumps({**manifest, "checkpoints": {}}))
