@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 import gradstats as gs
@@ -121,6 +122,66 @@ def test_derivatives_of_a_sequence_model():
     torch.manual_seed(0)
     points = torch.randn(4, 7, 2, dtype=torch.float64)
     check_model(NETWORKS["mlp"]().double(), points, loss, fusing=(True,))
+
+
+def of_rows(function):
+    return lambda m, x: torch.cat([function(m, x[i : i + 1]) for i in range(len(x))])
+
+
+# Operations one operand of which is made of the data, each example its own.
+MADE_OF_DATA = {
+    "weight": of_rows(lambda m, x: functional.linear(x, m.maker(x).view(4, 2), m.p)),
+    "bias": of_rows(lambda m, x: functional.linear(x, m.w, m.maker(x)[0, :4])),
+    "scale of several positions": of_rows(
+        lambda m, x: functional.linear(x.view(1, 2, 1), m.maker(x)[:, :4].T, m.p).sum(1)
+    ),
+    "addmm": of_rows(lambda m, x: torch.addmm(m.p, x, m.maker(x).view(2, 4))),
+    "addmm with a sum of data": of_rows(lambda m, x: torch.addmm(m.maker(x)[0, :4], x, m.w.T)),
+    "kernel": of_rows(
+        lambda m, x: functional.conv1d(x[..., None], m.maker(x).view(4, 2, 1), m.p)[..., 0]
+    ),
+    "bias of channels": of_rows(
+        lambda m, x: functional.conv1d(
+            torch.stack([x, x], 2), m.w[..., None], m.maker(x)[0, :4], padding=1
+        ).sum(2)
+    ),
+    "transposed kernel": of_rows(
+        lambda m, x: functional.conv_transpose1d(
+            x[..., None], m.maker(x).view(2, 4, 1), m.p, stride=2
+        )[..., 0]
+    ),
+    "scale": of_rows(
+        lambda m, x: functional.layer_norm(x.repeat(1, 2) * m.p, (4,), m.maker(x)[0, :4], m.p)
+    ),
+    "shift": of_rows(
+        lambda m, x: functional.layer_norm(
+            torch.cat([x, x.sin()], 1), (4,), m.p, m.maker(x)[0, :4]
+        )
+    ),
+    "shift of channels": of_rows(
+        lambda m, x: functional.group_norm(
+            torch.stack([x, x.sin()], 1).view(1, 4, 1) * m.w.view(1, 4, 2), 2, m.p,
+            m.maker(x)[0, :4],
+        ).sum(2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE_OF_DATA)
+def test_derivatives_through_operands_made_of_data(name):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.maker = nn.Linear(2, 8)
+            self.w = nn.Parameter(torch.randn(4, 2))
+            self.p = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return torch.tanh(MADE_OF_DATA[name](self, x)).sum(1, keepdim=True)
+
+    torch.manual_seed(0)
+    points = torch.randn(3, 2, dtype=torch.float64)
+    check_model(Network().double(), points, laplacian, fusing=(True,))
 
 
 def test_training_gradient_beside_the_norms():

@@ -22,20 +22,24 @@ from gradstats.contractions import Fused, _triton
 
 
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
-    weight_tracked, _, examples = ctx.tracked
+    weight_tracked, _, examples, (weight_is_data, bias_is_data) = ctx.tracked
+    found: list[tuple[int, Tensor]] = []
+    if bias_is_data:
+        found.append((6, _channel_sum(grad).to(ctx.bias_dtype)))
+    if weight_is_data:
+        wanted = [False, True, False]
+        found.append((5, convolution_gradients(ctx.call, grad, x, weight, wanted)[1]))
     if not ctx.needs_input_grad[4]:
-        return ()
+        return found
     call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
     if not weight_tracked:
-        return ((4, torch.ops.aten.convolution(grad, weight, None, *call)),)
+        return [*found, (4, torch.ops.aten.convolution(grad, weight, None, *call))]
     node = ctx.use.nodes[0]
     if node.value.dtype != grad.dtype:
         node = derived(node, Tensor.to, grad.dtype)
-    use = Use([node])
-    gradient = ConvolutionUse.apply(
-        use, ctx.settings, (True, False, examples), call, grad, node.value, None
-    )
-    return ((4, gradient),)
+    use, tracked = Use([node]), (True, False, examples, (False, False))
+    gradient = ConvolutionUse.apply(use, ctx.settings, tracked, call, grad, node.value, None)
+    return [*found, (4, gradient)]
 
 
 def adjoint_convolution(call, input, kernel, output):
@@ -55,11 +59,26 @@ def adjoint_convolution(call, input, kernel, output):
     return stride, padding, dilation, not transposed, tuple(rest), groups
 
 
+def convolution_gradients(call, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]):
+    """Return PyTorch's gradients of a convolution's input, weight and bias, as far as wanted."""
+    stride, padding, dilation, transposed, output_padding, groups = call
+    return torch.ops.aten.convolution_backward(
+        grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups,
+        wanted,
+    )  # fmt: skip
+
+
+def _channel_sum(grad: Tensor) -> Tensor:
+    """Return the gradient of a bias that all rows share: (C,) in the accumulation dtype."""
+    return grad.sum((0, *range(2, grad.dim())), dtype=compute_dtype(grad))
+
+
 class ConvolutionUse(torch.autograd.Function):
     """A convolution with a backward that makes weight gradient and squared norms in one pass.
 
     Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), transposed (C, O / groups,
-    *kernel).
+    *kernel). ``tracked`` says which of weight and bias are tracked, where the examples lie, and
+    which of the two were computed from trained data (see ``LinearFactors.data``).
     """
 
     @staticmethod
@@ -73,26 +92,23 @@ class ConvolutionUse(torch.autograd.Function):
     @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
         use, settings = ctx.use, ctx.settings
-        weight_tracked, bias_tracked, examples = ctx.tracked
-        wanted = [
-            ctx.needs_input_grad[4],
-            ctx.needs_input_grad[5] and settings.weight_gradients,
-            False,
-        ]
+        weight_tracked, bias_tracked, examples, (weight_is_data, bias_is_data) = ctx.tracked
+        _, _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
+        want_weight = want_weight and (settings.weight_gradients or weight_is_data)
+        want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
         if weight_tracked:
             patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
             sole = use is not None and use.is_sole(0)
-            if sole and wanted[1] and settings.fused:
+            if sole and want_weight and settings.fused:
                 fused = fuse(patches, settings, want_sum=True)
                 assert fused.total is not None
                 grad_weight = fused.total.to(weight.dtype)
-                wanted[1] = False
+                want_weight = False
                 factors.append(fused)
             else:
                 factors.append(patches)
-        want_bias = settings.weight_gradients and ctx.needs_input_grad[6]
         if bias_tracked:
             bias = channel_factor(examples, grad)
             reported, total = bias_report(use, settings, bias, len(factors), want_bias)
@@ -100,17 +116,13 @@ class ConvolutionUse(torch.autograd.Function):
             if total is not None:
                 grad_bias = total.to(ctx.bias_dtype)
         elif want_bias:
-            positions = range(2, grad.dim())
-            grad_bias = grad.sum((0, *positions), dtype=compute_dtype(grad)).to(ctx.bias_dtype)
+            grad_bias = _channel_sum(grad).to(ctx.bias_dtype)
         reports = report(use, settings, factors)
-        stride, padding, dilation, transposed, output_padding, groups = ctx.call
         grad_x = None
-        if wanted[0] or wanted[1]:
-            grad_x, native, _ = torch.ops.aten.convolution_backward(
-                grad, x, weight, None, stride, padding, dilation, transposed, output_padding,
-                groups, wanted,
-            )  # fmt: skip
-            grad_weight = native if wanted[1] else grad_weight
+        if want_x or want_weight:
+            wanted = [want_x, want_weight, False]
+            grad_x, native, _ = convolution_gradients(ctx.call, grad, x, weight, wanted)
+            grad_weight = native if want_weight else grad_weight
         return (None, None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
@@ -191,6 +192,8 @@ class Data(Marks):
             after = self.owned(data[0])
         elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
+            if func is linear and not self._is_shifted_alike(args, result, after):
+                after = None
         elif func in ADDED_PRODUCTS:
             named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
             after = self._multiplied((*args[1:], *named)[:2], result)
@@ -272,7 +275,7 @@ class Data(Marks):
 
     def _multiplies(self, func, args: tuple[Any, ...]) -> bool:
         """Whether an operation multiplies two operands either of which may hold the examples."""
-        if func is not torch.nn.functional.linear:
+        if func is not linear:
             return func in PRODUCTS or func in ROW_PRODUCTS
         first = args[0]
         if node_of(first) is None and self.is_data(first):
@@ -306,6 +309,13 @@ class Data(Marks):
             return True
         self._note_meeting(result)
         return False
+
+    def _is_shifted_alike(self, args: tuple[Any, ...], result: Tensor, layout) -> bool:
+        """Whether the bias of a linear layer belongs to the examples that its product has."""
+        bias = args[2] if len(args) > 2 and self.batch_size > 1 else None
+        if bias is None or node_of(bias) is not None or not bias.requires_grad:
+            return True
+        return not self.is_data(bias) or self._broadcast([bias], result) == layout
 
     def _is_lost(self, tensor: Tensor) -> bool:
         return self._is_marked(tensor) and self.owned(tensor) is None

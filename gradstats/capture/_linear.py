@@ -31,6 +31,8 @@ class LinearFactors:
         examples: where the examples lie in x.
         shape: of the weight as the operation takes it.
         inputs_first: that shape is (d_in, d_out), not (d_out, d_in).
+        data: which of the two were computed from trained data, as hypernetworks do: their
+            gradients are a part of those that are tracked, and wanted whatever is trained.
     """
 
     weight: bool
@@ -38,6 +40,7 @@ class LinearFactors:
     examples: Examples
     shape: tuple[int, ...]
     inputs_first: bool = False
+    data: tuple[bool, bool] = (False, False)
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         factors: list = []
@@ -71,12 +74,18 @@ class LinearFactors:
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     layer = ctx.layer
-    if not ctx.needs_input_grad[3]:
-        return ()
-    if not layer.weight:
-        weight = weight.to(grad.dtype)
-        return ((3, grad.matmul(weight.t() if layer.inputs_first else weight)),)
-    return ((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad)),)
+    found: list[tuple[int, Tensor]] = []
+    if ctx.needs_input_grad[3] and layer.weight:
+        found.append((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad)))
+    elif ctx.needs_input_grad[3]:
+        matrix = weight.to(grad.dtype)
+        found.append((3, grad.matmul(matrix.t() if layer.inputs_first else matrix)))
+    weight_is_data, bias_is_data = layer.data
+    if weight_is_data:
+        found.append((4, cast(layer.weight_gradient(grad, x, weight), ctx.dtypes[0])))
+    if bias_is_data:
+        found.append((5, cast(grad.flatten(0, -2).sum(0), ctx.dtypes[1])))
+    return found
 
 
 class LinearUse(torch.autograd.Function):
@@ -103,8 +112,9 @@ class LinearUse(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_weight = grad_bias = None
         _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
-        want_weight = want_weight and settings.weight_gradients
-        want_bias = want_bias and settings.weight_gradients
+        weight_is_data, bias_is_data = layer.data
+        want_weight = want_weight and (settings.weight_gradients or weight_is_data)
+        want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         if layer.weight:
             # A consumer that wants no sum has its own way to norms and products.

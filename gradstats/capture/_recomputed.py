@@ -91,12 +91,12 @@ class Recomputed(torch.autograd.Function):
     """The results of an operation, with a backward that computes it again."""
 
     @staticmethod
-    def forward(ctx, use, settings, operation, tracked, count, *tensors):
+    def forward(ctx, use, settings, operation, tracked, data, *tensors):
         ctx.use, ctx.settings, ctx.operation, ctx.tracked = use, settings, operation, tracked
-        ctx.count = count
-        ctx.save_for_backward(*tensors[:count])
+        ctx.data = data
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        results = tuple(map(free_of_views, operation.native(*tensors[:count])))
+        results = tuple(map(free_of_views, operation.native(*tensors)))
         ctx.output = Kept(results[0])
         return results
 
@@ -105,11 +105,13 @@ class Recomputed(torch.autograd.Function):
         tensors = ctx.saved_tensors
         _refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
-            wanted = ctx.needs_input_grad[5 : 5 + ctx.count]
+            wanted = ctx.needs_input_grad[5:]
             gradients, sites = _taken_apart(ctx, grads, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
-                train = wanted[site.slot] and ctx.settings.weight_gradients
+                train = wanted[site.slot] and (
+                    ctx.settings.weight_gradients or site.slot in ctx.data
+                )
                 if site.slot in ctx.tracked:
                     factor = ctx.operation.factor(site)
                     sole = ctx.use.is_sole(ctx.tracked.index(site.slot))
@@ -155,7 +157,12 @@ def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list
 
 
 def recomputed(
-    tracker, nodes: Sequence[Node], tracked: tuple[int, ...], operation: Operation, *tensors: Tensor
+    tracker,
+    nodes: Sequence[Node],
+    tracked: tuple[int, ...],
+    data: tuple[int, ...],
+    operation: Operation,
+    *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return an operation's results with the factors of ``nodes`` attached.
 
@@ -163,6 +170,8 @@ def recomputed(
         tracker: the context.
         nodes: the tracked operands.
         tracked: their positions among ``tensors``.
+        data: the positions of what is in the place of a parameter and was computed from trained
+            data: its gradient is wanted whatever is trained.
         operation: what computes the results and takes them apart.
         tensors: its operands, plain.
 
@@ -177,7 +186,7 @@ def recomputed(
         with torch.autograd._unsafe_preserve_version_counter(results):
             kept = Kept(results[0])
             return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
-    return Recomputed.apply(use, settings, operation, tracked, len(tensors), *tensors)
+    return Recomputed.apply(use, settings, operation, tracked, data, *tensors)
 
 
 def _refuse_derivatives(use: Use) -> None:

@@ -206,6 +206,42 @@ def test_a_kernel_for_each_example(batch, kind):
     check_operation(function, parameters, normal(batch, 2, 5, 4))
 
 
+# Convolutions of which a network makes the kernel or the bias, each example its own.
+MADE_OF_DATA = {
+    "kernel": lambda m, x, made: functional.conv1d(x, made.view(2, 3, 2), m.b),
+    "bias": lambda m, x, made: functional.conv1d(x, m.w, made[0, :2]),
+    "kernel, strided in groups": lambda m, x, made: functional.conv1d(
+        x[:, :2], made.view(2, 1, 6)[..., :2], m.b, stride=2, padding=1, groups=2
+    ),
+    "kernel, transposed": lambda m, x, made: functional.conv_transpose1d(
+        x, made.view(3, 2, 2), m.b, stride=2
+    ),
+    "bias, transposed": lambda m, x, made: functional.conv_transpose1d(
+        x, m.w.transpose(0, 1), made[0, :2]
+    ),
+}
+
+
+@pytest.mark.parametrize("function", MADE_OF_DATA.values(), ids=MADE_OF_DATA)
+def test_convolutions_of_which_each_example_makes_its_own(function):
+    def one_by_one(m, x):
+        rows = (x[i : i + 1] for i in range(len(x)))
+        return torch.cat([function(m, row, m.made(row.mean(2))) for row in rows])
+
+    parameters = {"made": nn.Linear(3, 12), "w": (2, 3, 2), "b": (2,)}
+    check_operation(one_by_one, parameters, normal(3, 3, 5))
+
+
+def test_a_bias_that_one_example_makes_for_all_is_refused():
+    check_refused(
+        lambda m, x: functional.conv1d(x, m.w, m.made(x.mean(2))[0]),
+        {"made": nn.Linear(3, 2), "w": (2, 3, 2)},
+        normal(3, 3, 5),
+        error=gs.GradStatsError,
+        match="example",
+    )
+
+
 def written(x: torch.Tensor) -> torch.Tensor:
     """Return a batch of one image, in memory that may be larger, as detection models have it."""
     out = x.new_full((1, *(size + 2 for size in x.shape)), 0)

@@ -273,6 +273,38 @@ def test_scale_derived_from_a_parameter():
     )
 
 
+NORMALISATIONS = {
+    "layer": lambda x, w, b: functional.layer_norm(x, (4,), w, b),
+    "group": lambda x, w, b: functional.group_norm(x.mT, 2, w, b).mT,
+}
+
+
+@pytest.mark.parametrize("made", ["scale", "shift"])
+@pytest.mark.parametrize("normalise", NORMALISATIONS.values(), ids=NORMALISATIONS)
+def test_scales_and_shifts_of_which_each_example_makes_its_own(normalise, made):
+    """Adaptive normalisation, example by example."""
+
+    def function(m, x):
+        def one(row):
+            own = m.maker(row.mean(1))[0]
+            return normalise(row, *((own, m.p) if made == "scale" else (m.p, own)))
+
+        return torch.cat([one(row) for row in x.split(1)])
+
+    check_operation(function, {"maker": nn.Linear(4, 4), "p": (4,)}, normal(3, 5, 4))
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS.values(), ids=NORMALISATIONS)
+def test_a_shift_that_one_example_makes_for_all_is_refused(normalise):
+    check_refused(
+        lambda m, x: normalise(x, m.p, m.maker(x.mean(1))[0]),
+        {"maker": nn.Linear(4, 4), "p": (4,)},
+        normal(3, 5, 4),
+        error=gs.GradStatsError,
+        match="example",
+    )
+
+
 def test_batch_norm_of_torch_itself_in_training_mode_is_refused():
     def function(m, x):
         return torch.batch_norm(x * m.w, None, None, None, None, True, 0.1, 1e-5, False)

@@ -57,6 +57,73 @@ def test_linear_whose_weight_is_data_is_refused():
     )
 
 
+def of_each(function):
+    """Return what applies ``function(model, row)`` to the examples one by one."""
+    return lambda m, x: torch.cat([function(m, x[i : i + 1]) for i in range(len(x))])
+
+
+# Layers of which a network makes the weight or the bias, each example its own.
+MADE_OF_DATA = {
+    "weight": lambda m, x: functional.linear(x, m.made(x).view(5, 4), m.b),
+    "weight, with positions": lambda m, x: functional.linear(
+        x.view(1, 2, 2), m.made(x).view(5, 4)[:, :2], m.b
+    ).sum(1),
+    "bias": lambda m, x: functional.linear(x, m.w, m.made(x)[0, :5]),
+    "both": lambda m, x: functional.linear(
+        functional.linear(x, m.w, m.made(x)[0, :5]), m.made(x).view(4, 5), m.b[:4]
+    ),
+    "addmm": lambda m, x: torch.addmm(m.b, x, m.made(x).view(4, 5)),
+    "addmm, scaled": lambda m, x: torch.addmm(m.b, x, m.made(x).view(4, 5), beta=0.5, alpha=-2),
+    "addmm without its input": lambda m, x: torch.addmm(
+        m.b[:2], x @ m.w.T, m.made(x).view(5, 4)[:, :2], beta=0
+    ),
+    "addmm of a matrix of data": lambda m, x: torch.addmm(m.made(x)[0, :5], x, m.w.T),
+}
+
+
+@pytest.mark.parametrize("function", MADE_OF_DATA.values(), ids=MADE_OF_DATA)
+def test_layers_of_which_each_example_makes_its_own(function):
+    """Conditional biases and hypernetworks: what is data has a gradient of its own."""
+    parameters = {"made": nn.Linear(4, 20), "b": (5,), "w": (5, 4)}
+    check_operation(of_each(function), parameters, normal(3, 4))
+
+
+def test_a_bias_that_the_only_example_makes():
+    parameters = {"made": nn.Linear(4, 5), "w": (5, 4)}
+    check_operation(lambda m, x: functional.linear(x, m.w, m.made(x)[0]), parameters, normal(1, 4))
+
+
+def test_baddbmm_of_two_operands_of_data():
+    def function(m, x):
+        return torch.baddbmm(m.b, x, m.made(x), beta=0.5, alpha=2)
+
+    check_operation(function, {"made": nn.Linear(4, 2), "b": (2,)}, normal(3, 4, 4))
+
+
+SHARED_BY_ALL = {
+    "weight": lambda m, h: functional.linear(h, h[:, :4], m.b[:3]),
+    "weight of one": lambda m, h: functional.linear(h[:, :2], h[0].view(2, 2), m.b[:2]),
+    "bias of one": lambda m, h: functional.linear(h, m.w, h[0]),
+    "bias of all": lambda m, h: functional.linear(h, m.w[:3], h[:, 0]),
+    "addmm": lambda m, h: torch.addmm(m.b[:4], h[:, :3], h),
+    "addmm of one": lambda m, h: torch.addmm(m.b[:2], h[:, :2], h[0].view(2, 2)),
+    "addmm, transposed": lambda m, h: torch.addmm(m.b[:3], h, h.T),
+    "addmm, scaled": lambda m, h: torch.addmm(m.b[:4], h[:, :3], h, alpha=2),
+    "addmm with a sum of one": lambda m, h: torch.addmm(h[0], h, m.w),
+}
+
+
+@pytest.mark.parametrize("function", SHARED_BY_ALL.values(), ids=SHARED_BY_ALL)
+def test_layers_that_examples_make_for_others_are_refused(function):
+    check_refused(
+        lambda m, x: function(m, m.layer(x)),
+        {"layer": nn.Linear(4, 4), "b": (4,), "w": (4, 4)},
+        normal(3, 4),
+        error=gs.GradStatsError,
+        match="example",
+    )
+
+
 SPELLINGS = {
     "matmul": torch.matmul,
     "method": lambda x, w: x.matmul(w),

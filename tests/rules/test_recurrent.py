@@ -232,6 +232,45 @@ def test_cells(kind, bias):
         check(function, {"cell": cell}, normal(BATCH, positions, WIDTH))
 
 
+@pytest.mark.parametrize("made", [0, 2], ids=["weight", "bias"])
+def test_cells_of_which_each_example_makes_its_own(made):
+    def function(m, x):
+        states = []
+        for row in x.split(1):
+            weights = [m.w_ih, m.w_hh, m.b_ih, m.b_hh]
+            weights[made] = m.maker(row).view(HIDDEN, -1).squeeze(1)
+            states.append(torch.rnn_tanh_cell(row, m.start.expand(1, -1), *weights))
+        return torch.cat(states)
+
+    parameters = {
+        "maker": nn.Linear(WIDTH, HIDDEN * (WIDTH if made == 0 else 1)),
+        "w_ih": (HIDDEN, WIDTH),
+        "w_hh": (HIDDEN, HIDDEN),
+        "b_ih": (HIDDEN,),
+        "b_hh": (HIDDEN,),
+        "start": (1, HIDDEN),
+    }
+    check_operation(function, parameters, normal(BATCH, WIDTH))
+
+
+def test_cells_that_one_example_makes_for_all_are_refused():
+    def function(m, x):
+        bias = m.maker(x)[0]
+        return torch.rnn_tanh_cell(x, x.new_zeros(BATCH, HIDDEN), m.w_ih, m.w_hh, bias, bias)
+
+    check_refused(
+        function,
+        {
+            "maker": nn.Linear(WIDTH, HIDDEN),
+            "w_ih": (HIDDEN, WIDTH),
+            "w_hh": (HIDDEN, HIDDEN),
+        },
+        normal(BATCH, WIDTH),
+        error=gs.GradStatsError,
+        match="example",
+    )
+
+
 LENGTHS = {"sorted": [4, 3, 1], "unsorted": [1, 4, 3], "equal": [4, 4, 4]}
 
 

@@ -37,6 +37,18 @@ def bare(item, autocast: bool):
     return plain(item)
 
 
+def is_trained_data(tracker, item: Tensor | None) -> bool:
+    """Whether an operand was computed from data and has a gradient to pass on."""
+    if item is None or node_of(item) is not None or not item.requires_grad:
+        return False
+    return tracker.is_data(item)
+
+
+def are_of_one(tracker, data: Sequence[Tensor]) -> bool:
+    """Whether all of several tensors of data belong to one and the same example."""
+    return tracker.batch_size == 1 or tracker.sole_example(list(data)) is not None
+
+
 def locate(
     tracker,
     func,

@@ -14,7 +14,14 @@ from gradstats.capture._dispatch import refuse
 from gradstats.capture._grafted import Composed
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap, use_of
-from gradstats.capture.rules._common import Examples, bare, cast_for_autocast, locate, plain
+from gradstats.capture.rules._common import (
+    Examples,
+    bare,
+    cast_for_autocast,
+    is_trained_data,
+    locate,
+    plain,
+)
 
 
 def convolution(
@@ -79,10 +86,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         return tap(
             tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
         )
+    data = is_trained_data(tracker, weight), is_trained_data(tracker, bias)
     use, probes = use_of(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    return ConvolutionUse.apply(use, tracker.settings, tracked, call, *operands, *probes)
+    return ConvolutionUse.apply(use, tracker.settings, (*tracked, data), call, *operands, *probes)
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,12 +24,14 @@ from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import derived, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
+    are_of_one,
     autocast_dtype,
     bare,
     cast_for_autocast,
     check_rows,
     common_rows,
     in_order,
+    is_trained_data,
     locate,
     plain,
     run,
@@ -72,7 +74,12 @@ def _linear(
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     layer = LinearFactors(
-        weight_node is not None, bias_node is not None, examples, tuple(weight.shape), inputs_first
+        weight_node is not None,
+        bias_node is not None,
+        examples,
+        tuple(weight.shape),
+        inputs_first,
+        (is_trained_data(tracker, weight), is_trained_data(tracker, bias)),
     )
     roots = [node for node in nodes if isinstance(node, Root)]
     if len(roots) == (1 if bias is None else 2) and _one_row.serves(settings, examples, x):
@@ -92,7 +99,9 @@ def _linear(
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
-    if layer and node_of(mat1) is None and tracker.is_data(mat1):
+    layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
+    # A matrix that was computed from other examples is no layer's weight.
+    if layer and (not is_trained_data(tracker, mat2) or are_of_one(tracker, (mat1, mat2))):
         return _linear(
             tracker,
             func,
@@ -124,6 +133,8 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
         node, x, factors = _product_factors(tracker, func, first, second)
         parts.append(Part(node, factors, alpha))
         terms.append((second if tracked[0] else first, None))
+    elif not any(constant) and are_of_one(tracker, (first, second)):
+        terms.append((first, None))
     else:
         for item, summed in ((first, -1), (second, -2)):
             terms.append((item, None))

@@ -38,7 +38,15 @@ from gradstats.capture._recurrence import (
 )
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture.rules._common import Examples, as_data, autocast_dtype, plain, rows_along
+from gradstats.capture.rules._common import (
+    Examples,
+    are_of_one,
+    as_data,
+    autocast_dtype,
+    is_trained_data,
+    plain,
+    rows_along,
+)
 from gradstats.errors import ExampleAxisError
 
 CELLS: dict[Callable, Any] = {
@@ -238,6 +246,7 @@ def _stack(
 ):  # fmt: skip
     """Run one layer after the other, so that what each of them returns is known."""
     node = first_node(data, *states, *weights)
+    _check_weights(tracker, func, node, data, weights)
     given = rows_along(tracker, func, node, states, 1)
     if any(node_of(s) is None and tracker.is_data(s) for s in states):
         if not same_rows(given, examples):
@@ -286,6 +295,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     states = _listed(hx)
     weights = [item for item in (w_ih, w_hh, b_ih, b_hh) if item is not None]
     node = first_node(input, *states, *weights)
+    _check_weights(tracker, func, node, input, weights)
     examples = rows_along(tracker, func, node, (input, *states), 0)
     data, *states = (as_data(tracker, func, node, item, examples) for item in (input, *states))
 
@@ -309,15 +319,24 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     return results if len(states) > 1 else results[0]
 
 
+def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
+    """Raise where weights were computed from other examples than the data's one."""
+    own = [item for item in weights if is_trained_data(tracker, item)]
+    if own and not are_of_one(tracker, [*own, *([] if node_of(data) is not None else [data])]):
+        refuse(func, node, "with weights that were computed from other examples has no rule")
+
+
 def _attach(tracker, func, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
     tensors = [data, *states, *map(plain, weights)]
-    nodes = {1 + len(states) + i: node_of(item) for i, item in enumerate(weights)}
+    slots = dict(enumerate(weights, 1 + len(states)))
+    nodes = {slot: node_of(item) for slot, item in slots.items()}
     tracked = {slot: node for slot, node in nodes.items() if node is not None}
+    own = tuple(slot for slot, item in slots.items() if is_trained_data(tracker, item))
     if not tracked:
         return operation.native(*tensors)
     leave_graph(f"{function_name(func)}, which backward takes apart")
-    return recomputed(tracker, list(tracked.values()), tuple(tracked), operation, *tensors)
+    return recomputed(tracker, list(tracked.values()), tuple(tracked), own, operation, *tensors)
 
 
 def _product_dtype(data: Tensor) -> torch.dtype:
