@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from gradstats.capture._examples import Examples
@@ -64,3 +65,13 @@ def test_memory_is_not_that_of_a_gradient():
     factors = BilinearFactors(True, False, Examples(BATCH, 0), tuple(layer.weight.shape))
     (outer,) = factors(torch.randn(BATCH, 300), x, y)
     assert outer.left.numel() + outer.right.numel() == BATCH * (300 + 30)
+
+
+def test_a_weight_that_was_computed_from_data_is_refused():
+    for batch in (3, 1):
+        check_refused(
+            lambda m, x: functional.bilinear(m.layer(x), x, m.layer(x).expand(2, 3, 3), m.b),
+            {"layer": nn.Linear(3, 3), "b": (2,)},
+            normal(batch, 3),
+            match="bilinear with a weight that was computed from data.*'b'",
+        )
