@@ -163,6 +163,28 @@ def test_bags_at_offsets(counts, mode, padding_idx, last, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_offsets", [False, True])
+def test_means_of_bags_that_half_precision_cannot_count(dtype, at_offsets):
+    """bfloat16 has no number between 256 and 258, float16 none between 2048 and 2050."""
+    torch.manual_seed(0)
+    counts = [3000, 2, 2051]
+    table = nn.EmbeddingBag(ROWS, 3, mode="mean", padding_idx=1).to(dtype)
+    if at_offsets:
+        offsets = torch.tensor([0, *counts]).cumsum(0)[:-1]
+        data: tuple[Tensor, ...] = (offsets, integers(sum(counts)))
+    else:
+        data = (integers(3, 3000),)
+
+    def loss(model, batch):
+        ids, *rest = reversed(batch)
+        return model(ids, *rest).square().sum(1)
+
+    stats = gs.per_example_norms(table, data, loss)
+    # The output is rounded to half precision, and so is what the loss makes of it.
+    assert_sqnorms(stats, oracle_sqnorms(table, data, loss), 8 * torch.finfo(dtype).eps)
+
+
 def test_weights_for_each_sample():
     layer = nn.EmbeddingBag(ROWS, 3, mode="sum", padding_idx=1)
     check_operation(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Lookup, Rows
+from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._indexing import found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
@@ -96,7 +96,8 @@ def embedding_bag(
         position = torch.arange(input.shape[0], device=input.device)
         bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
     ids = input.reshape(-1)
-    share = torch.ones(ids.shape, dtype=weight.dtype, device=ids.device)
+    # Not in half precision, which cannot count beyond some hundreds.
+    share = torch.ones(ids.shape, dtype=compute_dtype(weight), device=ids.device)
     if padding_idx is not None:
         share = share * (ids != padding_idx % weight.shape[0])
     if mode == "mean":
