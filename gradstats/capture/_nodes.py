@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 
+from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
 from gradstats.contractions import Contraction, Fused, Projected
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 
 # What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
 VALUE, BOUND, COUNT = range(3)
+
+# Operations that may change operands beside the first: running statistics, of the user's.
+UPDATES = frozenset(
+    {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
+)
 
 # A second contraction of one root within one context.
 ARRIVED_TWICE = (
@@ -244,9 +251,11 @@ class Derived(Node):
             copies: take copies of everything else, which may change later.
         """
 
+        clones = copies or self.function in UPDATES
+
         def resolve(item):
             if not isinstance(item, Node):
-                return item.clone() if copies and isinstance(item, Tensor) else item
+                return item.clone() if clones and isinstance(item, Tensor) else item
             if item in leaves:
                 return leaves[item]
             if isinstance(item, Derived):
@@ -275,7 +284,7 @@ class Derived(Node):
             own = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
             again = self.replay({root: own}, copies)
             seen = as_real(again)
-        if not torch.equal(again.detach(), self._value.detach()):
+        if not same_bits(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
                 "gradients cannot be pulled back through it. Is the operation random, or was one "

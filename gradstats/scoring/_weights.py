@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from gradstats._comparison import same_bits
 from gradstats.capture._selection import clean_name
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
-from gradstats.statistics._batches import same_bits
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from gradstats._comparison import same_bits
+
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch of the same structure with ``change`` applied to each of its tensors."""
@@ -166,12 +168,3 @@ def state_kept(model: nn.Module) -> Iterator[State]:
         yield state
     finally:
         state.restore()
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN being equal to NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if first.is_floating_point():
-        return bool(((first == second) | (first.isnan() & second.isnan())).all())
-    return torch.equal(first, second)

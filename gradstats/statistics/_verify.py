@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._comparison import same_bits
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
@@ -19,7 +20,6 @@ from gradstats.statistics._batches import (
     State,
     map_tensors,
     model_to_float64,
-    same_bits,
     state_kept,
     to_float64,
 )

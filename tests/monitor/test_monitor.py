@@ -414,6 +414,20 @@ def test_gradients_that_are_not_finite_are_counted_and_named(model):
     assert monitor.examples(1)[0].id == 10
 
 
+def test_a_weight_that_is_derived_and_not_a_number_is_counted(model):
+    """A run that has diverged goes on."""
+    model = nn.utils.parametrizations.weight_norm(model[0])
+    with torch.no_grad():
+        model.parametrizations.weight.original0[0] = math.nan
+    for alignment in ALIGNMENT:
+        monitor = gs.Monitor(model, every=1, alignment=alignment, gram=alignment)
+        with monitor.step(batch_size=B):
+            losses_of(model, batch_of()).mean().backward()
+        metrics = monitor.metrics()
+        assert (metrics["nonfinite/examples"], metrics["nonfinite/steps"]) == (B, 1)
+        model.zero_grad()
+
+
 def test_steps_that_are_not_finite_one_after_the_other_are_one_spike(model):
     monitor = gs.Monitor(model, every=1, alignment=False, top=1)
     inputs, labels = batch_of()

@@ -1,5 +1,7 @@
 """Tensors computed from parameters before they meet data, and parameters used more than once."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -399,6 +401,76 @@ def test_operations_of_several_results_that_depend_on_one_operand_each(operation
         return x * first.sin() + x.square() * second
 
     check_operation(both, {"p": (3,), "q": (2,)}, normal(4, 3, 2))
+
+
+NORMALISED = {
+    "batch": lambda: nn.BatchNorm1d(3),
+    "batch, cumulative": lambda: nn.BatchNorm1d(3, momentum=None, affine=False),
+    "instance": lambda: nn.InstanceNorm1d(7, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("form", NORMALISED)
+def test_running_statistics_of_prototypes_are_updated_once(form):
+    """A tensor that is computed again for its gradients leaves the user's statistics alone."""
+
+    class Prototypes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prototypes = nn.Parameter(torch.randn(7, 3))
+            self.norm = NORMALISED[form]()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            table = self.prototypes[None] if form == "instance" else self.prototypes
+            return self.layer(x) @ self.norm(table).reshape(7, 3).t()
+
+    def loss(model, x):
+        return model(x).square().sum(1)
+
+    torch.manual_seed(0)
+    model, x = Prototypes().double(), normal(BATCH, 3)
+    plain = copy.deepcopy(model)
+    expected = oracle_sqnorms(model, x, loss)
+    for _ in range(2):
+        stats = gs.per_example_norms(model, x, loss, workspace=1, gram=True)
+        assert_sqnorms(stats, expected, 1e-9)
+        loss(plain, x)
+        for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+    gs.inner_products(model, x, model, x, loss)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(loss(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_derived_weights_that_are_not_a_number():
+    """They are what they were computed to be, and no sign of an operation that is random."""
+    layer = parametrizations.weight_norm(nn.Linear(WIDTH, 3)).double()
+    with torch.no_grad():
+        layer.parametrizations.weight.original0[1] = float("nan")
+    x = normal(BATCH, WIDTH)
+
+    def loss(model, x):
+        return model(x)[:, :1].square().sum(1) + 0 * model(x).sum(1)
+
+    stats = gs.per_example_norms(layer, x, loss, nonfinite="keep")
+    assert stats.norm.isnan().all()
+    with pytest.raises(gs.NonFiniteGradientError):
+        gs.per_example_norms(layer, x, loss)
+
+    # Of a loss that does not meet them, the gradients are as ever.
+    def function(m, x):
+        spoilt = m.v.exp() + torch.tensor([0, complex("nan+1j")])
+        return x @ torch.log(m.w)[:, :1] + spoilt[0].abs()
+
+    parameters = {"w": torch.ones(WIDTH, 2), "v": torch.ones(2, dtype=torch.complex128)}
+    model = Operation(function, parameters, upstream=False)
+    expected = oracle_sqnorms(model, (x,), uneven_loss)
+    with torch.no_grad():
+        model.w[:, 1] = -1  # whose logarithm is none
+    stats = gs.per_example_norms(model, (x,), uneven_loss, workspace=1)
+    assert_sqnorms(stats, expected, 1e-9)
 
 
 def test_the_log_density_of_a_normal_distribution_of_parameters_alone():

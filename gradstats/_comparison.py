@@ -1,0 +1,20 @@
+"""Whether two tensors hold the same numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._complex import as_real
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN being equal to NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second):
+        return True
+    if not (first.is_floating_point() or first.is_complex()):
+        return False
+    first, second = as_real(first), as_real(second)
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
