@@ -89,7 +89,7 @@ class Root(Node):
         counted: how many of them the graph of the losses holds.
         expected: how many of those have not delivered yet.
         postponed: there may be more in the graph; the backward's end tells.
-        lookups: look-ups of this parameter that the forward pass made, in order.
+        lookups: those of the counted uses that are look-ups.
         result: the squared norms, once all uses have delivered.
     """
 
@@ -129,20 +129,23 @@ class Root(Node):
         module = self.name.rpartition(".")[0]
         return f"parameter {self.name!r} (of {f'module {module!r}' if module else 'the model'})"
 
-    def expect_use(self) -> None:
-        """Count one more use that the backward will reach."""
+    def expect_use(self, lookup: Lookup | None) -> None:
+        """Count one more use that the backward will reach, perhaps a look-up."""
         self.counted += 1
         self.expected += 1
+        if lookup is not None:
+            self.lookups = (*self.lookups, lookup)
 
     @property
     def has_one_use(self) -> bool:
         """Whether the graph of the losses holds one use and no more."""
         return self.counted == 1 and not self.postponed
 
-    def deliver(self, factor: Factor | Fused) -> None:
-        """Take a part of what a use contributes."""
+    def deliver(self, factor: Factor | Fused, parts: int = 1) -> None:
+        """Take a part of what a use contributes, which has so many of them."""
         kept: Factor | Fused | Projected = factor
-        if self.lookups and self.counted == 1 + len(self.lookups):
+        others = self.counted - len(self.lookups)
+        if self.lookups and others == parts == 1 and not self.postponed:
             kept = self.tracker.shrink(self, factor)
         self._delivered = (*self._delivered, kept)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor
+from gradstats._factors import Factor, Lookup
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
@@ -48,7 +48,16 @@ class Settings:
 
 
 class Use:
-    """One operation's use of some tracked tensors, in eager mode."""
+    """One operation's use of some tracked tensors, in eager mode.
+
+    Attributes:
+        nodes: the tracked tensors.
+        roots: the parameters that they are computed from.
+        direct: the nodes are parameters, each of them once.
+        lookup: the look-up that this is, where what is kept for its cross terms depends on it.
+    """
+
+    lookup: Lookup | None = None
 
     def __init__(self, nodes: Sequence[Node]):
         if torch._C._functorch.maybe_current_level() is not None:
@@ -81,7 +90,7 @@ class Use:
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
         for root in self.roots:
-            root.expect_use()
+            root.expect_use(self.lookup)
 
     def is_due(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -116,15 +125,16 @@ class Use:
                 root.settle()
             return
         for root in self.roots:
+            parts = sum(root in node.roots for node in self.nodes)
             for node, factor in zip(self.nodes, factors, strict=True):
                 if factor is None:
                     continue
                 factor = _held(factor, root)
                 if node is root:
-                    root.deliver(factor)
+                    root.deliver(factor, parts)
                 elif root in node.roots:
                     assert not isinstance(factor, Fused)  # of sole uses, which are roots
-                    root.deliver(pull_back(factor, node, root))
+                    root.deliver(pull_back(factor, node, root), parts)
             root.settle()
 
 
@@ -282,7 +292,12 @@ class Tap(torch.autograd.Function):
 
 
 def tap(
-    tracker, nodes: Sequence[Node], result: Tensor, factors_of, *saved: Tensor | None
+    tracker,
+    nodes: Sequence[Node],
+    result: Tensor,
+    factors_of,
+    *saved: Tensor | None,
+    lookup: Lookup | None = None,
 ) -> Tensor:
     """Return ``result`` with the factors of ``nodes`` attached to its gradient.
 
@@ -297,8 +312,11 @@ def tap(
             use meets, without the factors, or None. Equal only to itself: the compiler of PyTorch
             2.11 looks what a graph calls up in a set, before it has values to compare.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
+        lookup: the look-up that the operation is, if its factors name one.
     """
     use, probes = use_of(nodes)
+    if use is not None:
+        use.lookup = lookup
     return Tap.apply(use, tracker.settings, factors_of, len(probes), result, *probes, *saved)
 
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture import _tracker
+from gradstats.contractions import _tied
 from tests.rules.operation import Operation, check_operation, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -40,6 +43,72 @@ def test_one_parameter_of_two_modules():
     check_operation(lambda m, ids: m.layer(ids), {"layer": Tied()}, ids)
     stats = gs.per_example_norms(Tied(), ids, lambda m, b: m(b).square().sum((1, 2)))
     assert list(stats.by_parameter) == ["table.weight", "head.bias"]
+
+
+def shrunk(monkeypatch) -> list:
+    """Return a list that takes an entry for each projection of which only the needed is kept."""
+    found = []
+
+    def project(*args):
+        found.append(args)
+        return _tied.project(*args)
+
+    monkeypatch.setattr(_tracker, "project", project)
+    return found
+
+
+LOOK_UPS = {
+    "one": lambda m, ids: functional.embedding(ids, m.w),
+    "several": lambda m, ids: functional.embedding(ids, m.w) + functional.embedding(5 - ids, m.w),
+    "not used": lambda m, ids: (functional.embedding(ids, m.w), 0)[1],
+    "detached": lambda m, ids: functional.embedding(ids, m.w).detach(),
+    "one more that is not used": lambda m, ids: (
+        functional.embedding(ids, m.w),
+        functional.embedding(ids[:, :2], m.w),
+    )[0],
+    "in a checkpoint": lambda m, ids: checkpoint(
+        lambda ids: functional.embedding(ids, m.w).tanh(), ids, use_reentrant=False
+    ),
+    "in a checkpoint and not used": lambda m, ids: (
+        checkpoint(lambda ids: functional.embedding(ids, m.w), ids, use_reentrant=False),
+        functional.embedding(ids, m.w),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_that_the_loss_uses_or_not(name, monkeypatch):
+    """A projection beside look-ups keeps what those need that the loss holds, and no others."""
+    look_up = LOOK_UPS[name]
+    found = shrunk(monkeypatch)
+    parameters = {"w": (6, WIDTH), "table": nn.Embedding(6, WIDTH)}
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    used = name not in ("not used", "detached")
+
+    def once(m, ids):
+        return functional.linear(m.table(ids) + look_up(m, ids), m.w)
+
+    check_operation(once, parameters, ids)
+    assert bool(found) == used
+    found.clear()
+
+    def twice(m, ids):
+        hidden = functional.linear(m.table(ids) + look_up(m, ids), m.w).tanh()
+        return functional.linear(hidden[..., :WIDTH], m.w)
+
+    check_operation(twice, parameters, ids)
+    assert not found
+
+
+def test_a_look_up_beside_a_layer_that_uses_the_table_twice(monkeypatch):
+    found = shrunk(monkeypatch)
+    ids = torch.randint(0, WIDTH, (BATCH, POSITIONS))
+    check_operation(
+        lambda m, ids: functional.linear(functional.embedding(ids, m.w), m.w, m.w[:, 0]),
+        {"w": (WIDTH, WIDTH)},
+        ids,
+    )
+    assert not found
 
 
 def test_transposed_autoencoder():

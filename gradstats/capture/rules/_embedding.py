@@ -42,9 +42,8 @@ def embedding(
     lookup = None
     if isinstance(node, Root) and not torch.compiler.is_compiling():
         lookup = Lookup(partial(looked_up, examples, input))
-        node.lookups = (*node.lookups, lookup)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
-    return tap(tracker, [node], result, factors, input)
+    return tap(tracker, [node], result, factors, input, lookup=lookup)
 
 
 @dataclass(frozen=True, eq=False)
