@@ -249,6 +249,27 @@ def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
 
 
+def added(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Return the sums of the rows of (n, *) that have the same index: (size, *).
+
+    The same bits in every run: on CUDA ``index_add_`` adds atomically, in any order, and an
+    embedding's backward does not.
+    """
+    if values.is_cpu:
+        return values.new_zeros(size, *values.shape[1:]).index_add_(0, index, values)
+    rows = values.unsqueeze(1) if values.dim() == 1 else values.flatten(1)
+    result = torch.ops.aten.embedding_dense_backward(rows, index, size, -1, False)
+    return result.view(size, *values.shape[1:])
+
+
+def add_at(result: Tensor, index: Tensor, values: Tensor) -> None:
+    """Add the rows of (n, *) to those of ``result`` at an index; the same bits in every run."""
+    if result.is_cpu:
+        result.index_add_(0, index, values)
+    else:
+        result += added(values, index, len(result))
+
+
 @dataclass(frozen=True)
 class Ragged:
     """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products on packed examples.
@@ -553,11 +574,9 @@ class Rows:
         )
 
     def dense(self) -> Tensor:
-        dtype = compute_dtype(self.grad)
-        gradient = self.grad.new_zeros(
-            self.examples * self.shape[0], self.grad.shape[1], dtype=dtype
-        )
-        gradient.index_add_(0, self.example * self.shape[0] + self.ids, self.grad.to(dtype))
+        place = self.example * self.shape[0] + self.ids
+        values = cast(self.grad, compute_dtype(self.grad))
+        gradient = added(values, place, self.examples * self.shape[0])
         return gradient.view(self.examples, *self.shape)
 
 

@@ -19,6 +19,8 @@ from gradstats._factors import (
     Path,
     Rows,
     Vector,
+    add_at,
+    added,
     map_tensors,
 )
 from gradstats.contractions import _outer_pairs, _row_pairs, _tiles
@@ -143,6 +145,49 @@ def test_ids_that_all_have_and_ids_that_few_have():
         return Rows(ids, normal(10 * batch, 3), example, batch, (504, 3))
 
     assert_inner([factor(8)], [factor(9)])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+def test_rows_added_where_they_belong(shape, monkeypatch):
+    """By either means: the one for CUDA adds in no other order in another run."""
+    values, index = normal(7, *shape), torch.tensor([3, 0, 3, 3, 1, 0, 3])
+    expected = torch.zeros(5, *shape, dtype=torch.float64)
+    for row, place in zip(values, index, strict=True):
+        expected[place] += row
+    for is_cpu in (True, False):
+        monkeypatch.setattr(Tensor, "is_cpu", is_cpu)
+        assert torch.equal(added(values, index, 5), expected)
+        result = torch.ones_like(expected)
+        add_at(result, index, values)
+        torch.testing.assert_close(result, 1 + expected)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_two_runs_of_tied_products_give_the_same_bits():
+    """Rows that many positions look up, beside a projection; also where no kernel runs."""
+    examples, positions = 4, 700
+    ids = torch.randint(0, 3, (examples * positions,))
+    example = torch.arange(examples).repeat_interleave(positions)
+    table = Rows(ids, normal(len(ids), 2), example, examples, (4, 2))
+    head = Outer(normal(examples, 1, 5, 4), normal(examples, 1, 5, 2), (4, 2))
+    factors = [map_tensors(factor, lambda x: x.to(DEVICE)) for factor in (head, table)]
+    sizes = torch.ones(examples, dtype=torch.float64, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        direction = torch.ones(4, 2, dtype=torch.float64, device=DEVICE)
+        return [
+            factors[1].dense(),
+            contractions.sqnorm(factors[1:], WORKSPACE).value,
+            contractions.inner_pairs(factors, factors, WORKSPACE, (sizes, sizes)),
+            contractions.inner_diagonal(factors[1:], factors[1:], WORKSPACE, (sizes, sizes)),
+            contractions.direction_inner(factors, direction, WORKSPACE),
+            contractions.total(factors),
+        ]
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
 
 
 def test_vectors():

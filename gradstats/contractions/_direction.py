@@ -24,6 +24,9 @@ from gradstats._factors import (
     Ragged,
     Rows,
     Vector,
+    add_at,
+    added,
+    cast,
     compute_dtype,
     segment_sum,
 )
@@ -155,7 +158,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     chunk = max(1, workspace // max(1, 3 * width * dtype.itemsize))
     for here in _tiles.chunks(count, chunk):
         products = table[factor.ids[here]].to(dtype) * factor.grad[here].to(dtype)
-        result.index_add_(0, factor.example[here], products.sum(1, dtype=torch.float64))
+        add_at(result, factor.example[here], products.sum(1, dtype=torch.float64))
     return result
 
 
@@ -213,10 +216,8 @@ def _ragged_total(factor: Ragged) -> Tensor:
 
 
 def _rows_total(factor: Rows) -> Tensor:
-    # An embedding's backward gives the same bits in every run; index_add_ adds atomically on CUDA.
-    rows = factor.grad.to(compute_dtype(factor.grad))
-    table = torch.ops.aten.embedding_dense_backward(rows, factor.ids, factor.shape[0], -1, False)
-    return table.reshape(factor.shape)
+    rows = cast(factor.grad, compute_dtype(factor.grad))
+    return added(rows, factor.ids, factor.shape[0]).reshape(factor.shape)
 
 
 def _vector_total(factor: Vector) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, Rows, compute_dtype
+from gradstats._factors import Outer, Rows, add_at, compute_dtype
 from gradstats.contractions import _outer, _tied, _tiles, _triton
 from gradstats.contractions._result import unit_roundoff
 
@@ -185,7 +185,8 @@ def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> T
         grad, ids = rows.grad[piece].to(dtype).mT, rows.ids[piece]
         for example in range(outer.batch):
             products = (right[example].to(dtype) @ grad).mul_(left[example].index_select(1, ids))
-            result[example].index_add_(0, rows.example[piece], products.sum(0, dtype=torch.float64))
+            columns = products.sum(0, dtype=torch.float64)
+            add_at(result[example], rows.example[piece], columns)
     return result
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Rows, compute_dtype
+from gradstats._factors import Rows, add_at, added, compute_dtype
 from gradstats.contractions import _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
 
@@ -30,8 +30,7 @@ class Runs:
 
     def sums(self, columns: slice, dtype: torch.dtype) -> Tensor:
         """Return Σ grad over each run, (R, columns)."""
-        part = self.grad[:, columns].to(dtype)
-        return part.new_zeros(self.ids.numel(), part.shape[1]).index_add_(0, self.run, part)
+        return added(self.grad[:, columns].to(dtype), self.run, self.ids.numel())
 
 
 def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
@@ -74,7 +73,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
             i, j = _meetings(chosen[part], one.ids, counts2)
             products = (sums1[i] * sums2[j]).sum(1, dtype=torch.float64)
             place = one.example[i] * second.batch + two.example[j]
-            result.view(-1).index_add_(0, place, products)
+            add_at(result.view(-1), place, products)
     return result
 
 
@@ -96,7 +95,7 @@ def diagonal(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     step = workspace // (dtype.itemsize * max(1, rows))
     for columns in _tiles.chunks(width, max(1, min(width, step))):
         products = one.sums(columns, dtype)[here] * two.sums(columns, dtype)[there]
-        result.index_add_(0, one.example[here], products.sum(1, dtype=torch.float64))
+        add_at(result, one.example[here], products.sum(1, dtype=torch.float64))
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats._factors import Rows, cast, compute_dtype
+from gradstats._factors import Rows, add_at, added, cast, compute_dtype
 from gradstats.contractions import _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
@@ -39,7 +39,7 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     keys = factor.example * factor.shape[0] + factor.ids
     if not torch.compiler.is_compiling() and bool((keys[1:] > keys[:-1]).all()):
         # Each row is a run of its own, as where positions are looked up.
-        value.index_add_(0, factor.example, squared_norms(factor.grad, dtype))
+        add_at(value, factor.example, squared_norms(factor.grad, dtype))
         return well_conditioned(value, dtype)
     order = torch.argsort(keys, stable=True)
     ids, example = factor.ids[order], factor.example[order]
@@ -51,8 +51,7 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     columns = max(1, min(width, workspace // (2 * count * dtype.itemsize)))
     for start in range(0, width, columns):
         part = factor.grad[:, start : start + columns].to(dtype)[order]
-        sums = torch.zeros_like(part).index_add_(0, run, part)
-        value.index_add_(0, run_example, squared_norms(sums, dtype))
+        add_at(value, run_example, squared_norms(added(part, run, count), dtype))
     return well_conditioned(value, dtype)
 
 
