@@ -194,6 +194,17 @@ def test_squares_that_overflow_are_not_called_infinite_gradients():
     assert wide.norm[0].item() == pytest.approx(6**0.5 * 1e20, rel=1e-6)
 
 
+class Product(nn.Module):
+    """A layer whose weight is a product of two parameters, which is computed again in backward."""
+
+    def __init__(self, d_in: int, d_out: int):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(d_out, 2)), nn.Parameter(torch.randn(2, d_in))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.up @ self.down)
+
+
 def squares(model, batch):
     with torch.autocast("cpu", enabled=False):
         return (model(batch[0]).square().mean((1, 2)) - batch[1]).square()
@@ -201,7 +212,7 @@ def squares(model, batch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_inside_autocast_contractions_have_the_precision_of_their_operands(dtype):
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 6, bias=False))
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Product(16, 6), nn.Linear(6, 4))
     single = nn.Linear(8, 16)
     batch = torch.randn(5, 40, 8), torch.randn(5)
     other = perturbed(model)

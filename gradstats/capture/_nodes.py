@@ -214,11 +214,8 @@ class Derived(Node):
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
         self._value = value
         device = value.device.type
-        self._autocast = (
-            (device, torch.get_autocast_dtype(device))
-            if torch.is_autocast_enabled(device)
-            else None
-        )
+        enabled = torch.is_autocast_enabled(device)
+        self._autocast = device, torch.get_autocast_dtype(device) if enabled else None
 
     @property
     def value(self) -> Tensor:
@@ -267,12 +264,9 @@ class Derived(Node):
             return value.clone() if copies else value
 
         args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
-        if self._autocast is None:
+        device, dtype = self._autocast
+        with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
             result = self.function(*args, **kwargs)
-        else:
-            device, dtype = self._autocast
-            with torch.autocast(device, dtype=dtype, cache_enabled=False):
-                result = self.function(*args, **kwargs)
         return result if self.index is None else result[self.index]
 
     def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
