@@ -89,6 +89,8 @@ def from_the_left(equation: str, first: Tensor, second: Tensor, *others: Tensor)
 
 def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
     """The sum of products along some axes of both."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.numel() > 1 else int(dims)
     if isinstance(dims, int):
         dims = range(a.dim() - dims, a.dim()), range(dims)
     summed = [[axes] if isinstance(axes, int) else axes for axes in dims]

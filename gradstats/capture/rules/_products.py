@@ -20,6 +20,7 @@ from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import derived, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
@@ -251,7 +252,7 @@ def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
         if layout is None or not layout.plain:
             continue
         # Batch axes line up from the right.
-        shape, axis = _repeated_source(operand).shape, layout.axis - data.dim()
+        shape, axis = _repeated_source(operand, data).shape, layout.axis - data.dim()
         if -len(shape) <= axis < -2 and shape[axis] == tracker.batch_size:
             own = ExampleLayout(operand.dim(), layout.along(operand.dim() + axis))
             shown[position] = example_view(tracker, node, own)
@@ -319,7 +320,7 @@ def _own_rows(
 
 def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
     """Return the tracked operand's node and the factors of a product, with the data they need."""
-    operands = [_repeated_source(input), _repeated_source(other)]
+    operands = [_repeated_source(input, other), _repeated_source(other, input)]
     specs, out = _specs(*operands)
     return _factors_between(tracker, func, operands, specs, out)
 
@@ -540,17 +541,25 @@ class ProductFactor:
         return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
 
 
-def _repeated_source(operand):
-    """Return what a tracked operand was before it was repeated for each example.
+def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
+    """Return what a tracked operand of a product was before it was repeated for each example.
 
-    A product broadcasts by itself, so the repetition changes nothing but the gradient's size.
+    A product broadcasts by itself, so the repetition changes nothing but the gradient's size. What
+    the other operand would not be broadcast to is no repetition for it: a stack of products.
     """
     node = node_of(operand)
+    lead = other.shape[:-2]
+
+    def repeats(source: Node, repeated: Node) -> bool:
+        sizes = (torch.broadcast_shapes(lead, item.shape[:-2]) for item in (source, repeated))
+        return len(set(sizes)) == 1
+
     while (
         isinstance(node, Derived)
         and node.function in (Tensor.expand, Tensor.expand_as)
         and node.parents[0].value.dim() >= 2
         and node.parents[0].shape[-2:] == node.shape[-2:]
+        and repeats(node.parents[0], node)
     ):
         node = node.parents[0]
         operand = wrap(node) if isinstance(node, Derived) else node.parameter  # type: ignore[attr-defined]
@@ -563,18 +572,5 @@ RULES = {
     Tensor.addmm: addmm,
     torch.baddbmm: baddbmm,
     Tensor.baddbmm: baddbmm,
-    **{
-        getattr(owner, name): matmul
-        for owner, name in (
-            (torch, "matmul"),
-            (Tensor, "matmul"),
-            (Tensor, "__matmul__"),
-            (torch, "mm"),
-            (Tensor, "mm"),
-            (torch, "bmm"),
-            (Tensor, "bmm"),
-            (torch, "mv"),
-            (Tensor, "mv"),
-        )
-    },
+    **dict.fromkeys(PRODUCTS, matmul),
 }
