@@ -87,6 +87,23 @@ SCRAMBLES = {
     "pairs": lambda h: (h[:, None] * h).sum(1),
     "divided": lambda h: h / torch.linalg.norm(h, dim=0),
     "padding": lambda h: functional.pad(h[1:], (0, 0, 1, 0)),
+    "sparse.mm": lambda h: torch.sparse.mm(torch.ones(BATCH, BATCH).double().to_sparse(), h),
+    "linalg.matmul": lambda h: torch.linalg.matmul(torch.ones(BATCH, BATCH).double(), h),
+    "__rmatmul__": lambda h: h.__rmatmul__(torch.ones(BATCH, BATCH).double()),
+    "addmm_": lambda h: (h * 1).addmm_(torch.ones(BATCH, BATCH).double(), h),
+    "renorm_": lambda h: (h * 1).renorm_(2, 1, 1.0),
+    "solve_ex": lambda h: torch.linalg.solve_ex(torch.eye(BATCH).double() + 1, h)[0],
+    "lstsq": lambda h: torch.linalg.lstsq(torch.eye(BATCH).double() + 1, h)[0],
+    "tensorsolve": lambda h: torch.linalg.tensorsolve(torch.eye(BATCH).double() + 1, h[:, 0])[
+        :, None
+    ],
+    "householder_product": lambda h: torch.linalg.householder_product(
+        h[:, :3], torch.ones(3).double()
+    ),
+    "ormqr": lambda h: torch.ormqr(torch.eye(BATCH).double() + 1, torch.ones(BATCH).double(), h),
+    "a mask over all": lambda h: h.masked_select(h > h.sort().values[:, 2:3]),
+    "a bias of each": lambda h: functional.linear(torch.ones(BATCH, 2).double(), h[:, :2], h[:, 0]),
+    "bilinear": lambda h: functional.bilinear(h[:, :2], h[:, :2], h[:, :4].view(BATCH, 2, 2)),
 }
 
 

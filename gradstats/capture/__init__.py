@@ -6,6 +6,8 @@ _lineage     pulling a derived tensor's factors back to its parameters
 _constants   which other tensors belong to no example
 _data        whose every row of a tensor of data is, followed with the rules of
 _layout      where the examples lie after each operation
+_rowwise     which operations keep rows apart; of others nobody knows what they do
+_opened      functions of PyTorch's own, taken apart into the operations in them
 _sequences   the same for attention, recurrent layers, packed sequences and sorts
 _formats     memory formats that strides leave open
 _selection   which parameters are measured

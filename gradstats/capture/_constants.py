@@ -26,15 +26,17 @@ from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, TRANSPOSING_
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._layout import (
     CHANGES,
+    FOLLOWED,
     PLAIN_VIEWS,
     aligned,
     keeps_examples,
     keeps_rows,
+    leaves,
     stays,
 )
 from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
-    ADDED_PRODUCTS,
     EXTREMES,
     OPAQUE,
     PRODUCTS,
@@ -44,7 +46,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
-from gradstats.capture._writes import WRITES
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
 from gradstats.errors import CoupledExamplesError
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ MOVES_IN_PLACE = frozenset(
 
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
-    | BLANKS | {torch.broadcast_tensors}
+    | BLANKS | {torch.broadcast_tensors, torch.cdist}
 )  # fmt: skip
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -148,6 +150,9 @@ class ConstantTracking(TorchFunctionMode):
         if ORDINARY_TYPES.issuperset(types) and not TRACKED_TYPES.isdisjoint(types):
             # What the call would come to, without having its arguments parsed again.
             result = run(func, args, kwargs)
+            followed, self.tracker.followed = self.tracker.followed, None
+            if followed is not None and followed is result:
+                return result
         else:
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
@@ -235,11 +240,15 @@ class ConstantTracking(TorchFunctionMode):
                     if keeps_examples(func, args, tracker.batch_dim, result):
                         return
                 elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
-                    if aligned(func, args):
+                    if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
                         return
                 elif func in PRODUCTS:
-                    # A tracked operand's rule has looked where the examples lie.
-                    if node_of(args[-1]) is not None or keeps_rows(args, tracker.batch_dim):
+                    # A tracked operand's rule has looked where the examples lie. A stack of
+                    # matrices puts axes of its own in front of them.
+                    if node_of(args[-1]) is not None:
+                        if result.dim() <= first.dim():
+                            return
+                    elif keeps_rows(args, tracker.batch_dim):
                         return
                 if func in PLAIN_VIEWS and not kwargs:
                     found = (result,) if isinstance(result, Tensor) else result
@@ -250,7 +259,7 @@ class ConstantTracking(TorchFunctionMode):
         operands = [t for t in every if node_of(t) is None]
         data = [t for t in operands if tracker.is_data(t)]
         if len(every) > len(operands):
-            if func in SCRAMBLES or func in ADDED_PRODUCTS or type(func) in OPAQUE:
+            if func in SCRAMBLES or type(func) in OPAQUE:
                 func = None  # a tracked operand's rule has looked where the examples lie
         if func in FACTORIES:
             data = []  # a size may come from data; what is filled in does not
@@ -264,10 +273,14 @@ class ConstantTracking(TorchFunctionMode):
                 if isinstance(tensor, Tensor):
                     tracker.mark_data(tensor)
             if func in WRITES and node_of(args[0]) is None:
-                self._follow_write(func, args, kwargs, result)
+                self._follow_write(func, args, kwargs, data, result)
                 return
             if func is torch.autograd.grad:
                 tracker.follow_gradients(args, kwargs, results)
+                return
+            own = tracker.registered(func) if func is not None and func not in FOLLOWED else None
+            if own is not None and torch.is_grad_enabled():
+                own.follow(tracker, args, kwargs, results)
                 return
             layouts = prescribed_layouts(tracker, func, args, results)
             if layouts is not None:
@@ -287,7 +300,7 @@ class ConstantTracking(TorchFunctionMode):
                 if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
                     tracker.mark_constant(tensor)
 
-    def _follow_write(self, func, args, kwargs, result) -> None:
+    def _follow_write(self, func, args, kwargs, data, result) -> None:
         """Follow data that were written into a tensor: a constant is one no longer."""
         tracker, target = self.tracker, args[0]
         before = tracker.is_data(target)
@@ -298,14 +311,38 @@ class ConstantTracking(TorchFunctionMode):
             tracker.follow_layout(func, args, kwargs, [target], target)
         elif func in MOVES_IN_PLACE:
             tracker.follow_move(target)
+        elif func in CHANGES_IN_PLACE:
+            tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data)
         elif not torch.compiler.is_dynamo_compiling():
             tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
 
 
+def _opening(function, *, always: bool) -> Callable[..., Any]:
+    """Return what the mode does in place of a function that can be taken apart.
+
+    Args:
+        function: the function.
+        always: whether it is taken apart also where PyTorch shows all tracked operands.
+    """
+
+    def call(mode: ConstantTracking, *args, **kwargs):
+        tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
+        if (always or (any(tracked) and not tracked[0])) and not mode.tracker.registered(function):
+            with mode:
+                return opened(function)(*args, **kwargs)
+        result = run(function, args, kwargs) if any(tracked) else function(*args, **kwargs)
+        mode._follow(function, args, kwargs, result)
+        return result
+
+    return call
+
+
 # What the mode does in place of a call, and what it looks at beforehand.
-INSTEAD: dict[Any, Callable[..., None]] = {
+INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: ConstantTracking._backward_of_one,
     torch.autograd.backward: ConstantTracking._backward,
+    **{function: _opening(function, always=True) for function in OPENED},
+    **{function: _opening(function, always=False) for function in OPENED_IF_TRACKED},
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: ConstantTracking._check_statistics,

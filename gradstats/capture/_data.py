@@ -12,14 +12,16 @@ from torch.nn.functional import linear
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, candidates, joined, same_rows
-from gradstats.capture._indexing import looked_up
+from gradstats.capture._indexing import argument_of, looked_up
 from gradstats.capture._layout import (
     CHANGES,
+    FOLLOWED,
     REINDEXES,
     contracted,
     convolved,
     follow,
     is_one,
+    leaves,
     tensordot,
 )
 from gradstats.capture._marks import Marks
@@ -35,12 +37,13 @@ from gradstats.capture._operations import (
     PAD_SEQUENCE,
     PRODUCTS,
     ROW_PRODUCTS,
+    SHARED_WEIGHT,
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
     UNFOLLOWED,
 )
-from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
+from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 
@@ -55,12 +58,15 @@ class Data(Marks):
         coupled: autograd nodes in which examples met that a loss may not depend on together, with
             how they met there.
         loss_order: (B,) the example of each loss; None where they stand in the batch's order.
+        followed: what a rule returned last, if where its examples lie has been noted: operation by
+            operation, as far as they are out of the ordinary.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         super().__init__(batch_size, batch_dim, segments)
         self.coupled: dict[Any, str] = {}
         self.loss_order: Tensor | None = None
+        self.followed: Any = None
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         """Note where the examples lie in a tensor that data were written into.
@@ -165,6 +171,31 @@ class Data(Marks):
             if isinstance(result, Tensor) and node_of(source) is None:
                 self.place(result, self.owned(source))
 
+    def follow_change(
+        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]
+    ) -> None:
+        """Note where the examples lie in a tensor that an operation changed in place.
+
+        Args:
+            func, args, kwargs: the operation, in the form that returns a new tensor.
+            data: its operands of data.
+        """
+        target = args[0]
+        if not target.requires_grad:
+            return
+        if func in FOLLOWED:
+            self.follow_layout(func, args, kwargs, data, target)
+        else:
+            self.place(target, None)
+        self._note_base(target, None, first=False)
+
+    def place_like(self, tensor: Tensor, source: Tensor) -> None:
+        """Note of a tensor what is known of the one that it was made of, row by row."""
+        if not self.is_data(source):
+            self.mark_constant(tensor)
+        elif self._is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
+            self.place(tensor, self.owned(source))
+
     def follow_move(self, tensor: Tensor) -> None:
         """Note where the examples lie in a tensor whose axes were moved in place."""
         plain = not self._is_marked(tensor) and self._is_distinct(tensor)
@@ -192,14 +223,20 @@ class Data(Marks):
             after = self.owned(data[0])
         elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
-            if func is linear and not self._is_shifted_alike(args, result, after):
-                after = None
+            bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+            biases = [tensor for tensor in data if tensor is bias]
+            if biases and func is linear:
+                if self._broadcast(biases, result) != after:
+                    self._note_meeting(result)
+                    after = None
         elif func in ADDED_PRODUCTS:
             named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
-            after = self._multiplied((*args[1:], *named)[:2], result)
-            others = [tensor for tensor in data if tensor is args[0]]
-            if others and self._broadcast(others, result) != after:
-                after = None
+            factors = (*args[1:], *named)[:2]
+            multiplied = any(item is tensor for item in factors for tensor in data)
+            after = self._multiplied(factors, result) if multiplied else None
+            if any(tensor is args[0] for tensor in data):
+                added = self._broadcast([args[0]], result)
+                after = added if added == after or not multiplied else None
         elif func in SOLVES:
             after = self._broadcast(data, result)
             if after is not None and after.axis >= result.dim() - 2:
@@ -228,13 +265,16 @@ class Data(Marks):
             lost = (
                 func in UNFOLLOWED
                 or type(func) in OPAQUE
+                or (func not in FOLLOWED and func is not None and result.requires_grad)
                 or (func in LOOKS_AT_FIRST and constant)
                 or is_one(func, data[0])
             )
             changes = lost or func in CHANGES or self._is_gone(data, result)
+            if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
+                changes = True
             if func in REINDEXES and not constant:
                 data = [args[0]]  # what is indexed decides
-            elif len(data) > 1 and not self._agree(func, args, data, result):
+            elif len(data) > 1 and not self._agree(func, args, kwargs, data, result):
                 changes = lost = True
             source, layout = self._deciding(data)
             dims = max(item.dim() for item in data)
@@ -291,7 +331,9 @@ class Data(Marks):
             for item in args[1:]
         )
 
-    def _agree(self, func, args: tuple[Any, ...], data: list[Tensor], result: Tensor) -> bool:
+    def _agree(
+        self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor
+    ) -> bool:
         """Whether trained operands have the same examples in the same places; note if they meet."""
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self._is_lost(tensor) for tensor in trained):
@@ -299,6 +341,11 @@ class Data(Marks):
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self._note_meeting(result)
             return False
+        if func in SHARED_WEIGHT:
+            weight = argument_of((*args, *[None] * 3), kwargs, SHARED_WEIGHT[func], "weight")
+            if any(tensor is weight for tensor in trained):
+                self._note_meeting(result)
+                return False
         # Shapes are aligned as broadcasting does it, from the right.
         places = [
             owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
@@ -309,13 +356,6 @@ class Data(Marks):
             return True
         self._note_meeting(result)
         return False
-
-    def _is_shifted_alike(self, args: tuple[Any, ...], result: Tensor, layout) -> bool:
-        """Whether the bias of a linear layer belongs to the examples that its product has."""
-        bias = args[2] if len(args) > 2 and self.batch_size > 1 else None
-        if bias is None or node_of(bias) is not None or not bias.requires_grad:
-            return True
-        return not self.is_data(bias) or self._broadcast([bias], result) == layout
 
     def _is_lost(self, tensor: Tensor) -> bool:
         return self._is_marked(tensor) and self.owned(tensor) is None
@@ -332,13 +372,19 @@ class Data(Marks):
         return self.by_contract(result) is None
 
     def _runs_over_examples(self, func, args, kwargs) -> bool:
-        first = args[0] if args else None
-        if not isinstance(first, Tensor) or node_of(first) is not None or not self.is_data(first):
-            return False
-        layout = self.layout_of(first)
+        operands = list(args[:1])
+        if func is ATTENTION:
+            operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
         # Rows of packed examples are positions too, which the model keeps apart by itself.
-        packed = self._contract.segments is not None
-        return layout is not None and not packed and runs_over(func, args, kwargs, layout.axis)
+        if self._contract.segments is not None:
+            return False
+        for item in operands:
+            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item):
+                layout = self.layout_of(item)
+                if layout is not None:
+                    if runs_over(func, (item, *args[1:]), kwargs, layout.axis):
+                        return True
+        return False
 
     def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a result holds trained values of all examples; note where one's meet them."""

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gradstats._complex import as_real
 from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import Derived, Node, function_name, operands_of, rebuild
+from gradstats.capture._nodes import (
+    Derived,
+    Node,
+    flatten,
+    function_name,
+    operands_of,
+    rebuild,
+)
 from gradstats.capture._tensors import node_of, wrap
 from gradstats.errors import UnsupportedOperationError
 
@@ -38,9 +45,7 @@ class Grafted:
 
         def seen(item):
             node = node_of(item)
-            if node is not None:
-                return _without_gradient(node)
-            return item.detach() if isinstance(item, Tensor) else item
+            return _beside(tracker, item) if node is None else _without_gradient(node)
 
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
         # Here the operation is being handled, and nothing would be seen of the decomposition.
@@ -54,7 +59,22 @@ class Grafted:
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
                 results[number] = _graft(node, _plain(second), first)
-        return results[0] if single else type(result)(results)
+                if node_of(second) is None:
+                    tracker.place_like(results[number], second)
+        tracker.followed = results[0] if single else type(result)(results)
+        return tracker.followed
+
+    def follow(self, tracker, args, kwargs, results: list) -> None:
+        """Note where the examples lie in the results of the operation on data alone."""
+
+        def seen(item):
+            return _beside(tracker, item)
+
+        with torch._C._EnableTorchFunction(), tracker.watching():
+            shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+        for first, second in zip(results, flatten((shadow,)), strict=True):
+            if isinstance(first, Tensor) and isinstance(second, Tensor):
+                tracker.place_like(first, second)
 
     def _check(self, func, node: Node, results: list, shadows: list) -> None:
         """Raise unless the decomposition computes what the operation computes."""
@@ -121,6 +141,16 @@ class Blocked(torch.autograd.Function):
         return None
 
 
+def _beside(tracker, item):
+    """Return an operand as the decomposition has it: with its examples, and without gradient."""
+    if not isinstance(item, Tensor):
+        return item
+    # That it was trained says what may not meet in the decomposition.
+    shown = Blocked.apply(item) if item.requires_grad else item.detach()
+    tracker.place_like(shown, item)
+    return shown
+
+
 def _without_gradient(node: Node) -> Tensor:
     """Return a tracked tensor of the node's value whose uses count and give no gradient."""
     value = Blocked.apply(node.value)
@@ -161,4 +191,5 @@ class Composed:
         leave_graph(f"{function_name(func)}, which is written with other operations")
         # Here the operation is being handled, and nothing would be seen of the composition.
         with torch._C._EnableTorchFunction(), tracker.watching():
-            return self.composition(*args, **kwargs)
+            tracker.followed = self.composition(*args, **kwargs)
+        return tracker.followed

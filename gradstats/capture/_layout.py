@@ -19,13 +19,14 @@ from gradstats._cost import product
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._indexing import argument_of, items_of, read_at
-from gradstats.capture._nodes import flatten
+from gradstats.capture._nodes import flatten, same_storage
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BATCH_FIRST,
     BROADCASTS,
     CONVOLUTIONS,
     JOINS,
+    KEEPS,
     LOOKS_AT_FIRST,
     MOVES,
     OUTER_PRODUCTS,
@@ -33,6 +34,7 @@ from gradstats.capture._operations import (
     RESHAPES,
     ROW_PRODUCTS,
     SCRAMBLES,
+    SHARED_WEIGHT,
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
@@ -40,7 +42,7 @@ from gradstats.capture._operations import (
     UNFOLLOWED,
     variants,
 )
-from gradstats.capture._reductions import REDUCES, reduced
+from gradstats.capture._reductions import KEYWORD, OVER_AXES, QUANTILES, reduced
 from gradstats.capture._tensors import node_of
 
 
@@ -69,9 +71,12 @@ def follow(
         return _moved(source, layout, result)
     if func in RESHAPES:
         return _reshaped(source, layout, result)
-    if func in REINDEXES or func in REDUCES:
-        rule = REINDEXES.get(func, reduced)
-        return rule(func, args, kwargs, source, layout, result)
+    if func in REINDEXES:
+        return REINDEXES[func](func, args, kwargs, source, layout, result)
+    if func in OVER_AXES and (func in QUANTILES or result.dim() < source.dim()):
+        return reduced(func, args, kwargs, source, layout, result)
+    if func in OVER_AXES and result.dim() > source.dim():
+        return None  # broadcast against other operands
     if result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1
@@ -125,9 +130,22 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the axis that it sums
-    if not result.requires_grad or first.dim() <= axis:
+    if not result.requires_grad:
+        return True
+    if func not in KEEPS:
+        return False
+    if first.dim() <= axis:
         return True
     return result.dim() > axis and result.shape[axis] == first.shape[axis]
+
+
+def leaves(func, source: Tensor, axis: int, result) -> bool:
+    """Whether an operation over other axes leaves that of the examples at its place."""
+    if not isinstance(result, Tensor):
+        result = result[0]
+    if axis == 0:
+        return 0 < result.dim() <= source.dim() and func not in QUANTILES
+    return result.dim() == source.dim()
 
 
 def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
@@ -275,11 +293,12 @@ def _ranked(position: int, default: int):
     return rule
 
 
-def _sliced(position: int):
+def _sliced(position: int, default: int = 0):
     """Return a rule for operations whose results are slices of their operand."""
 
     def rule(func, args, kwargs, source, layout, result):
-        dim = kwargs.get("dim", args[position] if len(args) > position else 0) % source.dim()
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        dim %= source.dim()
         lost = source.dim() - result.dim()
         if dim != layout.axis:
             return layout.along(layout.axis - (lost if dim < layout.axis else 0))
@@ -306,6 +325,19 @@ def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
     """New axes stand in front; an axis of size 1 that is expanded holds no examples but one."""
     after = layout.axis + result.dim() - source.dim()
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
+
+
+def _masked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """The elements where a mask is true, one after the other."""
+    mask = argument_of(args, kwargs, 1, "mask")
+    if torch.broadcast_shapes(mask.shape, source.shape) != source.shape:
+        return None  # the mask repeats the operand
+    return read_at(source, [mask.expand(source.shape)], layout)
+
+
+def _with_axes(func, args, kwargs, source, layout, result) -> Examples | None:
+    """As many axes as an operation wants at least, of one tensor."""
+    return _reshaped(source, layout, result) if len(args) == 1 and args[0] is source else None
 
 
 def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | None:
@@ -338,8 +370,8 @@ def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
         return None  # a graph has no values to look at
     owner = layout.owner(source.device).int()
     owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
-    if not result._is_view():
-        found = func(owner.expand(source.shape), *args[1:], **kwargs)
+    if not (result._is_view() and same_storage(result, source)):
+        found = func(owner.expand(source.shape).contiguous(), *args[1:], **kwargs)
     else:
         start = result.storage_offset() - source.storage_offset()
         reach = 1 + _extent(source)
@@ -404,7 +436,12 @@ REINDEXES = {
     **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
-    functional.pad: _padded,
+    **dict.fromkeys((functional.pad, torch.constant_pad_nd), _padded),
+    **dict.fromkeys(variants("masked_select"), _masked),
+    **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
+    **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),
+    **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
+    **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
     **dict.fromkeys(variants("diag_embed"), _made_diagonal),
     **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
     torch.linalg.diagonal: _picked,
@@ -420,5 +457,8 @@ CHANGES = frozenset().union(
 # Views of one operand in which rows keep their order, if any are left on the example axis.
 PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
 
-# Operations whose second operand all examples share, unless it was computed from data.
-SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS
+# Operations whose layouts are known; what any other does is not.
+FOLLOWED = KEEPS | CHANGES | frozenset(OVER_AXES) | frozenset({torch.broadcast_tensors})
+
+# Operations with operands that all examples share, unless they were computed from data.
+SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | frozenset(SHARED_WEIGHT)

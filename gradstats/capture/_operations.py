@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
+
 
 def function_variants(*names: str) -> list[Any]:
     """Return the functions, methods and operators under which an operation returns a new tensor."""
@@ -69,6 +71,8 @@ RESHAPES = frozenset(
         torch.unsqueeze,
         Tensor.squeeze,
         torch.squeeze,
+        Tensor.ravel,
+        torch.ravel,
     }
 )
 
@@ -83,6 +87,7 @@ PRODUCTS = frozenset(
         Tensor.bmm,
         torch.mv,
         Tensor.mv,
+        torch.linalg.matmul,
     }
 )
 
@@ -102,7 +107,7 @@ ELEMENT_LOSSES = frozenset(
 )
 
 # Layers that sum over the last axis of their operands.
-SUM_LAST = frozenset({functional.linear, functional.bilinear})
+SUM_LAST = frozenset({functional.linear, functional.bilinear, torch.bilinear})
 
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
@@ -128,11 +133,11 @@ ELEMENTWISE = (
     "clamp", "clip", "clamp_min", "clamp_max",
 )  # fmt: skip
 
-BROADCASTS = frozenset(
+BROADCASTS = POINTWISE_OF_SEVERAL | frozenset(
     [
         *function_variants(
             *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
-            "or", "xor", "masked_fill",
+            "or", "xor", "mod", "floordiv", "masked_fill",
         ),
         torch.broadcast_tensors,
         *ELEMENT_LOSSES,
@@ -172,11 +177,13 @@ SCRAMBLES = frozenset(
 
 # Systems of equations, one for each place along the axes in front of the matrices' two, with the
 # place of the right-hand sides among their arguments.
-SOLVES = {
+SOLVES: dict[Any, int] = {
     torch.linalg.solve: 1,
+    torch.linalg.solve_ex: 1,
+    torch.linalg.lstsq: 1,
     torch.linalg.solve_triangular: 1,
     torch.linalg.lu_solve: 2,
-    **dict.fromkeys(variants("cholesky_solve"), 0),
+    **dict.fromkeys(variants("cholesky_solve", "triangular_solve", "lu_solve"), 0),
 }
 
 # Convolutions, with how many axes they run over; with one axis more data are one example, whose
@@ -194,8 +201,12 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
 # Operations whose first operand says where the examples lie, unless it is a constant: the others
 # are shared by all examples.
 LOOKS_AT_FIRST = frozenset(
-    {functional.linear, functional.embedding, functional.prelu, torch.prelu, *CONVOLUTIONS}
+    {functional.linear, functional.embedding, functional.prelu, *variants("prelu"), *CONVOLUTIONS}
 )
+
+# Operands that all examples share, of operations that have others beside the first that they do
+# not, with their place.
+SHARED_WEIGHT = {functional.bilinear: 2, torch.bilinear: 2, functional.embedding_bag: 1}
 
 # Operations whose rules serve complex numbers.
 COMPLEX = (
@@ -215,11 +226,33 @@ EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
 
 # Operations that take the first axis for that of the examples, and the second for channels.
 BATCH_FIRST = frozenset(
-    getattr(functional, name)
-    for name in dir(functional)
-    if name.startswith(("conv", "avg_pool", "max_pool", "lp_pool", "adaptive_"))
-    or name in ("group_norm", "instance_norm", "batch_norm", "interpolate", "unfold", "fold")
-)
+    getattr(owner, name)
+    for owner in (functional, torch)
+    for name in dir(owner)
+    if name.startswith(
+        ("conv1d", "conv2d", "conv3d", "conv_t", "avg_pool", "max_pool", "max_unpool",
+         "fractional_max_pool", "lp_pool", "adaptive_", "grid_sample", "affine_grid")
+    )
+    or name in ("group_norm", "instance_norm", "batch_norm", "interpolate", "local_response_norm",
+                "channel_shuffle", "native_channel_shuffle")
+    or (owner is functional and name in ("unfold", "fold"))
+)  # fmt: skip
 
 # Operations of a library's own, of which nothing is known.
 OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
+
+# Layers that keep the rows of their first operand apart along every axis but the last ones, whose
+# sizes they change.
+LAYERS = frozenset(
+    getattr(owner, name)
+    for owner in (functional, torch)
+    for name in ("glu", "pixel_shuffle", "pixel_unshuffle", "bilinear", "embedding_bag",
+                 "grouped_mm", "_grouped_mm")
+    if hasattr(owner, name)
+) - {torch.embedding_bag}  # fmt: skip
+
+# Operations that keep the examples where they lie in their operands if the sizes of the result
+# agree with it.
+KEEPS = (
+    POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS
+)  # fmt: skip

@@ -38,16 +38,24 @@ def reduced(
     func, args, kwargs, source: Tensor, layout: Examples, result: Tensor
 ) -> Examples | None:
     """Return the layout of a reduction's result; None where it runs over the examples."""
-    position = REDUCES[func]
-    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    position, default = OVER_AXES[func]
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
     if dim is None or isinstance(dim, str):
         return None
     dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
     if layout.axis in dims or not dims:
         return None
+    if func in QUANTILES and isinstance(argument_of(args, kwargs, 1, "q"), Tensor):
+        return None  # several quantiles stand in front
     if result.dim() == source.dim():
         return layout
-    return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+    if result.dim() == source.dim() - len(dims):
+        return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+    # Not all of the axes are gone, as those of matrices of which numbers are found; or the others
+    # too, as those of losses that are averaged.
+    lead = layout.axis + 1
+    before = layout.axis < min(dims) and result.shape[:lead] == source.shape[:lead]
+    return layout if before else None
 
 
 # Without an axis these run over one that the number of axes decides.
@@ -89,7 +97,8 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     torch.trapz: (KEYWORD, -1),
     torch.cumulative_trapezoid: (KEYWORD, -1),
     functional.normalize: (2, 1),
-    functional.gumbel_softmax: (4, -1),
+    **dict.fromkeys(variants("stft"), (KEYWORD, -1)),
+    **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
 }
 
 # Operations on matrices, which are the last two axes.
@@ -103,7 +112,7 @@ OVER_MATRICES = frozenset(
         )),
         *((owner, (
             "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
-            "qr", "slogdet", "svd", "trace",
+            "qr", "slogdet", "svd", "trace", "cholesky_inverse",
         )) for owner in (torch, Tensor)),
     )
     for function in [getattr(owner, name, None) for name in names]
@@ -112,10 +121,27 @@ OVER_MATRICES = frozenset(
 
 # Operations over the last axes of their operand, as many as a shape among their arguments has.
 OVER_LAST = frozenset(
-    {functional.layer_norm, torch.layer_norm, functional.rms_norm, torch.rms_norm}
-)
+    {
+        functional.layer_norm, torch.layer_norm, torch.native_layer_norm, functional.rms_norm,
+        torch.rms_norm,
+    }
+)  # fmt: skip
+
+# Losses of rows, with the axis that they run over.
+ROW_LOSSES = {
+    getattr(owner, name): axis
+    for axis, names in (
+        (1, ("cross_entropy", "nll_loss", "multi_margin_loss", "multilabel_margin_loss")),
+        (-1, ("multilabel_soft_margin_loss", "cosine_embedding_loss", "triplet_margin_loss")),
+    )
+    for name in names
+    for owner in (torch, functional)
+    if hasattr(owner, name)
+}
 
 ATTENTION = functional.scaled_dot_product_attention
+
+QUANTILES = frozenset(variants("quantile", "nanquantile"))
 
 # Where the operations that may run over the examples are told their axes, and the axes by default;
 # None for all.
@@ -125,14 +151,16 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     torch.linalg.norm: (2, None),
     torch.linalg.matrix_norm: (2, (-2, -1)),
     functional.cosine_similarity: (2, 1),
+    functional.pairwise_distance: (KEYWORD, -1),
     torch.linalg.vecdot: (KEYWORD, -1),
     **dict.fromkeys(variants("cross"), (2, None)),
-    **dict.fromkeys(variants("quantile", "nanquantile"), (2, None)),
+    **dict.fromkeys(QUANTILES, (2, None)),
     **dict.fromkeys(variants("kthvalue"), (2, -1)),
     **dict.fromkeys(variants("mode"), (1, -1)),
     **dict.fromkeys(variants("nanmedian"), (1, None)),
     **dict.fromkeys(OVER_MATRICES, (KEYWORD, (-2, -1))),
     **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
+    **{function: (KEYWORD, axis) for function, axis in ROW_LOSSES.items()},
 }
 
 
@@ -140,7 +168,7 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     """Whether an operation of ``OVER_AXES`` on args[0] runs over an axis."""
     dims = args[0].dim()
     if func is ATTENTION:
-        return axis == dims - 2
+        return axis >= dims - 2
     position, default = OVER_AXES[func]
     if func in OVER_LAST:
         return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))

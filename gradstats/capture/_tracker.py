@@ -20,6 +20,7 @@ from gradstats.capture._consumers import Arrival
 from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
+from gradstats.capture._grafted import Grafted
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import (
     BOUND,
@@ -204,6 +205,7 @@ class Tracker(Data):
         self.coupled.clear()
         self.shown.clear()
         self.forget_marks()
+        self.followed = None
         for root in self.roots:
             root.release()
         # No reference leads back here: what the context held is freed with its last user.
@@ -213,6 +215,11 @@ class Tracker(Data):
     def watching(self) -> ConstantTracking:
         """Return the mode that follows constants, for code that runs while it is set aside."""
         return self._mode
+
+    def registered(self, func) -> Grafted | None:
+        """Return the rule that a user registered for an operation."""
+        rule = RULES.get(func)
+        return rule if isinstance(rule, Grafted) else None
 
     def dispatch(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]

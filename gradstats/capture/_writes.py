@@ -17,6 +17,7 @@ from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._examples import Examples, Whole, same_rows
 from gradstats.capture._indexing import dims_at, items_of, read_at
 from gradstats.capture._operations import variants
+from gradstats.capture._rowwise import is_elementwise_in_place
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,11 @@ WRITES: dict[Any, Callable[..., Write]] = {
         for name in names
         for function in variants(name, f"{name}_")
     },
+}
+
+# Changes in place with the form that returns a new tensor, by which they are followed.
+CHANGES_IN_PLACE = {
+    method: getattr(Tensor, method.__name__[:-1], None)
+    for method in IN_PLACE
+    if WRITES[method] is _everywhere and not is_elementwise_in_place(method)
 }

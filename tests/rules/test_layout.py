@@ -1050,3 +1050,197 @@ def test_connectionist_temporal_classification(apart):
         loss_fn=losses,
         gradient_of_data=False,
     )
+
+
+@pytest.mark.parametrize("size", [2, BATCH, 5])
+def test_a_product_with_a_stack_of_weights(size):
+    """The product's first axis is the stack's, whatever its size."""
+
+    def function(m, x):
+        out = torch.tanh(x @ m.stack + m.bias)
+        return m.out((out * m.scale).movedim(0, -2).flatten(-2))
+
+    parameters = {
+        "stack": (size, 4, 2),
+        "bias": (size, 1, 2),
+        "scale": (2,),
+        "out": nn.Linear(size * 2, 2),
+    }
+    check_operation(function, parameters, normal(BATCH, 4))
+
+
+@pytest.mark.parametrize("size", [2, BATCH])
+def test_members_of_an_ensemble_averaged(size):
+    members = {"stack": (size, 4, 2), "out": nn.Linear(2, 1)}
+    check_operation(
+        lambda m, x: m.out(torch.tanh(torch.matmul(x, m.stack)).mean(0)), members, normal(BATCH, 4)
+    )
+
+
+STACKS = {
+    "rsub": lambda m, h: torch.rsub(h, m.stack),
+    "xlog1py": lambda m, h: torch.special.xlog1py(m.stack.exp(), h.exp()),
+    "hypot": lambda m, h: torch.hypot(h, m.stack),
+    "mod": lambda m, h: h - torch.rsub(h, m.stack) % 7.0,
+    "baddbmm": lambda m, h: torch.baddbmm(h, m.stack, m.square),
+    "cdist": lambda m, h: torch.cdist(h, m.stack + 1),
+    "expanded": lambda m, h: h @ m.square[0].expand(BATCH, 4, 4),
+}
+
+
+@pytest.mark.parametrize("function", STACKS.values(), ids=STACKS)
+def test_a_stack_that_is_broadcast_against_data(function):
+    """As many in the stack as there are examples: the axis of the stack comes first."""
+
+    def averaged(m, x):
+        out = function(m, m.layer(x))
+        return torch.tanh(out * m.scale[: out.shape[-1]]).mean(0)
+
+    parameters = {
+        "layer": nn.Linear(4, 4),
+        "stack": (BATCH, BATCH, 4),
+        "square": (BATCH, 4, 4),
+        "scale": (4,),
+    }
+    check_operation(averaged, parameters, normal(BATCH, 4), fusing=(True,))
+
+
+def test_a_mask_that_keeps_as_many_elements_as_there_are_examples():
+    mask = torch.zeros(BATCH, 4, dtype=torch.bool)
+    mask[0, :2] = mask[2, 1] = True
+    check_refused(
+        lambda m, x: m.layer(x).masked_select(mask) * m.scale,
+        {"layer": nn.Linear(4, 4), "scale": (1,)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="belong to the examples",
+    )
+
+
+def test_elements_that_a_mask_selects():
+    mask = torch.zeros(BATCH, 4, dtype=torch.bool)
+    mask[:, 1:3] = True
+    check_operation(
+        lambda m, x: (m.layer(x).masked_select(mask) * m.scale).view(BATCH, 2),
+        {"layer": nn.Linear(4, 4), "scale": (1,)},
+        normal(BATCH, 4),
+    )
+
+
+def test_elements_taken_without_an_axis():
+    places = torch.arange(BATCH * 4).flip(0)
+    check_operation(
+        lambda m, x: torch.take_along_dim(m.layer(x), places).view(BATCH, 4).flip(0),
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+    )
+
+
+@pytest.mark.parametrize("positions", [2, BATCH, 5])
+def test_rows_repeated_once_in_memory_of_their_own(positions):
+    """Without an axis the operation copies what is not contiguous, and shows a view of the copy."""
+    check_operation(
+        lambda m, x: (
+            (m.layer(x).transpose(0, 1).repeat_interleave(1) * m.scale)
+            .view(positions, BATCH, 2)
+            .transpose(0, 1)
+        ),
+        {"layer": nn.Linear(4, 2), "scale": (1,)},
+        normal(BATCH, positions, 4),
+    )
+
+
+@pytest.mark.parametrize("positions", [2, BATCH, 5])
+def test_a_part_of_each_position_overwritten(positions):
+    """The operation that writes it is another one, on a view of the data."""
+
+    def function(m, x):
+        h = m.layer(x).transpose(0, 1).clone()
+        h[:, :, :2] = m.value
+        h[:, :, 3] = m.wide
+        return m.out(torch.tanh(h)).transpose(0, 1)
+
+    parameters = {
+        "layer": nn.Linear(4, 4), "value": (2,), "wide": (1, 1, 1), "out": nn.Linear(4, 1),
+    }  # fmt: skip
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("frames", [1, 2, BATCH])
+def test_uneven_padding(frames):
+    """PyTorch pads for even kernels by itself, which is written here as a step of its own."""
+
+    def function(m, x):
+        if frames == 1:
+            return m.layer(x[:, 0].flip(0)).flip(0)
+        return m.layer(x.flatten(0, 1)).unflatten(0, (BATCH, frames))
+
+    layer = nn.Conv1d(3, 2, 2, padding="same")
+    check_operation(function, {"layer": layer}, normal(BATCH, frames, 3, 5))
+
+
+@pytest.mark.parametrize("positions", [2, BATCH, 5])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("parameter", [True, False])
+def test_cosines_of_positions(positions, dim, parameter):
+    def function(m, x):
+        h = m.layer(x).transpose(0, 1)
+        other = m.other if parameter else h.detach().flip(2) + 1
+        cosine = nn.functional.cosine_similarity(h, other, dim=dim)
+        return cosine if dim == 0 else cosine.transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(4, 3), "other": (positions, 1, 3)}
+    check_operation(function, parameters, normal(BATCH, positions, 4), fusing=(True,))
+
+
+@pytest.mark.parametrize("size", [2, BATCH, 5])
+def test_a_mean_over_an_axis_in_front_of_the_batch(size):
+    check_operation(
+        lambda m, x: torch.tanh(m.layer(x)).mean(0) * m.scale,
+        {"layer": nn.Linear(4, size), "scale": (size,)},
+        normal(5, BATCH, 4),
+        batch_dim=1,
+    )
+
+
+@pytest.mark.parametrize("positions", [2, BATCH, 5])
+@pytest.mark.parametrize("hard", [True, False])
+def test_a_learned_temperature(positions, hard):
+    def function(m, x):
+        torch.manual_seed(3)
+        h = m.layer(x).transpose(0, 1)
+        soft = nn.functional.gumbel_softmax(h, m.temperature.exp(), hard=hard)
+        slope = torch.arange(1, positions + 1).double()[:, None, None]
+        return (soft * slope + h).transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(4, 3), "temperature": ()}
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
+@pytest.mark.parametrize("positions", [2, BATCH, 5])
+def test_a_learned_bound(positions):
+    check_operation(
+        lambda m, x: nn.functional.normalize(
+            m.layer(x).transpose(0, 1), dim=2, eps=m.least
+        ).transpose(0, 1),
+        {"layer": nn.Linear(4, 3), "least": torch.tensor(10.0)},
+        normal(BATCH, positions, 4),
+    )
+
+
+def test_a_learned_metric():
+    def function(m, x):
+        h = m.layer(x).flip(0)
+        other = h.detach()
+        loss = nn.functional.triplet_margin_with_distance_loss(
+            h,
+            other.roll(1, 1),
+            -other,
+            distance_function=lambda a, b: ((a - b).square() * m.weight).sum(1),
+            margin=5.0,
+            reduction="none",
+        )
+        return loss.flip(0)
+
+    check_operation(function, {"layer": nn.Linear(4, 3), "weight": (3,)}, normal(BATCH, 4))

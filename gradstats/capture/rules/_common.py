@@ -160,10 +160,7 @@ def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     if dtype is None or not eligible or data.dtype == dtype:
         return data
     cast = data.to(dtype)
-    if not tracker.is_data(data):
-        tracker.mark_constant(cast)
-    elif (layout := tracker.layout_of(data)) != tracker.by_contract(cast):
-        tracker.place(cast, layout)
+    tracker.place_like(cast, data)
     return cast
 
 

@@ -35,7 +35,9 @@ def convolution(
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         if any(t % 2 for t in total):
             extra = [amount for t in reversed(total) for amount in (0, t % 2)]
-            input = functional.pad(input, extra)
+            padded = functional.pad(input, extra)
+            tracker.place_like(padded, input)
+            input = padded
         padding = tuple(t // 2 for t in total)
     elif padding == "valid":
         padding = 0

@@ -38,6 +38,7 @@ from gradstats.capture.rules._common import (
     locate,
     plain,
     rows_along,
+    run,
 )
 from gradstats.capture.rules._in_place import write_data
 from gradstats.capture.rules._products import BroadcastFactors
@@ -148,7 +149,12 @@ def assign(tracker, func, input, index, value):
     # The examples must stay where they are, all of them, along the same axis.
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
-    return broadcast(tracker, Tensor.copy_, input[index], value)
+    part = input[index]
+    tracker.place_like(part, input)
+    if value.dim() > part.dim() and all(size == 1 for size in value.shape[: -part.dim() or None]):
+        # PyTorch leaves out axes of size 1 in front.
+        value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
+    return broadcast(tracker, Tensor.copy_, part, value)
 
 
 def _assign_where(tracker, func, node: Node, input, mask, value) -> None:

@@ -56,8 +56,10 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
 }
 
 
-def _is_of_one(tracker, x: Tensor) -> bool:
-    return isinstance(tracker.owned(x), Whole) or tracker.sole_example([x]) is not None
+def _example_of(tracker, x: Tensor) -> Whole | None:
+    """Return the example to which all of a tensor belongs; None where it is not one."""
+    owned = tracker.owned(x)
+    return owned if isinstance(owned, Whole) else tracker.sole_example([x])
 
 
 def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,8 +69,14 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     def run(tracker, called, *args, **kwargs):
         first = args[0] if args else None
         if isinstance(first, Tensor) and node_of(first) is None and first.dim() == axes:
-            if not torch.compiler.is_compiling() and _is_of_one(tracker, first):
-                return Composed(partial(composition, called))(tracker, called, *args, **kwargs)
+            whole = None if torch.compiler.is_compiling() else _example_of(tracker, first)
+            if whole is not None:
+                composed = Composed(partial(composition, called))
+                result = composed(tracker, called, *args, **kwargs)
+                for item in (result,) if isinstance(result, Tensor) else result:
+                    if item is not None:
+                        tracker.place(item, whole)
+                return result
         return rule(tracker, called, *args, **kwargs)
 
     return run

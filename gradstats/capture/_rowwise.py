@@ -1,0 +1,104 @@
+"""Which of PyTorch's functions keep the rows of their operands apart.
+
+An operation that stands neither here nor among those of ``_operations``, ``_reductions`` and
+``_layout`` whose axes are followed may move rows or mix them, whatever the sizes of its result:
+where the examples lie in it is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Operators that compute element by element from two tensors, and otherwise along an axis.
+EXTREMES = frozenset({"max", "min", "equal"})
+
+# Functions that compute element by element and are not marked so: other names of operators that
+# are, what PyTorch composes of them, and what gives the same numbers in another form.
+UNMARKED = frozenset(
+    {
+        "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
+        "negative", "fix", "floor_divide", "floordiv", "mod", "divide", "multiply", "subtract",
+        "true_divide", "clip", "greater", "greater_equal", "less", "less_equal", "not_equal",
+        "isclose", "complex", "polar", "tril", "triu", "where", "conj", "resolve_conj",
+        "resolve_neg", "real", "imag", "view_as_real", "view_as_complex", "contiguous", "detach",
+        "data", "as_subclass", "type", "float", "double", "half", "bfloat16", "cfloat", "cdouble",
+        "chalf", "cpu", "cuda", "xpu", "pin_memory", "requires_grad_", "dropout", "alpha_dropout",
+        "feature_dropout", "feature_alpha_dropout", "native_dropout", "dropout1d", "dropout2d",
+        "dropout3d", "softsign", "tanhshrink", "logsigmoid", "_threshold",
+        "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
+        "fused_moving_avg_obs_fake_quant", "_autocast_to_reduced_precision",
+        "_autocast_to_full_precision", "binary_cross_entropy_with_logits", "poisson_nll_loss",
+        "kl_div", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss",
+    }
+)  # fmt: skip
+
+# The same, computed from the first operand, of whatever else is among their arguments.
+OF_THE_FIRST = frozenset({"to", "type_as", "bernoulli", "normal"})
+
+# Methods that fill a tensor with numbers that do not come from other places in it.
+FILLS = frozenset(
+    {
+        "copy", "fill", "zero", "fill_diagonal", "random", "uniform", "exponential", "geometric",
+        "cauchy", "log_normal", "apply", "map", "map2", "and", "or",
+    }
+)  # fmt: skip
+
+# The names of PyTorch's own operators, which are looked up one by one.
+OPERATORS = frozenset(
+    name.removeprefix("aten::").partition(".")[0]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("aten::")
+)
+
+
+def _overloads(*names: str) -> list[Any]:
+    """Return the overloads of PyTorch's own operators of some names, as far as there are any."""
+    packets = [getattr(torch.ops.aten, name) for name in names if name in OPERATORS]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+def _is_marked(overloads: list[Any]) -> bool:
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _has_several(overload) -> bool:
+    """Whether an overload computes from more than one tensor."""
+    arguments = overload._schema.arguments
+    return sum("Tensor" in str(item.type) for item in arguments if not item.is_out) > 1
+
+
+def _elementwise() -> tuple[frozenset[Any], frozenset[Any]]:
+    """Return the functions that compute element by element from one tensor, and from several."""
+    found: tuple[list[Any], list[Any]] = [], []
+    for owner in (torch, Tensor, functional, torch.special):
+        for name in dir(owner):
+            base = name[2:-2] if name.startswith("__") else name
+            special = owner is torch.special
+            overloads = _overloads(*({f"special_{name}"} if special else {name, base}))
+            listed = base in UNMARKED or base in OF_THE_FIRST
+            if special:
+                # Which marks none of its functions that have another name elsewhere.
+                listed = bool(overloads) and name not in ("softmax", "log_softmax", "logsumexp")
+            if name in EXTREMES or not (listed or _is_marked(overloads)):
+                continue
+            function = getattr(owner, name)
+            if not callable(function):
+                function = getattr(function, "__get__", None)  # of a property
+            several = base not in OF_THE_FIRST and any(map(_has_several, overloads))
+            found[several].append(function)
+    return frozenset(found[0]) - {None}, frozenset(found[1]) - {None}
+
+
+POINTWISE, POINTWISE_OF_SEVERAL = _elementwise()
+
+
+def is_elementwise_in_place(method: Any) -> bool:
+    """Whether a method that changes its first operand changes every element for itself."""
+    name = method.__name__
+    base = name[3:-2] if name.startswith("__i") else name[:-1]
+    listed = base in FILLS or base in UNMARKED or base in OF_THE_FIRST
+    return listed or _is_marked(_overloads(name, base, f"__{base}__"))
