@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import check_convolution, patch_products
+from gradstats.kernels._results import rounded
 from gradstats.kernels._tile import triangle
 from gradstats.kernels.gram import gram_tile, row_sizes
 
@@ -148,5 +149,5 @@ def convolution_gram_sqnorm(
             num_stages=config.num_stages,
         )
     per_group = partial.sum(3, dtype=torch.float64)
-    sqnorm, magnitude = per_group[:2].sum(2).float()
+    sqnorm, magnitude = rounded(per_group[:2].sum(2))
     return sqnorm, magnitude, per_group[2].square().sum(1).sqrt().float()

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import Convolution, patch_products
+from gradstats.kernels._results import rounded
 from gradstats.kernels.convolution import check_two_convolutions
 from gradstats.kernels.pairwise import cross_tile
 
@@ -186,7 +187,7 @@ def convolution_inner_gram(
     longest = max(first.positions, second.positions)
     config = config or _choose_config(first, second, longest, longest, precision)
     partial = _launch(first, second, config, all_pairs=False)
-    inner, magnitude = partial.sum(1, dtype=torch.float64).float().unbind(0)
+    inner, magnitude = rounded(partial.sum(1, dtype=torch.float64))
     return inner, magnitude
 
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import rounded
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import check_two_factors
 from gradstats.kernels.gram import gram_tile
@@ -188,5 +189,5 @@ def diagonal_gram(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    inner, magnitude = partial.sum(2, dtype=torch.float64).float().unbind(0)
+    inner, magnitude = rounded(partial.sum(2, dtype=torch.float64))
     return inner, magnitude

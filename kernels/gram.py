@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import rounded
 from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
 
 
@@ -197,5 +198,5 @@ def gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    sqnorm, magnitude, size = partial.sum(2, dtype=torch.float64).float()
+    sqnorm, magnitude, size = rounded(partial.sum(2, dtype=torch.float64))
     return sqnorm, magnitude, size

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import rounded
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
@@ -249,8 +250,8 @@ def group_norm_backward(
         partial.zero_()
         sqnorm.zero_()
     if sums:
-        scale, shift = partial.sum(1, dtype=torch.float64).float()
+        scale, shift = rounded(partial.sum(1, dtype=torch.float64))
     else:
-        scale, shift = partial.view(2, 0)
-    scale_sqnorm, shift_sqnorm = sqnorm.sum(2, dtype=torch.float64).float()
+        scale, shift = (partial.new_empty(0) for _ in range(2))
+    scale_sqnorm, shift_sqnorm = rounded(sqnorm.sum(2, dtype=torch.float64))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm

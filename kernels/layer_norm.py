@@ -41,8 +41,10 @@ def layer_norm_kernel(
     weight_ptr,  # (D,) contiguous, read if WEIGHT
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     input_gradient_ptr,  # (B, T, D) or packed (N, D), written if INPUT_GRADIENT
-    sums_ptr,  # fp32 (2, programs, D): sums of every program, written if SUMS
-    sqnorm_ptr,  # fp32 (2, B), written if SQUARES
+    scale_sums_ptr,  # fp32 (programs, D): sums of every program, written if SUMS
+    shift_sums_ptr,  # as scale_sums_ptr
+    scale_sqnorm_ptr,  # fp32 (B,), written if SQUARES
+    shift_sqnorm_ptr,  # as scale_sqnorm_ptr
     stride_xb,
     stride_xt,
     stride_xd,
@@ -121,15 +123,14 @@ def layer_norm_kernel(
         shift_sum = tl.sum(shift_sums, axis=0) + poison
         if SQUARES:
             # poison reaches lanes past the features too: they must not count as zeros then
-            tl.store(sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
-            tl.store(sqnorm_ptr + batch + example, tl.sum(shift_sum * shift_sum))
+            tl.store(scale_sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
+            tl.store(shift_sqnorm_ptr + example, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
         shift_total += shift_sum
     if SUMS:
-        output = sums_ptr + tl.cast(index, tl.int64) * features + columns
-        stride_output = tl.cast(tl.num_programs(0), tl.int64) * features
-        tl.store(output, scale_total, mask=inside)
-        tl.store(output + stride_output, shift_total, mask=inside)
+        output = tl.cast(index, tl.int64) * features + columns
+        tl.store(scale_sums_ptr + output, scale_total, mask=inside)
+        tl.store(shift_sums_ptr + output, shift_total, mask=inside)
 
 
 def layer_norm_sqnorm(
@@ -169,8 +170,8 @@ def layer_norm_sqnorm(
         statistics = row_statistics(x, eps, rms)
         scale, shift = launch_scale(g, x, segments, statistics, sums=False).sqnorm
         return scale, shift
-    _, _, sqnorm = _launch(x, g, None, eps, rms, segments, config, splits, sums=False)
-    return sqnorm[0], sqnorm[1]
+    _, _, (scale, shift) = _launch(x, g, None, eps, rms, segments, config, splits, sums=False)
+    return scale, shift
 
 
 def layer_norm_sum(
@@ -197,9 +198,9 @@ def layer_norm_sum(
         scale, shift = per_example_sums(g, x, segments, row_statistics(x, eps, rms))
         return scale, shift
     _, sums, _ = _launch(x, g, None, eps, rms, segments, config, splits, examples_per_program=1)
-    parts = sums.shape[1] // max(segments.batch, 1)
-    per_example = sums.view(2, segments.batch, parts, x.shape[-1])
-    scale, shift = per_example[:, :, 0] if parts == 1 else per_example.sum(2)
+    if len(sums[0]) > segments.batch:
+        sums = tuple(each.unflatten(0, (segments.batch, -1)).sum(1) for each in sums)
+    scale, shift = sums
     return scale, shift
 
 
@@ -234,15 +235,15 @@ def layer_norm_backward(
     if x.shape[-1] > WIDEST and config is None:
         statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
         return whole_backward(g, x, segments, statistics, weight=weight, sums=sums)
-    gradient, partial, sqnorm = _launch(
+    gradient, partial, squares = _launch(
         x, g, weight, eps, rms, segments, config, splits, sums=sums, input_gradient=True
     )
     assert gradient is not None
     if sums:
-        scale, shift = partial.sum(1, dtype=torch.float64).float()
+        scale, shift = (each.sum(0, dtype=torch.float64).float() for each in partial)
     else:
-        scale, shift = partial.new_empty((2, 0))
-    return gradient, scale, shift, sqnorm[0], sqnorm[1]
+        scale, shift = (each.new_empty(0) for each in partial)
+    return gradient, scale, shift, *squares
 
 
 def _launch(
@@ -258,8 +259,11 @@ def _launch(
     sums: bool = True,
     input_gradient: bool = False,
     examples_per_program: int | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """(input gradient, sums fp32 (2, programs, D), sqnorm fp32 (2, B)) as far as asked for."""
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(input gradient, two sums fp32 (programs, D), two sqnorm fp32 (B,)) as far as asked for.
+
+    Of two the first is the scale's, the second the shift's.
+    """
     batch, features = segments.batch, x.shape[-1]
     architecture = _check.architecture(x.device)
     config = config or _config.choose_layer_norm(
@@ -276,10 +280,9 @@ def _launch(
     per_program = 1 if splits > 1 else examples_per_program or per_program
     programs = triton.cdiv(batch, per_program) * splits
     store = sums or splits > 1
-    partial = torch.empty(
-        (2, programs if store else 0, features), dtype=torch.float32, device=x.device
-    )
-    sqnorm = torch.empty((2, batch), dtype=torch.float32, device=x.device)
+    floats = {"dtype": torch.float32, "device": x.device}
+    partial = tuple(torch.empty((programs if store else 0, features), **floats) for _ in range(2))
+    sqnorm = tuple(torch.empty((batch,), **floats) for _ in range(2))
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program
@@ -291,8 +294,8 @@ def _launch(
             None if weight is None else weight.contiguous(),
             segments.cu_seqlens,
             gradient,
-            partial,
-            sqnorm,
+            *partial,
+            *sqnorm,
             *segments.strides(x),
             *segments.strides(g),
             *((0, 0, 0) if gradient is None else segments.strides(gradient)),
@@ -315,6 +318,8 @@ def _launch(
             num_stages=config.num_stages,
         )
     if splits > 1:
-        per_example = partial.view(2, batch, splits, features).sum(2, dtype=torch.float64)
-        sqnorm = per_example.square().sum(2).float()
+        per_example = (
+            each.view(batch, splits, features).sum(1, dtype=torch.float64) for each in partial
+        )
+        sqnorm = tuple(each.square().sum(1).float() for each in per_example)
     return gradient, partial, sqnorm

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import rounded
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.statistics import Statistics
 
@@ -44,7 +45,8 @@ def scale_kernel(
     scale_mean_ptr,  # fp32, as the mean, read if MEANS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     input_gradient_ptr,  # (B, T, C) or packed (N, C), written if INPUT_GRADIENT
-    sums_ptr,  # fp32 (kinds, parts, splits, C), written if SUMS: sums of every program
+    scale_sums_ptr,  # fp32 (parts, splits, C), written if SUMS: sums of every program
+    shift_sums_ptr,  # as scale_sums_ptr
     values_ptr,  # fp32 (kinds, B, tiles, splits), written if VALUES: of every example and tile
     stride_xb,
     stride_xt,
@@ -166,12 +168,11 @@ def scale_kernel(
             if SHIFT:
                 tl.store(value, tl.sum(shift_sum * (weight if ALONG else shift_sum)))
     if SUMS:
-        place = tl.cast(program, tl.int64)
+        place = tl.cast(program, tl.int64) * features + columns
         if SCALE:
-            tl.store(sums_ptr + place * features + columns, scale_total, mask=inside)
-            place += tl.num_programs(0) // tiles
+            tl.store(scale_sums_ptr + place, scale_total, mask=inside)
         if SHIFT:
-            tl.store(sums_ptr + place * features + columns, shift_total, mask=inside)
+            tl.store(shift_sums_ptr + place, shift_total, mask=inside)
 
 
 def scale_sqnorm(
@@ -242,13 +243,13 @@ class Products(NamedTuple):
 
     Attributes:
         input_gradient: like the inputs.
-        sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
-        sqnorm: fp32 (kinds, B), or products along the direction.
+        sums: each fp32 (parts, splits, C), of the examples of every part of the batch.
+        sqnorm: each fp32 (B,), or products along the direction.
     """
 
     input_gradient: torch.Tensor | None
-    sums: torch.Tensor
-    sqnorm: torch.Tensor
+    sums: tuple[torch.Tensor, ...]
+    sqnorm: tuple[torch.Tensor, ...]
 
 
 def per_example_sums(
@@ -258,10 +259,10 @@ def per_example_sums(
     statistics: Statistics | None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
-) -> torch.Tensor:
-    """Sums of x_hat g and of g for every example, fp32 (2, B, C); of g alone without x."""
+) -> list[torch.Tensor]:
+    """Sums of x_hat g and of g for every example, each fp32 (B, C); of g alone without x."""
     sums = launch(g, x, segments, statistics, config, splits, examples_per_program=1).sums
-    return sums[:, :, 0] if sums.shape[2] == 1 else sums.sum(2)
+    return [each[:, 0] if each.shape[1] == 1 else each.sum(1) for each in sums]
 
 
 def launch(
@@ -302,12 +303,10 @@ def launch(
     programs = triton.cdiv(batch, per_program) * splits
     kinds = (x is not None) + shift
     store, values = sums or not (along or splits == 1), along or splits == 1
-    partial = torch.empty(
-        (kinds, programs if store else 0, features), dtype=torch.float32, device=g.device
-    )
-    own = torch.empty(
-        (kinds, batch, tiles, splits if values else 0), dtype=torch.float32, device=g.device
-    )
+    floats = {"dtype": torch.float32, "device": g.device}
+    shape = (programs // splits if store else 0, splits, features)
+    partial = tuple(torch.empty(shape, **floats) for _ in range(kinds))
+    own = torch.empty((kinds, batch, tiles, splits if values else 0), **floats)
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program
@@ -323,7 +322,8 @@ def launch(
             None if statistics is None else statistics.scale_mean,
             segments.cu_seqlens,
             gradient,
-            partial,
+            partial[0] if kinds else None,
+            partial[-1] if kinds else None,
             own,
             *((0, 0, 0) if x is None else segments.strides(x)),
             *segments.strides(g),
@@ -353,12 +353,12 @@ def launch(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    partial = partial.unflatten(1, (programs // splits if store else 0, splits))
     if values:
-        sqnorm = own.sum((2, 3), dtype=torch.float64)
+        sqnorm = rounded(own.sum((2, 3), dtype=torch.float64))
     else:
-        sqnorm = partial.sum(2, dtype=torch.float64).square().sum(2)
-    return Products(gradient, partial, sqnorm.float())
+        per_example = (each.sum(1, dtype=torch.float64) for each in partial)
+        sqnorm = tuple(each.square().sum(1).float() for each in per_example)
+    return Products(gradient, partial, sqnorm)
 
 
 def given_statistics(

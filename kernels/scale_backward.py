@@ -103,16 +103,18 @@ def whole_backward(
         weight=weight if input_gradient else None, shift=shift, input_gradient=input_gradient,
         sums=sums,
     )  # fmt: skip
-    totals = found.sums.sum((1, 2), dtype=torch.float64).float()
     gradient = found.input_gradient
     if gradient is None:
         gradient = (g if x is None else x).new_empty(0)
     # kinds stand one after the other as far as there are any
-    scale, last = x is not None, int(x is not None)
-    return (
-        gradient,
-        totals[0] if scale and sums else totals.new_empty(0),
-        totals[last] if shift and sums else totals.new_empty(0),
-        found.sqnorm[0] if scale else totals.new_empty(0),
-        found.sqnorm[last] if shift else totals.new_empty(0),
-    )
+    kinds = (0 if x is not None else None, -1 if shift else None)
+
+    def total(kind: int | None) -> torch.Tensor:
+        if kind is None or not sums:
+            return g.new_empty(0, dtype=torch.float32)
+        return found.sums[kind].sum((0, 1), dtype=torch.float64).float()
+
+    def square(kind: int | None) -> torch.Tensor:
+        return g.new_empty(0, dtype=torch.float32) if kind is None else found.sqnorm[kind]
+
+    return gradient, total(kinds[0]), total(kinds[1]), square(kinds[0]), square(kinds[1])
