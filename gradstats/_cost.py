@@ -131,7 +131,7 @@ def choose_outer_form(
         on_chip: tiles are squared where they are made, so that only the products cost anything.
         patches: ``right`` is image patches, which the Gram form has to write out and read.
         examples: how many there are; None for so many that only what each takes counts.
-        roundoff: relative error of one operation in the accumulation dtype.
+        roundoff: relative error of one product of operands.
 
     Returns:
         "rank_one", "gram" or "direct".
@@ -168,6 +168,7 @@ def choose_pair_form(
     examples2: int,
     *,
     on_chip: bool = False,
+    roundoff: float = 2.0**-24,
 ) -> Form:
     """Choose how ⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ is computed for examples1 × examples2 pairs.
 
@@ -176,6 +177,7 @@ def choose_pair_form(
         d_left, d_right: widths p and q.
         examples1, examples2: numbers of examples B and B'; 1 and 1 for one pair on its own.
         on_chip: products of positions are multiplied where they are made.
+        roundoff: relative error of one product of operands.
 
     Returns:
         "rank_one" where both sides have one position, "gram" for products of positions, "direct"
@@ -183,6 +185,8 @@ def choose_pair_form(
     """
     if positions1 <= 1 and positions2 <= 1:
         return "rank_one"
+    if roundoff > GUARD_TOLERANCE:
+        return "direct"
     passes = 0 if on_chip else ELEMENT_COST
     entries = examples1 * examples2 * positions1 * positions2
     gram = entries * (d_left + d_right + 3 * passes)

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 import triton
+from gradstats.kernels._precision import tf32_allowed
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -211,9 +212,7 @@ def check_precision(dtype: torch.dtype, precision: str | None) -> str:
         return "ieee"
     if precision is not None:
         return precision
-    # All ways to allow TF32 are seen here; torch.get_float32_matmul_precision() raises after the
-    # newer ones.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+    return "tf32" if tf32_allowed() else "highest"
 
 
 def check_programs(programs: int) -> int:

@@ -10,6 +10,11 @@ from __future__ import annotations
 import torch
 
 
+def empty(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """As many uninitialised fp32 tensors, each in memory of its own."""
+    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(count))
+
+
 def rounded(sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The slices of fp64 sums along their first axis in fp32, each in memory of its own."""
     return tuple(part.float() for part in sums.unbind(0))

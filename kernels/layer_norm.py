@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import empty
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
@@ -243,7 +244,8 @@ def layer_norm_backward(
         scale, shift = (each.sum(0, dtype=torch.float64).float() for each in partial)
     else:
         scale, shift = (each.new_empty(0) for each in partial)
-    return gradient, scale, shift, *squares
+    scale_sqnorm, shift_sqnorm = squares
+    return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
 def _launch(
@@ -280,9 +282,8 @@ def _launch(
     per_program = 1 if splits > 1 else examples_per_program or per_program
     programs = triton.cdiv(batch, per_program) * splits
     store = sums or splits > 1
-    floats = {"dtype": torch.float32, "device": x.device}
-    partial = tuple(torch.empty((programs if store else 0, features), **floats) for _ in range(2))
-    sqnorm = tuple(torch.empty((batch,), **floats) for _ in range(2))
+    partial = empty(2, (programs if store else 0, features), x.device)
+    sqnorm = empty(2, (batch,), x.device)
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import empty, rounded
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.statistics import Statistics
 
@@ -303,10 +303,10 @@ def launch(
     programs = triton.cdiv(batch, per_program) * splits
     kinds = (x is not None) + shift
     store, values = sums or not (along or splits == 1), along or splits == 1
-    floats = {"dtype": torch.float32, "device": g.device}
-    shape = (programs // splits if store else 0, splits, features)
-    partial = tuple(torch.empty(shape, **floats) for _ in range(kinds))
-    own = torch.empty((kinds, batch, tiles, splits if values else 0), **floats)
+    partial = empty(kinds, (programs // splits if store else 0, splits, features), g.device)
+    own = torch.empty(
+        (kinds, batch, tiles, splits if values else 0), dtype=torch.float32, device=g.device
+    )
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program

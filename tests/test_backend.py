@@ -16,6 +16,7 @@ from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
     _outer,
     _patch_pairs,
+    _result,
     _triton,
     _triton_layers,
     direction_inner,
@@ -54,6 +55,80 @@ def test_a_gram_result_that_cancels_is_recomputed(kernels):
     want = Outer(factor.left.double(), factor.right.double(), (64, 64)).dense()
     assert kernels == ["gram_sqnorm", "direct_sqnorm"]
     torch.testing.assert_close(result.value, want.flatten(1).square().sum(1), rtol=1e-3, atol=0)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Take float32 operands to lie on CUDA; yields what sets whether TF32 is allowed."""
+    monkeypatch.setattr(_result, "_on_tensor_cores", lambda each: each.dtype == torch.float32)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+
+    def allow(value):
+        torch.backends.cuda.matmul.allow_tf32 = value
+
+    yield allow
+    allow(allowed)
+
+
+def test_the_roundoff_of_products_is_that_of_their_dtype_device_and_settings():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def roundoffs():
+        return [_result.product_roundoff(each, each) for each in (*wide, *narrow, *on_cpu)]
+
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
+    with FakeTensorMode():
+        wide = [torch.empty(1, dtype=dtype, device="cuda") for dtype in dtypes[:2]]
+        narrow = [torch.empty(1, dtype=dtype, device="cuda") for dtype in dtypes[2:]]
+        mixed = _result.product_roundoff(wide[0], narrow[0])
+    on_cpu = [torch.empty(1, dtype=dtype) for dtype in dtypes]
+    single, double, split = 2.0**-24, 2.0**-53, 2.0**-24 + 2.0**-22
+    assert mixed == split
+    rest = [double, single, single, single, double, single, single]
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        assert roundoffs() == [split, *rest]
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert roundoffs() == [2.0**-11, *rest]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def test_products_rounded_to_tf32_are_never_cancelled(kernels, tensor_cores):
+    """TF32 leaves three digits of a product: fewer than the guard asks of a sum."""
+    factor = Outer(torch.randn(4, 1, 7, 40), torch.randn(4, 1, 7, 24), (40, 24))
+    ragged = Ragged(factor.left.flatten(0, 2), factor.right.flatten(0, 2), (0, 8, 28), (40, 24))
+    geometry = ConvolutionGeometry((1, 1), (0, 0), (1, 1), 1)
+    images = torch.randn(3, 8, 4, 4), torch.randn(3, 8, 2, 2)
+    convolution = Patches(*images, (8, 8, 3, 3), geometry)
+    for value, form in ((False, "gram"), (True, "direct")):
+        tensor_cores(value)
+        kernels.clear()
+        sizes = [sqnorm([each], WORKSPACE).value.sqrt() for each in (factor, ragged)]
+        sqnorm([convolution], WORKSPACE)
+        norms = (sizes[0], sizes[0])
+        inner_pairs([factor], [factor], WORKSPACE, norms)
+        inner_diagonal([factor], [factor], WORKSPACE, norms)
+        inner_pairs([ragged], [ragged], WORKSPACE, (sizes[1], sizes[1]))
+        named = [name for name in kernels if "convolution" not in name]
+        assert len(named) == 5 and all(
+            (form in name) or (value and name == "direct_inner") for name in named
+        ), named
+        assert ("convolution_gram_sqnorm" in kernels) != value
+
+
+def test_the_bound_counts_what_products_lose(kernels, request):
+    factor = Outer(torch.randn(4, 1, 7, 40), torch.randn(4, 1, 7, 24), (40, 24))
+    exact = _triton.gram(factor).bound
+    tensor_cores = request.getfixturevalue("tensor_cores")
+    tensor_cores(False)
+    split = _triton.gram(factor).bound
+    tensor_cores(True)
+    tf32 = _triton.gram(factor).bound
+    size = _outer.magnitude(factor, torch.float32).sum(1).square()
+    torch.testing.assert_close(split - exact, 2.0**-22 * size)
+    torch.testing.assert_close(tf32 - exact, (2.0**-11 - 2.0**-24) * size)
 
 
 @pytest.mark.parametrize(

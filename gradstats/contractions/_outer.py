@@ -16,8 +16,8 @@ from gradstats.contractions import _triton
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
+    product_roundoff,
     recompute_suspects,
-    unit_roundoff,
     well_conditioned,
 )
 
@@ -49,7 +49,7 @@ def _cheapest_form(factor: Outer, *, with_sum: bool = False, guarded: bool = Tru
     return _cost.choose_outer_form(
         positions, p, q, with_sum=with_sum, guarded=guarded,
         on_chip=_triton.serves(factor), examples=batch * groups,
-        roundoff=unit_roundoff(compute_dtype(factor.left, factor.right)),
+        roundoff=product_roundoff(factor.left, factor.right),
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         parts.append(whole)
     total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
-    bound = size.double().square_().mul_(unit_roundoff(dtype))
+    bound = size.double().square_().mul_(product_roundoff(factor.left, factor.right))
     if groups > 1:
         total, bound = total.view(-1, groups).sum(1), bound.view(-1, groups).sum(1)
     return Contraction(total, bound)

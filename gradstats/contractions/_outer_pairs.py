@@ -19,7 +19,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, add_at, compute_dtype
 from gradstats.contractions import _outer, _tied, _tiles, _triton
-from gradstats.contractions._result import unit_roundoff
+from gradstats.contractions._result import product_roundoff
 
 # Bytes of a Gram tile and its partner; larger ones run no faster.
 GRAM_TILE_BYTES = 32 * 1024 * 1024
@@ -36,7 +36,9 @@ def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
         return _tiles.zeros([first], first.batch, second.batch)
     p, q = first.left.shape[3], first.right.shape[3]
     on_chip = _triton.serves(first, second)
-    form = _cost.choose_pair_form(*positions, p, q, first.batch, second.batch, on_chip=on_chip)
+    examples = first.batch, second.batch
+    roundoff = product_roundoff(first.left, first.right, second.left, second.right)
+    form = _cost.choose_pair_form(*positions, p, q, *examples, on_chip=on_chip, roundoff=roundoff)
     if form == "direct":
         return _direct_pairs(first, second, workspace)
     result = _triton.gram_pairs(first, second) if on_chip else gram_pairs(first, second, workspace)
@@ -56,7 +58,8 @@ def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tenso
         return _tiles.zeros([first], first.batch)
     p, q = first.left.shape[3], first.right.shape[3]
     on_chip = _triton.serves(first, second)
-    form = _cost.choose_pair_form(*positions, p, q, 1, 1, on_chip=on_chip)
+    roundoff = product_roundoff(first.left, first.right, second.left, second.right)
+    form = _cost.choose_pair_form(*positions, p, q, 1, 1, on_chip=on_chip, roundoff=roundoff)
     if form == "direct":
         return _direct_diagonal(first, second, workspace)
     if on_chip:
@@ -224,11 +227,12 @@ def _conditions(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tens
 
     Their product bounds a pair's error relative to ‖G_i‖‖G'_j‖.
     """
-    dtype = compute_dtype(first.left, first.right, second.left, second.right)
+    operands = first.left, first.right, second.left, second.right
+    dtype, roundoff = compute_dtype(*operands), product_roundoff(*operands)
     one, two = (_outer.magnitude(factor, dtype).sum(1) for factor in (first, second))
-    return condition(one, sizes[0], dtype), condition(two, sizes[1], dtype)
+    return condition(one, sizes[0], roundoff), condition(two, sizes[1], roundoff)
 
 
-def condition(magnitude: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
+def condition(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
     """Return √eps · magnitude / size; zero by zero is zero: there is nothing to lose."""
-    return unit_roundoff(dtype) ** 0.5 * (magnitude / size).nan_to_num(nan=0.0)
+    return roundoff**0.5 * (magnitude / size).nan_to_num(nan=0.0)

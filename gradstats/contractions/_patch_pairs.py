@@ -16,6 +16,7 @@ from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer, _outer_pairs, _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
+from gradstats.contractions._result import product_roundoff
 
 
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
@@ -90,13 +91,20 @@ def _form(
         return "direct"  # one channel to a group is no matrix product
     p, q = first.shape[0] // groups, _cost.product(first.shape[1:])
     positions = first.positions, second.positions
-    return _cost.choose_pair_form(*positions, p, q, examples1, examples2, on_chip=on_chip)
+    return _cost.choose_pair_form(
+        *positions, p, q, examples1, examples2, on_chip=on_chip, roundoff=_roundoff(first, second)
+    )
+
+
+def _roundoff(first: Patches, second: Patches) -> float:
+    return product_roundoff(first.input, first.grad, second.input, second.grad)
 
 
 def _conditions(first: Patches, second: Patches, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """Return how much either side's examples may lose, as ``_outer_pairs`` of their patches."""
+    roundoff = _roundoff(first, second)
     mine, theirs = (
-        _outer_pairs.condition(magnitude(factor), size, torch.float32)
+        _outer_pairs.condition(magnitude(factor), size, roundoff)
         for factor, size in zip((first, second), sizes, strict=True)
     )
     return mine, theirs

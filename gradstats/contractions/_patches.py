@@ -19,9 +19,9 @@ from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
+    product_roundoff,
     recompute_suspects,
     squared_norms,
-    unit_roundoff,
     well_conditioned,
 )
 from gradstats.contractions._tiles import chunks
@@ -100,7 +100,7 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
     written = not (on_chip or factor.pointwise)
-    roundoff = unit_roundoff(compute_dtype(factor.input, factor.grad))
+    roundoff = product_roundoff(factor.input, factor.grad)
     return _cost.choose_outer_form(
         factor.positions, p, q, on_chip=on_chip, patches=written, roundoff=roundoff, **options
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
-from gradstats.contractions._result import Contraction, recompute_suspects
+from gradstats.contractions._result import Contraction, product_roundoff, recompute_suspects
 
 
 def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
@@ -38,7 +38,10 @@ def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]
 def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     longest = max([1, *factor.lengths])
     widths = factor.left.shape[1], factor.right.shape[1]
-    form = _cost.choose_outer_form(longest, *widths, guarded=guarded, on_chip=True)
+    roundoff = product_roundoff(factor.left, factor.right)
+    form = _cost.choose_outer_form(
+        longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff
+    )
     if form == "direct":
         return _triton.ragged_direct(factor, longest)
     return recompute_suspects(

@@ -17,6 +17,7 @@ from gradstats.contractions._outer_pairs import (
     recompute_diagonal,
     recompute_pairs,
 )
+from gradstats.contractions._result import product_roundoff
 
 
 def pairs(first: Ragged, second: Ragged, workspace: int, sizes: Sizes) -> Tensor:
@@ -43,9 +44,16 @@ def diagonal(first: Ragged, second: Ragged, workspace: int, sizes: Sizes) -> Ten
 def _form(first: Ragged, second: Ragged, examples1: int, examples2: int) -> _cost.Form:
     mine, theirs = (max([1, *factor.lengths]) for factor in (first, second))
     p, q = first.left.shape[1], first.right.shape[1]
-    return _cost.choose_pair_form(mine, theirs, p, q, examples1, examples2, on_chip=True)
+    return _cost.choose_pair_form(
+        mine, theirs, p, q, examples1, examples2, on_chip=True, roundoff=_roundoff(first, second)
+    )
+
+
+def _roundoff(first: Ragged, second: Ragged) -> float:
+    return product_roundoff(first.left, first.right, second.left, second.right)
 
 
 def _conditions(first: Ragged, second: Ragged, sizes: Sizes) -> tuple[Tensor, Tensor]:
     one, two = (_ragged.magnitude(factor, torch.float32) for factor in (first, second))
-    return condition(one, sizes[0], torch.float32), condition(two, sizes[1], torch.float32)
+    roundoff = _roundoff(first, second)
+    return condition(one, sizes[0], roundoff), condition(two, sizes[1], roundoff)

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import GUARD_TOLERANCE, product
-from gradstats._factors import Factor
+from gradstats._factors import Factor, compute_dtype
+from gradstats.kernels._precision import tf32_allowed
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
 # The smallest positive number: a square below the range of normal numbers is a multiple of it.
 SMALLEST = {
     dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
 }
+
+# TF32 keeps 11 digits of either factor.
+TF32_ROUNDOFF = 2.0**-11
+# Where TF32 is not allowed the tensor cores may form a product of two such parts of either factor:
+# that of the low parts, at most 2^-22 of the whole, is left out.
+SPLIT_ROUNDOFF = 2.0**-24 + 2.0**-22
 
 
 @dataclass
@@ -199,6 +206,24 @@ def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contra
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the relative error of one rounded operation in the accumulation dtype."""
     return UNIT_ROUNDOFF[dtype]
+
+
+def product_roundoff(*operands: Tensor) -> float:
+    """Return the relative error of one product of operands, as matrix products form it.
+
+    Products of half-precision numbers are exact before they are added in float32.
+    """
+    dtype = compute_dtype(*operands)
+    # A compiler cannot read torch's settings, and takes forms that need no guard.
+    if dtype == torch.float64 or torch.compiler.is_compiling():
+        return unit_roundoff(dtype)
+    if not any(_on_tensor_cores(operand) for operand in operands):
+        return unit_roundoff(dtype)
+    return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
+
+
+def _on_tensor_cores(operand: Tensor) -> bool:
+    return operand.is_cuda and operand.dtype == torch.float32
 
 
 def relative_bound(dtype: torch.dtype) -> float:

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Outer, Patches, Ragged
-from gradstats.contractions._result import Contraction, unit_roundoff, well_conditioned
+from gradstats.contractions._result import (
+    Contraction,
+    product_roundoff,
+    unit_roundoff,
+    well_conditioned,
+)
 from gradstats.errors import BackendError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -82,12 +87,12 @@ def gram(factor: Outer) -> Contraction:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, *sizes = operators.gram_sqnorm(*operands_of(factor))
-    bound = _over_groups(gram_bound(*sizes), factor)
-    return Contraction(_over_groups(value, factor), bound)
+    value, magnitude, size = operators.gram_sqnorm(*operands_of(factor))
+    bound = gram_bound(magnitude, size, product_roundoff(factor.left, factor.right))
+    return Contraction(_over_groups(value, factor), _over_groups(bound, factor))
 
 
-def gram_bound(magnitude: Tensor, size: Tensor) -> Tensor:
+def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
     """Return how far a Gram form may be off, float64.
 
     Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
@@ -96,8 +101,10 @@ def gram_bound(magnitude: Tensor, size: Tensor) -> Tensor:
     Args:
         magnitude: Σ|terms|.
         size: Σ_t ‖left_t‖‖right_t‖.
+        roundoff: relative error of one product.
     """
-    return unit_roundoff(torch.float32) * (4 * magnitude.double() + size.double().square())
+    adding = 4 * unit_roundoff(torch.float32)
+    return adding * magnitude.double() + roundoff * size.double().square()
 
 
 def direct(factor: Outer) -> Contraction:
@@ -120,8 +127,9 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
     """Return the Gram form of packed examples, the longest of which has ``longest`` rows."""
     from gradstats.kernels import operators
 
-    value, *sizes = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
-    return Contraction(value.double(), gram_bound(*sizes))
+    value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
+    roundoff = product_roundoff(factor.left, factor.right)
+    return Contraction(value.double(), gram_bound(magnitude, size, roundoff))
 
 
 def ragged_direct(factor: Ragged, longest: int) -> Contraction:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
-from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
 from gradstats.contractions._triton import gram_bound, narrow, operands_of
 
 
@@ -29,8 +29,8 @@ def convolution_gram(factor: Patches) -> Contraction:
     from gradstats.kernels import operators
 
     operands = (factor.input, factor.grad)
-    value, *sizes = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
-    return Contraction(value.double(), gram_bound(*sizes))
+    value, magnitude, size = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
+    return Contraction(value.double(), gram_bound(magnitude, size, product_roundoff(*operands)))
 
 
 def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
