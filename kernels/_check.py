@@ -215,6 +215,20 @@ def check_precision(dtype: torch.dtype, precision: str | None) -> str:
     return "tf32" if tf32_allowed() else "highest"
 
 
+def check_chosen(
+    chosen: torch.Tensor | None, batch: int, device: torch.device
+) -> torch.Tensor | None:
+    """Checks which examples are wanted; returns that as the bytes that kernels read."""
+    if chosen is None:
+        return None
+    if chosen.dtype != torch.bool or tuple(chosen.shape) != (batch,) or chosen.device != device:
+        raise KernelInputError(
+            f"chosen must be bool ({batch},) on {device}; got {chosen.dtype} "
+            f"{tuple(chosen.shape)} on {chosen.device}: give one truth value for each example"
+        )
+    return chosen.contiguous().view(torch.uint8)
+
+
 def check_programs(programs: int) -> int:
     """The size of a one-dimensional grid, if the device can launch it."""
     if programs > MAX_PROGRAMS:

@@ -41,9 +41,11 @@ def convolution_sqnorm(
     dilation: list[int],
     groups: int,
     precision: str | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     own = convolution_gradients(x, g, kernel, stride, padding, dilation, groups)
-    return collect([gradient.square().sum() for gradient in own], x)
+    squares = collect([gradient.square().sum() for gradient in own], x)
+    return squares if chosen is None else torch.where(chosen, squares, 0.0)
 
 
 def convolution_gram_sqnorm(

@@ -89,8 +89,10 @@ def direct_sqnorm(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
-    return collect([gradient.square().sum() for gradient in gradients(a, g, cu_seqlens)], a)
+    squares = collect([each.square().sum() for each in gradients(a, g, cu_seqlens)], a)
+    return squares if chosen is None else torch.where(chosen, squares, 0.0)
 
 
 def direct_inner(

@@ -73,6 +73,7 @@ def convolution_kernel(
     x2_ptr,  # a second factor of the same shapes, read if MODE is "inner"
     g2_ptr,
     weight_ptr,  # (O, C / groups, taps) contiguous, read if MODE is "direction"
+    chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
     output_ptr,  # fp32 (B, tiles); (B, O, C / groups, taps) if MODE is "store"
     stride_x1b,
     stride_x1c,
@@ -100,6 +101,7 @@ def convolution_kernel(
     outputs,
     groups,
     MODE: tl.constexpr,
+    CHOSEN: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -112,6 +114,10 @@ def convolution_kernel(
     index = tl.program_id(0)
     tiles = groups * weight_tiles(channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS)
     example = tl.cast(index // tiles, tl.int64)
+    if CHOSEN:
+        if tl.load(chosen_ptr + example) == 0:
+            tl.store(output_ptr + index, 0.0)
+            return
     group, first_row, tap, first_column = weight_tile(
         index % tiles, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
     )
@@ -158,6 +164,7 @@ def convolution_sqnorm(
     groups: int,
     *,
     precision: str | None = None,
+    chosen: torch.Tensor | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of the per-example weight gradients of a convolution, tile by tile.
@@ -173,6 +180,8 @@ def convolution_sqnorm(
         groups: how channels divide.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
+        chosen: bool (B,) on the operands' device, the examples that are wanted: the others are zero
+            and are not read. None for all.
         config: overrides the tile table.
     Returns:
         fp32 (B,).
@@ -182,9 +191,12 @@ def convolution_sqnorm(
     tile.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    chosen = _check.check_chosen(chosen, layer.batch, x.device)
     if layer.channels == 1:
-        return depthwise.squares(layer, config)
-    return _reduce(_launch(layer, layer, None, "square", precision, config))
+        # reads each operand once, so that all examples cost no more than finding the chosen
+        squares = depthwise.squares(layer, config)
+        return squares if chosen is None else torch.where(chosen != 0, squares, 0.0)
+    return _reduce(_launch(layer, layer, None, "square", precision, config, chosen))
 
 
 def convolution_inner(
@@ -308,6 +320,7 @@ def _launch(
     mode: str,
     precision: str | None,
     config: _config.TileConfig | None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     operation = "convolution_fused" if mode == "inner" else "convolution"
     config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
@@ -321,11 +334,13 @@ def _launch(
             second.x,
             second.g,
             None if direction is None else direction.contiguous(),
+            chosen,
             output,
             *arguments[:8],
             *second.arguments()[:8],
             *arguments[8:],
             MODE=mode,
+            CHOSEN=chosen is not None,
             WINDOW=first.window,
             ONE_TAP=one_tap,
             PRECISION=config.precision,

@@ -50,6 +50,7 @@ def direct_kernel(
     g2_ptr,
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,
+    chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
     partial_ptr,  # fp32 (B, tiles)
     stride_a1b,
     stride_a1t,
@@ -70,6 +71,7 @@ def direct_kernel(
     d_in,
     d_out,
     PAIRED: tl.constexpr,
+    CHOSEN: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -83,6 +85,10 @@ def direct_kernel(
     column_tiles = tl.cdiv(d_in, COLUMNS)
     tiles = row_tiles * column_tiles
     example = index // tiles
+    if CHOSEN:
+        if tl.load(chosen_ptr + example) == 0:
+            tl.store(partial_ptr + index, 0.0)
+            return
     row_tile, column_tile = grouped(index - example * tiles, row_tiles, column_tiles, GROUP_ROWS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -138,6 +144,7 @@ def direct_sqnorm(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
+    chosen: torch.Tensor | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of per-example weight gradients, formed tile by tile and never stored.
@@ -152,6 +159,8 @@ def direct_sqnorm(
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
+        chosen: bool (B,) on the operands' device, the examples that are wanted: the others are zero
+            and are not read. None for all.
         config: overrides the tile table.
     Returns:
         fp32 (B,).
@@ -161,7 +170,8 @@ def direct_sqnorm(
     Source: Rochette et al., arXiv 1912.06015.
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
-    return _direct(a, g, segments, a, g, segments, "direct", precision, config)
+    chosen = _check.check_chosen(chosen, segments.batch, a.device)
+    return _direct(a, g, segments, a, g, segments, "direct", precision, config, chosen)
 
 
 def direct_inner(
@@ -223,6 +233,7 @@ def _direct(
     operation: str,
     precision: str | None,
     config: _config.TileConfig | None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     d_in, d_out = a1.shape[-1], g1.shape[-1]
     precision = _check.check_precision(a1.dtype, precision)
@@ -245,6 +256,7 @@ def _direct(
             g2,
             segments1.cu_seqlens,
             segments2.cu_seqlens,
+            chosen,
             partial,
             *segments1.strides(a1),
             *segments1.strides(g1),
@@ -257,6 +269,7 @@ def _direct(
             d_in,
             d_out,
             PAIRED=operation == "diagonal",
+            CHOSEN=chosen is not None,
             RAGGED=segments1.ragged,
             PRECISION=config.precision,
             ROWS=config.rows,

@@ -37,7 +37,9 @@ SCHEMAS = {
     "gram_sqnorm": (
         f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)"
     ),
-    "direct_sqnorm": f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
+    "direct_sqnorm": (
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, Tensor? chosen=None) -> Tensor"
+    ),
     "direct_inner": f"({TWO_FACTORS}, str? precision=None) -> Tensor",
     "diagonal_gram": (f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> (Tensor, Tensor)"),
     "weight_gradient_sqnorm": (
@@ -93,7 +95,7 @@ SCHEMAS = {
         f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS},"
         " SymInt? padding_idx=None, str? precision=None) -> Tensor"
     ),
-    "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
+    "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}, Tensor? chosen=None) -> Tensor",
     "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
     "convolution_weight_gradient_sqnorm": (
         f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
@@ -213,7 +215,7 @@ def _fake_gram_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
     return _per_example(a, cu_seqlens), _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
 
 
-def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
+def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None, chosen=None):
     return _per_example(a, cu_seqlens)
 
 

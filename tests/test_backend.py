@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
-from gradstats._cost import choose_outer_form
+from gradstats._cost import GUARD_TOLERANCE, choose_outer_form
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
     _outer,
@@ -129,6 +131,63 @@ def test_the_bound_counts_what_products_lose(kernels, request):
     size = _outer.magnitude(factor, torch.float32).sum(1).square()
     torch.testing.assert_close(split - exact, 2.0**-22 * size)
     torch.testing.assert_close(tf32 - exact, (2.0**-11 - 2.0**-24) * size)
+
+
+class NeverReadBack(TorchDispatchMode):
+    """Fails where a number or a shape depends on what a tensor holds: a device is waited for."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::index.Tensor")
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("kind", ["outer", "groups", "ragged", "convolution"])
+def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind):
+    left = torch.randn(3, 2, 20, 64)
+    left -= left.mean(2, keepdim=True)
+    right = 3 + 1e-3 * torch.randn(3, 2, 20, 64)
+    right[1] = torch.randn(2, 20, 64)
+    left[2], right[2] = 0.0, 0.0
+    if kind == "ragged":
+        rows = [side[:, 0].flatten(0, 1) for side in (left, right)]
+        factor = Ragged(*rows, (0, 20, 40, 60), (64, 64))
+    elif kind == "convolution":
+        geometry = ConvolutionGeometry((1,), (0,), (1,), 1)
+        images = right[:, 0].mT.contiguous(), left[:, 0].mT.contiguous()
+        factor = Patches(*images, (64, 64, 1), geometry)
+    else:
+        groups = slice(None) if kind == "groups" else slice(1)
+        factor = Outer(left[:, groups], right[:, groups], (-1, 64))
+    plain = getattr(
+        _triton_layers if kind == "convolution" else _triton,
+        {"ragged": "ragged_gram", "convolution": "convolution_gram"}.get(kind, "gram"),
+    )
+    found = plain(factor, 20) if kind == "ragged" else plain(factor)
+    assert (found.bound > GUARD_TOLERANCE * found.value).tolist() == [True, False, False]
+    want = found.value.clone()
+    double = replace_operands(factor)
+    want[0] = double.dense()[0].square().sum()
+    with NeverReadBack():
+        result = sqnorm([factor], WORKSPACE)
+    torch.testing.assert_close(result.value, want, rtol=1e-3, atol=0)
+    assert bool((result.bound <= GUARD_TOLERANCE * result.value).all())
+    direct, gram = (
+        ("convolution_sqnorm", "convolution_gram_sqnorm")
+        if kind == "convolution"
+        else ("direct_sqnorm", "gram_sqnorm")
+    )
+    assert kernels[-2:] == [gram, direct]
+
+
+def replace_operands(factor):
+    """Return a factor with operands in float64."""
+    tensors = {
+        key: value.double()
+        for key, value in vars(factor).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(factor, **tensors)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ on patches written out for a chunk costs less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
     product_roundoff,
-    recompute_suspects,
+    recompute_on_chip,
     squared_norms,
     well_conditioned,
 )
@@ -89,9 +89,8 @@ def _joined(parts: Sequence[Contraction]) -> Contraction:
 def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
     if _form(factor, guarded=guarded, on_chip=True) != "gram":
         return _triton_layers.convolution(factor)
-    return recompute_suspects(
-        _triton_layers.convolution_gram(factor),
-        lambda rows: _triton_layers.convolution(factor.select(rows)),
+    return recompute_on_chip(
+        _triton_layers.convolution_gram(factor), partial(_triton_layers.convolution, factor)
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
-from gradstats.contractions._result import Contraction, product_roundoff, recompute_suspects
+from gradstats.contractions._result import Contraction, product_roundoff, recompute_on_chip
 
 
 def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
@@ -44,9 +46,8 @@ def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     )
     if form == "direct":
         return _triton.ragged_direct(factor, longest)
-    return recompute_suspects(
-        _triton.ragged_gram(factor, longest),
-        lambda rows: _triton.ragged_direct(factor.select(rows), longest),
+    return recompute_on_chip(
+        _triton.ragged_gram(factor, longest), partial(_triton.ragged_direct, factor, longest)
     )
 
 

@@ -241,6 +241,22 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return norms.flatten(1).sum(1) if norms.dim() > 1 else norms
 
 
+def recompute_on_chip(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
+    """Replace results whose error bound is too large, without waiting for the device.
+
+    Args:
+        result: by the Gram form.
+        again: called with which examples are concerned, (B,) bool; its results of others do not
+            count and are not computed.
+    """
+    suspect = result.bound > GUARD_TOLERANCE * result.value
+    better = again(suspect)
+    return Contraction(
+        torch.where(suspect, better.value, result.value),
+        torch.where(suspect, better.bound, result.bound),
+    )
+
+
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
     """Replace results whose error bound is too large by ``again`` of their examples (ascending)."""
     suspect = result.bound > GUARD_TOLERANCE * result.value

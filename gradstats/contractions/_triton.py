@@ -107,11 +107,18 @@ def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
     return adding * magnitude.double() + roundoff * size.double().square()
 
 
-def direct(factor: Outer) -> Contraction:
-    """Return the squares of gradient tiles that never leave the chip."""
+def direct(factor: Outer, chosen: Tensor | None = None) -> Contraction:
+    """Return the squares of gradient tiles that never leave the chip.
+
+    Args:
+        factor: what is contracted.
+        chosen: (B,) bool, the examples that are wanted, the others are zero; None for all.
+    """
     from gradstats.kernels import operators
 
-    value = operators.direct_sqnorm(*operands_of(factor))
+    if chosen is not None and factor.left.shape[1] > 1:
+        chosen = chosen.repeat_interleave(factor.left.shape[1])
+    value = operators.direct_sqnorm(*operands_of(factor), chosen=chosen)
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
@@ -132,11 +139,11 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
     return Contraction(value.double(), gram_bound(magnitude, size, roundoff))
 
 
-def ragged_direct(factor: Ragged, longest: int) -> Contraction:
-    """Return the squares of gradient tiles of packed examples."""
+def ragged_direct(factor: Ragged, longest: int, chosen: Tensor | None = None) -> Contraction:
+    """Return the squares of gradient tiles of packed examples; ``chosen`` as in ``direct``."""
     from gradstats.kernels import operators
 
-    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=longest)
+    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=longest, chosen=chosen)
     return well_conditioned(value.double(), torch.float32)
 
 

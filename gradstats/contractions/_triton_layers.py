@@ -16,11 +16,17 @@ from gradstats.contractions._result import Contraction, product_roundoff, well_c
 from gradstats.contractions._triton import gram_bound, narrow, operands_of
 
 
-def convolution(factor: Patches) -> Contraction:
-    """Return the squares of gradient tiles, patches addressed and never unfolded."""
+def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
+    """Return the squares of gradient tiles, patches addressed and never unfolded.
+
+    Args:
+        factor: what is contracted.
+        chosen: (B,) bool, the examples that are wanted, the others are zero; None for all.
+    """
     from gradstats.kernels import operators
 
-    value = operators.convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
+    operands = (factor.input, factor.grad)
+    value = operators.convolution_sqnorm(*operands, *_layer(factor), chosen=chosen)
     return well_conditioned(value.double(), torch.float32)
 
 

@@ -33,6 +33,9 @@ def operator_samples(dtype, device="cpu"):
         yield name, (a2, g2), {}
         yield name, packed, segments
     yield "weight_gradient_sqnorm", (a, g), {"gradient_dtype": torch.float32}
+    chosen = {"chosen": torch.tensor([False, True, False], device=device)}
+    yield "direct_sqnorm", (a, g), chosen
+    yield "direct_sqnorm", packed, segments | chosen
     for name in ("direct_inner", "diagonal_gram"):
         yield name, (a, g, a.flip(0), g.flip(1)), {}
         yield name, (*packed, *packed), {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
@@ -116,6 +119,8 @@ def convolution_samples(dtype, device):
         x2, g2 = x.flip(0).movedim(1, -1).contiguous().movedim(-1, 1), g.flip(0)
         lists = [list(values) for values in layer[:4]]
         yield "convolution_sqnorm", (x, g, *lists, groups), {}
+        chosen = {"chosen": torch.tensor([True, False, True], device=device)}
+        yield "convolution_sqnorm", (x, g, *lists, groups), chosen
         yield "convolution_gram_sqnorm", (x2, g2, *lists, groups), {}
         yield "convolution_weight_gradient_sqnorm", (x, g, *lists, groups), {}
         yield "convolution_inner", (x, g, x2, g2, *lists, groups), {}

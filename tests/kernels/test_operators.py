@@ -58,7 +58,7 @@ def test_values_on_the_cpu():
     ignored = ("max_seqlen", "workspace", "gradient_dtype")
     checked = set()
     for name, arguments, options in SAMPLES:
-        if name not in wants:
+        if name not in wants or "chosen" in options:
             continue
         got = getattr(operators, name)(*arguments, **options)
         got = got[0] if isinstance(got, tuple) else got
@@ -73,7 +73,7 @@ def test_convolutions_of_no_examples_on_the_cpu():
     for name, arguments, options in SAMPLES:
         if name in ("convolution_direction", "convolution_weight_gradient_sqnorm"):
             continue
-        if "convolution" in name:
+        if "convolution" in name and "chosen" not in options:
             none = [item[:0] if isinstance(item, torch.Tensor) else item for item in arguments]
             results = getattr(operators, name)(*none, **options)
             for result in results if isinstance(results, tuple) else (results,):

@@ -22,6 +22,7 @@ POINTER_TYPES = {
     torch.float64: "*fp64",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

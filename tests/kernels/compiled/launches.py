@@ -159,6 +159,9 @@ def launches(
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
+            direct.direct_sqnorm(
+                a, g, chosen=torch.empty(8, dtype=torch.bool, device="meta"), **one
+            )
         elif operation == "diagonal":
             direct.direct_inner(a, g, a, g, **two)
         elif operation == "weight_gradient":
@@ -247,6 +250,8 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         convolution.convolution_inner(x, g, x, g, *layer, config=config)
     if operation != "convolution_fused":
         convolution.convolution_sqnorm(x, g, *layer, config=config)
+        chosen = torch.empty(8, dtype=torch.bool, device="meta")
+        convolution.convolution_sqnorm(x, g, *layer, chosen=chosen, config=config)
     if operation != "convolution_fused" and layout == "dense":
         shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
         weight = torch.empty(shape, dtype=dtype, device="meta")
