@@ -146,7 +146,7 @@ def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) 
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise KernelInputError(
             f"cu_seqlens must be an int32 or int64 vector of B + 1 bounds; got "
-            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}: pass cumulative sums of the lengths"
         )
     if cu_seqlens.numel() < 1:
         raise KernelInputError("cu_seqlens must hold at least one bound; got none: start it with 0")
@@ -169,7 +169,8 @@ def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) 
     longest = int(lengths.max()) if lengths.numel() else 0
     if max_seqlen is not None and longest > max_seqlen:
         raise KernelInputError(
-            f"max_seqlen must be at least the longest segment, {longest}; got {max_seqlen}"
+            f"max_seqlen must be at least the longest segment, {longest}; got {max_seqlen}: pass "
+            "that, or None"
         )
     return longest
 
@@ -185,6 +186,15 @@ def check_match(first: torch.Tensor, second: torch.Tensor, axis: str) -> None:
         raise KernelInputError(
             f"the two factors must share dtype and device; got {first.dtype} on {first.device} "
             f"and {second.dtype} on {second.device}: move or cast one of them"
+        )
+
+
+def check_batches(first: int, second: int) -> None:
+    """Checks that two factors whose i-th examples meet have as many."""
+    if first != second:
+        raise KernelInputError(
+            f"examples that meet one by one need equal batches; got {first} and {second}: pass as "
+            "many examples on either side"
         )
 
 

@@ -53,6 +53,9 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 MAX_SPLITS = 16
 
+# bytes of scratch memory for gradients that are formed a chunk of examples at a time
+WORKSPACE = 256 * 2**20
+
 # features of a row, and channels of a group, that one program normalises on chip
 WIDEST_ROW = 4096
 WIDEST_GROUP = 2048

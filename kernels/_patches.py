@@ -247,6 +247,14 @@ class Convolution:
         return math.prod(self.window[:3])
 
     @property
+    def one_tap(self) -> bool:
+        """Whether tiles of columns are channels of one tap.
+
+        Few channels would leave most of such a tile empty: then it runs over the taps too.
+        """
+        return self.channels >= 16
+
+    @property
     def weight_shape(self) -> tuple[int, ...]:
         return (self.g.shape[1], self.channels, *self.kernel)
 
@@ -300,17 +308,18 @@ def check_convolution(
     if not 1 <= dims <= 3 or x.dim() != dims + 2 or g.dim() != dims + 2:
         raise _check.KernelInputError(
             f"expected x (B, C, *spatial) and g (B, O, *positions) with as many axes as the kernel "
-            f"{tuple(kernel)}, one to three; got {tuple(x.shape)} and {tuple(g.shape)}"
+            f"{tuple(kernel)}, one to three; got {tuple(x.shape)} and {tuple(g.shape)}: "
+            "add a batch axis, or pass the kernel's own sizes alone"
         )
     if any(len(values) != dims for values in (stride, padding, dilation)):
         raise _check.KernelInputError(
             f"stride, padding and dilation need {dims} numbers each; got {tuple(stride)}, "
-            f"{tuple(padding)} and {tuple(dilation)}"
+            f"{tuple(padding)} and {tuple(dilation)}: repeat a number that all axes share"
         )
     if groups < 1 or x.shape[1] % groups or g.shape[1] % groups:
         raise _check.KernelInputError(
             f"groups must divide the {x.shape[1]} input and {g.shape[1]} output channels; got "
-            f"{groups}"
+            f"{groups}: pass the groups of the layer that was called"
         )
     if x.shape[0] != g.shape[0]:
         raise _check.KernelInputError(

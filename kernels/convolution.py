@@ -223,7 +223,8 @@ def convolution_inner(
     if first.x.shape != second.x.shape:
         raise _check.KernelInputError(
             "diagonal pairs need equal batches of images of one size; got inputs "
-            f"{tuple(first.x.shape)} and {tuple(second.x.shape)}"
+            f"{tuple(first.x.shape)} and {tuple(second.x.shape)}: pass images of other sizes to "
+            "convolution_inner_gram or pairwise_convolution"
         )
     if first.channels == 1:
         return depthwise.inner(first, second, config)
@@ -255,7 +256,7 @@ def convolution_direction(
     if tuple(direction.shape) != layer.weight_shape or direction.device != x.device:
         raise _check.KernelInputError(
             f"direction must be {layer.weight_shape} on {x.device}; got {tuple(direction.shape)} "
-            f"on {direction.device}"
+            f"on {direction.device}: pass a direction of the weight's shape, where the inputs lie"
         )
     if layer.channels == 1:
         return depthwise.along(layer, direction, config)
@@ -297,8 +298,7 @@ def choose_tiles(
     operation: str,
 ) -> tuple[_config.TileConfig, bool, int]:
     """(configuration, whether tiles stay within one tap, number of tiles of the weight)."""
-    # few channels would leave most of a tile of one tap empty
-    one_tap = first.channels >= 16
+    one_tap = first.one_tap
     columns = first.channels if one_tap else first.channels * first.taps
     config = config or _config.choose_direct(
         first.outputs,

@@ -141,7 +141,7 @@ def convolution_gram_sqnorm(
             layer.batch,
             pairs,
             WINDOW=layer.window,
-            ONE_TAP=layer.channels >= 16,
+            ONE_TAP=layer.one_tap,
             PRECISION=config.precision,
             BLOCK=config.rows,
             INNER=config.inner,

@@ -179,11 +179,7 @@ def convolution_inner_gram(
     """
     layer = kernel, stride, padding, dilation, groups
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
-    if first.batch != second.batch:
-        raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}: pass as "
-            "many examples on either side"
-        )
+    _check.check_batches(first.batch, second.batch)
     longest = max(first.positions, second.positions)
     config = config or _choose_config(first, second, longest, longest, precision)
     partial = _launch(first, second, config, all_pairs=False)
@@ -235,12 +231,7 @@ def largest_tile(first: Convolution, second: Convolution) -> int:
     columns has several taps.
     """
     aligned = first.aligned and second.aligned
-    return 64 if first.x.element_size() == 2 and aligned and _one_tap(first) else 32
-
-
-def _one_tap(layer: Convolution) -> bool:
-    # few channels would leave most of a tile of one tap empty
-    return layer.channels >= 16
+    return 64 if first.x.element_size() == 2 and aligned and first.one_tap else 32
 
 
 def _choose_config(
@@ -293,7 +284,7 @@ def _launch(
             column_tiles,
             ALL_PAIRS=all_pairs,
             WINDOW=first.window,
-            ONE_TAP=_one_tap(first),
+            ONE_TAP=first.one_tap,
             PRECISION=config.precision,
             EXAMPLES1=examples1,
             POSITIONS1=block1,

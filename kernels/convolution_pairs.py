@@ -8,8 +8,6 @@ import torch
 from gradstats.kernels import _config
 from gradstats.kernels.convolution import check_two_convolutions, stored
 
-WORKSPACE = 256 * 2**20
-
 
 def pairwise_convolution(
     x1: torch.Tensor,
@@ -23,7 +21,7 @@ def pairwise_convolution(
     groups: int,
     *,
     precision: str | None = None,
-    workspace: int = WORKSPACE,
+    workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of all pairs of per-example weight gradients, chunk by chunk of the weight.

@@ -142,10 +142,7 @@ def diagonal_gram(
     first, second = check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    if first.batch != second.batch:
-        raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}"
-        )
+    _check.check_batches(first.batch, second.batch)
     precision = _check.check_precision(a1.dtype, precision)
     config = config or _config.choose_gram(
         max(first.positions, second.positions),

@@ -197,10 +197,7 @@ def direct_inner(
     first, second = check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    if first.batch != second.batch:
-        raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}"
-        )
+    _check.check_batches(first.batch, second.batch)
     return _direct(a1, g1, first, a2, g2, second, "diagonal", precision, config)
 
 

@@ -205,7 +205,8 @@ def _check_direction(
 ) -> None:
     if tuple(direction.shape) != shape:
         raise _check.KernelInputError(
-            f"{name} must have the parameter's shape {shape}; got {tuple(direction.shape)}"
+            f"{name} must have the parameter's shape {shape}; got {tuple(direction.shape)}: "
+            "reshape or transpose it"
         )
     if direction.dtype not in dtypes or direction.device != a.device:
         raise _check.KernelInputError(

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 
 import torch
-from gradstats.kernels import _reference
+from gradstats.kernels import _config, _reference
 from torch import Tensor
 
 SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
@@ -26,6 +26,7 @@ LAYER = (
     "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups,"
     " str? precision=None"
 )
+WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
 SCHEMAS = {
@@ -48,8 +49,7 @@ SCHEMAS = {
     ),
     "pairwise_gram": f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> Tensor",
     "pairwise_direct": (
-        f"({TWO_FACTORS}, bool bias=False, str? precision=None, SymInt workspace=268435456)"
-        " -> Tensor"
+        f"({TWO_FACTORS}, bool bias=False, str? precision=None, {WORKSPACE}) -> Tensor"
     ),
     "direction_inner": (
         f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
@@ -101,7 +101,7 @@ SCHEMAS = {
         f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
     ),
     "convolution_inner": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
-    "pairwise_convolution": f"({TWO_IMAGES}, {LAYER}, SymInt workspace=268435456) -> Tensor",
+    "pairwise_convolution": f"({TWO_IMAGES}, {LAYER}, {WORKSPACE}) -> Tensor",
     "convolution_inner_gram": f"({TWO_IMAGES}, {LAYER}) -> (Tensor, Tensor)",
     "pairwise_convolution_gram": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
     "convolution_direction": f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor",

@@ -10,8 +10,6 @@ from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import check_two_factors, gradient_tile
 from gradstats.kernels.vector import vector_sum
 
-WORKSPACE = 256 * 2**20
-
 
 @triton.jit(do_not_specialize=["positions", "total_rows"])
 def example_tiles_kernel(
@@ -80,7 +78,7 @@ def pairwise_direct(
     max_seqlen2: int | None = None,
     bias: bool = False,
     precision: str | None = None,
-    workspace: int = WORKSPACE,
+    workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of all pairs of per-example weight gradients, chunk by chunk of the weight.

@@ -110,10 +110,7 @@ def rank_one_inner(
     """
     _check.check_match(a1, a2, "d_in")
     _check.check_match(g1, g2, "d_out")
-    if a1.shape[0] != a2.shape[0]:
-        raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {a1.shape[0]} and {a2.shape[0]}"
-        )
+    _check.check_batches(a1.shape[0], a2.shape[0])
     inputs, outputs = _row_dots(a1, g1, a2, g2, paired=True, config=config, splits=splits)
     return (inputs * outputs).float(), outputs.float()
 
@@ -152,8 +149,7 @@ def _row_dots(
     splits = max(1, triton.cdiv(widest, features_per_split))
     partial = torch.empty((2, batch, splits), dtype=torch.float32, device=a1.device)
     if batch:
-        programs = _check.check_programs(row_blocks * splits)
-        rank_one_kernel[(programs,)](
+        rank_one_kernel[(_check.check_programs(row_blocks * splits),)](
             a1,
             g1,
             a2,

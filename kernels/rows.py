@@ -263,10 +263,7 @@ def rows_inner(
     second = _check.check_rows(ids2, g2, cu_seqlens2, max_seqlen2)
     _check.check_match(g1, g2, "width")
     _check.check_layouts(first, second)
-    if first.batch != second.batch:
-        raise _check.KernelInputError(
-            f"diagonal pairs need equal batches; got {first.batch} and {second.batch}"
-        )
+    _check.check_batches(first.batch, second.batch)
     return _products(ids1, g1, first, None, ids2, g2, second, padding_idx, True, config)
 
 

@@ -81,7 +81,8 @@ def rows_direction(
     if direction.dim() != 2 or direction.shape[1] != g.shape[-1] or direction.device != g.device:
         raise _check.KernelInputError(
             f"direction must be (rows, {g.shape[-1]}) on {g.device}; got "
-            f"{tuple(direction.shape)} on {direction.device}"
+            f"{tuple(direction.shape)} on {direction.device}: pass a direction of the table's "
+            "shape, where the gradients lie"
         )
     config = config or _config.choose_rows(
         g.shape[-1], g.element_size(), _check.architecture(g.device), _check.is_aligned(g)
@@ -89,7 +90,7 @@ def rows_direction(
     rows = segments.total_rows
     partial = torch.empty((rows, 1), dtype=torch.float32, device=g.device)
     if rows:
-        rows_direction_kernel[(triton.cdiv(rows, config.inner),)](
+        rows_direction_kernel[(_check.check_programs(triton.cdiv(rows, config.inner)),)](
             ids,
             g,
             direction,

@@ -389,6 +389,7 @@ def given_statistics(
     ):
         raise _check.KernelInputError(
             "mean and rstd must both be given, fp32 on the inputs' device, of one layout, and one "
-            f"number for each channel: {' or '.join(map(str, allowed))}; got {layouts}"
+            f"number for each channel: {' or '.join(map(str, allowed))}; got {layouts}: "
+            "make both so, or pass neither"
         )
     return Statistics(mean, rstd)

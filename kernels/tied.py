@@ -144,10 +144,7 @@ def tied_inner(
     second = _check.check_rows(ids, rows, cu_seqlens2, max_seqlen2)
     _check.check_match(a, rows, "width")
     _check.check_layouts(first, second)
-    if first.batch != second.batch:
-        raise _check.KernelInputError(
-            f"both uses must be of one batch; got {first.batch} and {second.batch} examples"
-        )
+    _check.check_batches(first.batch, second.batch)
     precision = _check.check_precision(a.dtype, precision)
     config = config or _config.choose_gram(
         min(max(first.positions, second.positions), LARGEST_TILE),

@@ -184,7 +184,8 @@ def vector_inner(
     """
     if v1.shape != v2.shape:
         raise _check.KernelInputError(
-            f"both operands must have one shape; got {tuple(v1.shape)} and {tuple(v2.shape)}"
+            f"both operands must have one shape; got {tuple(v1.shape)} and {tuple(v2.shape)}: "
+            "pass output gradients of one layer, with as many examples and positions on either side"
         )
     return _vector_products(v1, v2, cu_seqlens, max_seqlen, paired=True, config=config)
 

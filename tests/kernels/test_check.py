@@ -1,5 +1,8 @@
 """Bad input gets an error that says what, got, expected, and what to do, before any launch."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from gradstats.kernels import (
@@ -117,6 +120,31 @@ def test_descriptors_need_aligned_dense_operands():
     refused("leave descriptors=False", launcher, A, G, descriptors=True)
     options = {"cu_seqlens": BOUNDS, "descriptors": True}
     refused("leave descriptors=False", launcher, PACKED_A, PACKED_G, **options)
+
+
+def parsed_kernels():
+    for path in sorted(Path(_check.__file__).parent.glob("*.py")):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def test_every_error_says_what_to_do():
+    errors = [
+        ast.unparse(node.exc)
+        for node in parsed_kernels()
+        if isinstance(node, ast.Raise) and "KernelInputError" in ast.unparse(node)
+    ]
+    assert len(errors) > 20
+    assert [error for error in errors if ": " not in error] == []
+
+
+def test_every_grid_is_checked():
+    grids = [
+        ast.unparse(node.slice)
+        for node in parsed_kernels()
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("kernel")
+    ]
+    assert len(grids) > 20
+    assert [grid for grid in grids if "check_programs(" not in grid] == []
 
 
 def test_a_grid_that_cannot_be_launched():
