@@ -1,7 +1,7 @@
 """Run every lane of the tests, each in a process of its own:  python -m tests  [pytest options]
 
 Triton's interpreter and its compiler cannot live in one process, and neither may touch the plain
-lane.
+lane, which must not see a CUDA device that is not there either.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import sys
 
 LANES = (
     ("rules, models and contracts", ["tests", "--ignore=tests/kernels/interpreter",
-                                     "--ignore=tests/kernels/compiled"], {}),
+                                     "--ignore=tests/kernels/compiled",
+                                     "--ignore=tests/kernels/fake_device"], {}),
     ("kernels in Triton's interpreter", ["tests/kernels/interpreter"], {"TRITON_INTERPRET": "1"}),
+    ("CUDA tensors on a fake device", ["tests/kernels/fake_device"],
+     {"TRITON_INTERPRET": "1", "PYTEST_PLUGINS": "tests.kernels.fake_device.plugin"}),
     ("kernels compiled for real targets", ["tests/kernels/compiled"], {}),
 )  # fmt: skip
 

@@ -1,0 +1,33 @@
+"""This lane gives PyTorch a CUDA device that is not there, which every other lane must not see."""
+
+import os
+import sys
+
+import pytest
+
+PLUGIN = "tests.kernels.fake_device.plugin"
+
+if PLUGIN not in sys.modules:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config):
+    asked = any("kernels/fake_device" in str(argument) for argument in config.args)
+    chosen = PLUGIN in sys.modules and os.environ.get("TRITON_INTERPRET") == "1"
+    if asked and not chosen:
+        raise pytest.UsageError(
+            "tests/kernels/fake_device needs its own process: TRITON_INTERPRET=1 "
+            f"PYTEST_PLUGINS={PLUGIN} python -m pytest tests/kernels/fake_device"
+        )
+
+
+def pytest_collection_modifyitems(items):
+    plugin = sys.modules.get(PLUGIN)
+    # the interpreter of triton 3.6 makes scalars of one-element arrays, which numpy deprecates
+    warning = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
+    for item in items:
+        if "fake_device" not in item.path.parts:
+            continue
+        item.add_marker(pytest.mark.filterwarnings(warning))
+        if plugin is not None and plugin.REASON is not None:
+            item.add_marker(pytest.mark.skip(reason=plugin.REASON))

@@ -1,0 +1,268 @@
+"""gradstats on CUDA tensors, kernels interpreted, against the float64 oracle.
+
+What no CPU tensor can show: branches on is_cuda, operands on one device, launchers behind their
+operators, and rules that run in the device's own autograd thread.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradstats.kernels import operators
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.workloads import Transformer, next_token
+from tests.oracle import (
+    assert_products,
+    assert_sqnorms,
+    check_model,
+    flat,
+    oracle_gradients,
+    oracle_sqnorms,
+    perturbed,
+)
+
+B = 5
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """Record which kernels were launched, each behind its operator."""
+    names = []
+    for name in operators.SCHEMAS:
+        operator = getattr(operators, name)
+
+        def record(*args, name=name, operator=operator, **options):
+            names.append(name)
+            return operator(*args, **options)
+
+        monkeypatch.setattr(operators, name, record)
+    return names
+
+
+def squared_outputs(model, batch):
+    output = model(batch[0]).flatten(1)
+    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
+
+
+def on_device(model, *shape):
+    return model.cuda(), (torch.randn(B, *shape).cuda(), torch.randn(B).cuda()), squared_outputs
+
+
+def perceptron():
+    return on_device(
+        nn.Sequential(nn.Linear(6, 9), nn.RMSNorm(9, eps=1e-6), nn.SiLU(), nn.Linear(9, 3)), 6
+    )
+
+
+def sequences():
+    """Linear layers at more positions than products of positions pay for."""
+    return on_device(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), 40, 6)
+
+
+def short_sequences():
+    return on_device(nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)), 3, 24)
+
+
+def convolutions():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(4, 8), nn.GELU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8),
+        nn.Conv2d(8, 6, 1), nn.Flatten(),
+    ).eval()  # fmt: skip
+    return on_device(model, 3, 6, 5)
+
+
+class Scaled(nn.Module):
+    """A scale and a shift of one's own, between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(7))
+        self.project = nn.Linear(7, 4)
+
+    def forward(self, x):
+        return self.project(torch.sin(x * self.scale + self.shift))
+
+
+def scale():
+    return on_device(Scaled(), 4, 7)
+
+
+def embedding():
+    model = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    model, (_, labels), losses = on_device(model)
+    return model, (torch.randint(11, (B, 4)).cuda(), labels), losses
+
+
+def tied_transformer():
+    model = Transformer(layers=1, width=8, heads=2, vocabulary=11, positions=5).cuda()
+    model.head.weight = model.tokens.weight
+    tokens = torch.randint(11, (B, 6)).cuda()
+    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), next_token
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def recurrent():
+    return on_device(Recurrent(), 4, 6)
+
+
+# what norms and products of each model are made of, so that none of it goes another way unseen
+MODELS = {
+    "perceptron": (
+        perceptron,
+        {"rank_one_sqnorm", "layer_norm_backward", "layer_norm_sqnorm"},
+        {"pairwise_gram", "diagonal_gram", "direction_inner", "layer_norm_sum"},
+    ),
+    "sequences": (
+        sequences,
+        {"direct_sqnorm", "weight_gradient_sqnorm", "vector_sqnorm"},
+        {"pairwise_direct", "direction_inner", "vector_sum"},
+    ),
+    "short sequences": (
+        short_sequences,
+        {"gram_sqnorm", "layer_norm_backward"},
+        {"pairwise_gram", "diagonal_gram", "layer_norm_sum"},
+    ),
+    "convolutions": (
+        convolutions,
+        {
+            "convolution_sqnorm", "convolution_gram_sqnorm", "convolution_weight_gradient_sqnorm",
+            "group_norm_backward", "group_norm_sqnorm", "scale_backward",
+        },
+        {"pairwise_convolution", "convolution_direction", "group_norm_sum", "scale_sum"},
+    ),
+    "scale": (scale, {"scale_backward"}, {"scale_sum", "scale_direction"}),
+    "embedding": (
+        embedding,
+        {"rows_sqnorm", "gram_sqnorm", "layer_norm_backward"},
+        {"rows_direction", "rows_inner", "pairwise_rows", "layer_norm_sum"},
+    ),
+    "tied transformer": (
+        tied_transformer,
+        {"rows_sqnorm", "gram_sqnorm", "layer_norm_backward"},
+        {"tied_inner", "pairwise_rows", "rows_direction"},
+    ),
+    "recurrent": (recurrent, {"gram_sqnorm", "vector_sqnorm"}, {"pairwise_gram", "vector_sum"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_gradients(name, launched):
+    make, expected, _ = MODELS[name]
+    check_model(*make(), rtol=1e-3, gradient_rtol=1e-4)
+    assert expected <= set(launched)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products(name, launched):
+    make, _, expected = MODELS[name]
+    model, batch, losses = make()
+    rows = flat(oracle_gradients(model, batch, losses))
+    stats = gs.per_example_norms(model, batch, losses, gram=True, alignment=True)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+    other = perturbed(model.cpu()).cuda()
+    model.cuda()
+    columns = flat(oracle_gradients(other, batch, losses))
+    arguments = (model, batch, other, batch, losses)
+    assert_products(gs.inner_products(*arguments), rows, columns, 1e-4)
+    assert_products(gs.inner_products(*arguments, pairs="diagonal"), rows, columns, 1e-4)
+    direction = {name: torch.randn_like(each) for name, each in model.named_parameters()}
+    along = torch.cat([value.flatten() for value in direction.values()])[None].double()
+    assert_products(gs.alignment(model, batch, losses, direction)[:, None], rows, along, 1e-4)
+    assert expected <= set(launched)
+
+
+def test_a_gradient_scaler():
+    model, batch, losses = perceptron()
+    expected = oracle_sqnorms(model, batch, losses)
+    scaler = torch.amp.GradScaler("cuda")
+    with gs.track(model, batch_size=B, scaler=scaler) as tracker:
+        scaler.scale(losses(model, batch).mean()).backward()
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+
+
+def test_weights_on_the_cpu():
+    model, batch, losses = perceptron()
+    expected, weights = oracle_sqnorms(model, batch, losses), torch.rand(B)
+    with gs.track(model, batch_size=B, loss_reduction=None, weights=weights) as tracker:
+        (losses(model, batch) * weights.cuda()).sum().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+
+
+def test_packed_examples():
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)).cuda()
+    lengths = torch.tensor([3, 1, 0, 4])
+    bounds = functional.pad(lengths.cumsum(0), (1, 0)).cuda()
+    owner = torch.arange(4).repeat_interleave(lengths).cuda()
+
+    def losses(model, batch):
+        values = model(batch).square().sum(1)
+        return torch.zeros(4, dtype=values.dtype, device=values.device).index_add(0, owner, values)
+
+    x = torch.randn(8, 4).cuda()
+    expected = oracle_sqnorms(model, x, losses)
+    rows = flat(oracle_gradients(model, x, losses))
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds, gram=True)
+    assert_sqnorms(stats, expected, 1e-3)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    with gs.track(model, batch_size=4, cu_seqlens=bounds) as tracker:
+        tracker.backward(losses(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+
+
+def test_monitor():
+    model, batch, losses = perceptron()
+    expected = sum(oracle_sqnorms(model, batch, losses).values()).sqrt()
+    rows = flat(oracle_gradients(model, batch, losses))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer, alignment=True, gram=True)
+    with monitor.step(batch_size=B, ids=torch.arange(B)):
+        losses(model, batch).mean().backward()
+    optimizer.step()
+    metrics = monitor.metrics()
+    assert metrics["grad_norm"] == pytest.approx(rows.mean(0).norm().item(), rel=1e-3)
+    found = torch.from_numpy(monitor.histograms()["example_grad_norm"]).double()
+    torch.testing.assert_close(found, expected.cpu(), rtol=1e-3, atol=0)
+    assert len(monitor.examples(2)) == 2
+
+
+def test_scores_over_checkpoints(tmp_path):
+    model, batch, losses = perceptron()
+    # data lie where a loader leaves them; the loss function moves them
+    data = [tuple(part.cpu() for part in batch)]
+
+    def moved(model, batch):
+        return losses(model, tuple(part.cuda() for part in batch))
+
+    rows = []
+    for number in range(2):
+        if number:
+            model = perturbed(model.cpu()).cuda()
+        torch.save(model.state_dict(), tmp_path / f"epoch-{number}.pt")
+        rows.append(flat(oracle_gradients(model, batch, losses)))
+    run = gs.Checkpoints(str(tmp_path / "epoch-*.pt"), lr=[0.1, 0.2])
+    weighted = sum(rate * each @ each.T for rate, each in zip((0.1, 0.2), rows, strict=True)).cpu()
+    table = gs.self_influence(model, data, moved, run)
+    got = torch.tensor(table.self_influence).double()
+    torch.testing.assert_close(got, weighted.diagonal(), rtol=1e-3, atol=0)
+    scores = gs.influence(model, data, data, moved, run)
+    size = weighted.diagonal().sqrt()
+    wrong = (torch.tensor(scores[:, :]).double() - weighted).abs()
+    assert bool((wrong <= 1e-4 * size[:, None] * size).all())
+
+
+def test_verify():
+    report = gs.verify(*perceptron())
+    assert report.ok, str(report)
