@@ -285,3 +285,44 @@ def test_the_workspace_is_honoured():
     assert largest(2 * room) == 2 * 5000
     assert largest(room) == 5000
     assert largest(None) == 16 * 5000
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer before what has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.awkward = nn.LSTM(4, 4, batch_first=True), Awkward(hidden=False)
+
+    def forward(self, x):
+        return self.awkward(self.layer(x.unsqueeze(1))[0].squeeze(1))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_recurrent_layers_without_cudnn_where_it_refuses_gradients(batch, training):
+    """In evaluation mode, and only where PyTorch itself differentiates them."""
+    seen = []
+
+    def losses(model, batch):
+        tracked = type(model.layer.weight_hh_l0) not in (nn.Parameter, torch.Tensor)
+        seen.append((torch.backends.cudnn.enabled, tracked))
+        return classify(model, batch)
+
+    model = Recurrent().double().train(training)
+    expected = oracle_sqnorms(model, batch, classify)
+    for enabled in (True, False):
+        torch.backends.cudnn.enabled = enabled
+        try:
+            seen.clear()
+            stats = gs.per_example_norms(model, batch, losses, fallback="vmap")
+            assert_sqnorms(stats, expected, 1e-9)
+            references = [each for each, tracked in seen if not tracked]
+            assert references and set(references) == {enabled and training}
+            assert seen[0] == (enabled, True)
+            seen.clear()
+            report = gs.verify(model, batch, losses, exclude="awkward.*")
+            assert report.ok, str(report)
+            assert {(enabled, True), (enabled and training, False)} == set(seen)
+            assert torch.backends.cudnn.enabled == enabled
+        finally:
+            torch.backends.cudnn.enabled = True

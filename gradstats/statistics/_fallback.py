@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,8 +72,11 @@ def norms_with_fallback(
     stats, before = None, State(model)
     while stats is None and served != set(selected):
         exclude = [*patterns, *(glob.escape(name) for name in sorted(served))]
+        # What is left to the fallback is differentiated by PyTorch here.
+        native = recurrence_differentiable(model) if served else nullcontext()
         try:
-            stats = lean(**{**options, "exclude": exclude})
+            with native:
+                stats = lean(**{**options, "exclude": exclude})
         except (UnsupportedOperationError, ExampleAxisError) as error:
             new = set(error.parameters) - served
             if not new:
@@ -130,13 +133,32 @@ def sqnorms_one_by_one(
         others: as for per_example_norms.
     """
     arguments = (model, batch, loss_fn, names, division)
+    with recurrence_differentiable(model):
+        try:
+            return _in_chunks(*arguments, workspace=workspace, state=state)
+        except Exception:
+            # Control flow on values, checkpoints, autograd Functions without vmap, in-place
+            # changes of buffers, randomness: torch.func refuses them in many ways. If the fault
+            # is the user's own, it shows again below.
+            return _singly(*arguments, state=state)
+
+
+@contextmanager
+def recurrence_differentiable(model: nn.Module) -> Iterator[None]:
+    """Have recurrent layers in evaluation mode run without cuDNN, which refuses their gradients.
+
+    Where there are none, cuDNN stays for everything else. torch.backends.cudnn.flags would reset
+    the user's other settings with it, TF32 and deterministic convolutions among them.
+    """
+    refused = any(isinstance(m, nn.RNNBase) and not m.training for m in model.modules())
+    if not (refused and torch.backends.cudnn.enabled):
+        yield
+        return
+    torch.backends.cudnn.enabled = False
     try:
-        return _in_chunks(*arguments, workspace=workspace, state=state)
-    except Exception:
-        # Control flow on values, checkpoints, autograd Functions without vmap, in-place changes
-        # of buffers, randomness: torch.func refuses them in many ways. If the fault is the
-        # user's own, it shows again below.
-        return _singly(*arguments, state=state)
+        yield
+    finally:
+        torch.backends.cudnn.enabled = True
 
 
 def check_same_losses(alone: Tensor, together: Tensor) -> None:

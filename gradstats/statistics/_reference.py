@@ -15,7 +15,7 @@ from gradstats._complex import as_real
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.statistics._batches import State
-from gradstats.statistics._fallback import sqnorm_of
+from gradstats.statistics._fallback import recurrence_differentiable, sqnorm_of
 
 # Relative errors that rounding explains, by the precision of the reference.
 TOLERANCE = {
@@ -51,7 +51,7 @@ class Subject:
 
     def losses_of(self, batch: Any, loss_fn: LossFunction) -> Any:
         self.state.restore()
-        with SettledFormats():
+        with SettledFormats(), recurrence_differentiable(self.model):
             return loss_fn(self.model, batch)
 
     def parameters(self, names: list[str]) -> list[nn.Parameter]:

@@ -23,6 +23,7 @@ from gradstats.statistics._batches import (
     state_kept,
     to_float64,
 )
+from gradstats.statistics._fallback import recurrence_differentiable
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import (
@@ -190,7 +191,8 @@ class Verification:
                     model_to_float64(inner), to_float64(self.batch), torch.float64,
                     "float64 on a copy of the model",
                 )  # fmt: skip
-                losses = self.loss_fn(subject.model, subject.batch)
+                with recurrence_differentiable(subject.model):
+                    losses = self.loss_fn(subject.model, subject.batch)
                 copied = list(select_parameters(subject.model, None, ()).values())
                 reached = torch.autograd.grad(losses.sum(), copied, allow_unused=True)
                 if any(gradient is not None for gradient in reached):
@@ -230,7 +232,8 @@ class Verification:
         """Whether another forward, the random generators moved on, gives other losses."""
         subject = self.subject
         subject.state.restore(generators=False)
-        again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
+        with recurrence_differentiable(subject.model):
+            again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
         return not same_bits(losses.detach(), again.detach())
 
     def _survey(self) -> Survey | None:

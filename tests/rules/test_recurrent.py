@@ -1,5 +1,8 @@
 """Recurrent layers and cells in every form of torch.nn, packed sequences included."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture._recomputed import Kept
+from gradstats.capture.rules import _recurrent
 from tests.oracle import check_model
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
@@ -384,3 +388,34 @@ def test_autocast():
     layer.zero_grad()
     stats = gs.per_example_norms(layer, x, losses)
     torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_the_training_flag_where_pytorch_differentiates(kind, dropout, packs, monkeypatch):
+    """cuDNN refuses the gradients of what did not run in training mode."""
+    flags, stack = [], _recurrent._stack
+
+    def spied_on(tracker, func, *rest):
+        @functools.wraps(func)
+        def spy(*args):
+            flags.append(args[7 if packs else 6])
+            return func(*args)
+
+        monkeypatch.setitem(_recurrent.CELLS, spy, _recurrent.CELLS[func])
+        return stack(tracker, spy, *rest)
+
+    monkeypatch.setattr(_recurrent, "_stack", spied_on)
+    layer = LAYERS[kind](num_layers=2, dropout=dropout, batch_first=True).double()
+    x, lengths = normal(BATCH, 4, WIDTH), torch.tensor([4, 2, 1])
+    for training, fused, frozen in itertools.product((True, False), repeat=3):
+        layer.train(training)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not (frozen and name.endswith("_l1")))
+        flags.clear()
+        with gs.track(layer, batch_size=BATCH, fused=fused) as tracker:
+            data = pack_padded_sequence(x, lengths, batch_first=True) if packs else x
+            tracker.backward(final_state(layer(data)).sum(1))
+        # fused, backward takes the layers apart whose weights are tracked
+        assert flags == [training and not fused, training and (frozen or not fused)]

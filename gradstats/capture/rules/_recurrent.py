@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,8 +216,8 @@ def _padded(
     sizes = (examples.rows,) * data.shape[1 - axis]
     drops = dropout if training else 0.0
     return _stack(
-        tracker, func, data, (), states, weights, bias, count, drops, bidirectional, form, sizes,
-        examples,
+        tracker, func, data, (), states, weights, bias, count, drops, training, bidirectional, form,
+        sizes, examples,
     )  # fmt: skip
 
 
@@ -235,14 +236,14 @@ def _packed(
         )
     drops = dropout if training else 0.0
     return _stack(
-        tracker, func, data, (batch_sizes,), states, weights, bias, count, drops, bidirectional,
-        "rows", tuple(batch_sizes.tolist()), examples,
+        tracker, func, data, (batch_sizes,), states, weights, bias, count, drops, training,
+        bidirectional, "rows", tuple(batch_sizes.tolist()), examples,
     )  # fmt: skip
 
 
 def _stack(
-    tracker, func, data, rows, states, weights, bias, count, dropout, bidirectional, form, sizes,
-    examples,
+    tracker, func, data, rows, states, weights, bias, count, dropout, training, bidirectional, form,
+    sizes, examples,
 ):  # fmt: skip
     """Run one layer after the other, so that what each of them returns is known."""
     node = first_node(data, *states, *weights)
@@ -256,8 +257,8 @@ def _stack(
     directions = 1 + bool(bidirectional)
     each = len(weights) // count
 
-    def call(data, states, weights):
-        options = (bias, 1, 0.0, dropout > 0, bidirectional, *layout)
+    def call(trains, data, states, weights):
+        options = (bias, 1, 0.0, trains, bidirectional, *layout)
         if count == 1 or not data.is_cuda:
             return func(data, *rows, _unlisted(states), weights, *options)
         with warnings.catch_warnings():
@@ -270,8 +271,11 @@ def _stack(
         if number > 0 and dropout > 0:
             data = functional.dropout(data, dropout)
         own = slice(number * directions, (number + 1) * directions)
+        its_weights = weights[number * each : (number + 1) * each]
+        # cuDNN keeps what its own backward needs in training mode alone.
+        differentiated = tracker.settings.exact or all(node_of(w) is None for w in its_weights)
         operation = Recurrence(
-            call=call,
+            call=partial(call, training and differentiated),
             cell=CELLS[func],
             states=len(states),
             directions=directions,
@@ -283,9 +287,8 @@ def _stack(
             dtype=_product_dtype(data),
         )
         data, *final = _attach(
-            tracker, func, operation, data, [state[own] for state in states],
-            weights[number * each : (number + 1) * each],
-        )  # fmt: skip
+            tracker, func, operation, data, [state[own] for state in states], its_weights
+        )
         finals.append(final)
     return (data, *(torch.cat(column) for column in zip(*finals, strict=True)))
 
