@@ -124,11 +124,7 @@ def training(work: Workload) -> Call:
 def compiled(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
     """Return the same provider with the model compiled."""
 
-    def of_compiled(work: Workload) -> Call:
-        torch._dynamo.reset()
-        return make(work.replace_model(torch.compile(work.model)))
-
-    return of_compiled
+    return lambda work: make(work.replace_model(torch.compile(work.model)))
 
 
 def loop(work: Workload) -> Call:

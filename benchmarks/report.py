@@ -54,9 +54,10 @@ def caption(rows: list[Row]) -> str:
     dates = sorted({row["date"] for row in rows})
     rounds = sorted({int(row["rounds"]) for row in rows if row["rounds"]})
     packages = sorted({row["provider"] for row in rows if row.get("provider")})
+    products = rows[0].get("float32_products") or "ieee"
     parts = [
         rows[0]["machine"],
-        rows[0].get("dtype") or "float32",
+        (rows[0].get("dtype") or "float32") + (f" (products: {products})" * (products != "ieee")),
         ", ".join(["PyTorch " + rows[0]["torch"], *packages]),
         f"{span(rounds)} rounds",
         span(dates),
@@ -70,14 +71,18 @@ def span(values: list) -> str:
 
 def by_machine(rows: list[Row], make: Callable[[list[Row]], str]) -> str:
     """Return a caption and a table for each machine and precision."""
-    groups = grouped(rows, "machine", "dtype").values()
+    groups = grouped(rows, "machine", "dtype", "float32_products").values()
     return "\n\n".join(f"{caption(group)}\n\n{make(group)}" for group in groups)
 
 
 def steps() -> list[Row]:
     """Return the last step timing of each provider on each workload."""
-    rows = [{**row, "dtype": row.get("dtype") or "float32"} for row in read_csv("step_overhead")]
-    return latest(rows, "machine", "dtype", "workload", "variant")
+    rows = read_csv("step_overhead")
+    for row in rows:
+        # Columns that older rows lack.
+        row["dtype"] = row.get("dtype") or "float32"
+        row["float32_products"] = row.get("float32_products") or "ieee"
+    return latest(rows, "machine", "dtype", "float32_products", "workload", "variant")
 
 
 def ratio(row: Row) -> str:

@@ -75,7 +75,7 @@ def main() -> None:
                 make, tuple(options.providers), options.rounds,
                 device=options.device, limit=options.limit * GIBIBYTE,
             )  # fmt: skip
-            show(rows)
+            show(rows, rows[0]["peak_bytes"])
             if not options.no_csv:
                 found = [{**size, **row} for row in rows]
                 write_csv("scaling", found, options.device, options.out)

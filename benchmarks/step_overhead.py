@@ -1,12 +1,13 @@
 """What do per-example norms cost beside a plain training step, in time and in memory?
 
     python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
-        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--trim] [--no-csv]
+        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--tf32] [--trim] [--no-csv]
 
-The reference is a plain forward and backward of the same model in the same precision. What is wrong
-or cannot run a model has that in its row, and no time. On a CPU each library takes its turns in a
-process of its own. Memory is the peak of what a step allocates: live tensors on a CPU, the
-allocator's on a GPU.
+The reference is a plain forward and backward of the same model in the same precision, interleaved
+with ours, with ours compiled, and with each other library; each of these is written when it is
+done. What is wrong or cannot run a model has that in its row, and no time. On a CPU each library
+takes its turns in a process of its own. Memory is the peak of what a step allocates: live tensors
+on a CPU, the allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import argparse
 import gc
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -39,6 +41,7 @@ from benchmarks.providers import (
     PEERS,
     PROVIDERS,
     Call,
+    Oracle,
     oracle,
     prepare,
     ready,
@@ -60,7 +63,37 @@ def measure(
     limit: float = 4 * GIBIBYTE,
     keep_memory: bool = True,
 ) -> list[dict[str, object]]:
-    """Check and time providers on one workload.
+    """Return all rows of ``measure_in_groups``."""
+    groups = measure_in_groups(
+        make, names, rounds, device=device, dtype=dtype, limit=limit, keep_memory=keep_memory
+    )
+    return list(chain.from_iterable(groups))
+
+
+def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return which providers are timed together: ours, ours compiled, every other one by itself.
+
+    The plain step is timed in each group, so that every ratio is of the same rounds; its own row
+    is of the first.
+    """
+    names = tuple(dict.fromkeys(name for name in names if name != "plain"))
+    ours = tuple(name for name in names if PROVIDERS[name].ours and not PROVIDERS[name].compiled)
+    compiled = tuple(name for name in names if PROVIDERS[name].compiled)
+    others = ((name,) for name in names if name not in (*ours, *compiled))
+    return [("plain", *ours), *(("plain", *group) for group in (compiled, *others) if group)]
+
+
+def measure_in_groups(
+    make: Callable[[], Workload],
+    names: tuple[str, ...],
+    rounds: int,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    limit: float = 4 * GIBIBYTE,
+    keep_memory: bool = True,
+) -> Iterator[list[dict[str, object]]]:
+    """Check and time providers on one workload, a group at a time.
 
     Args:
         make: makes the workload, on its device and in its precision, always the same; it can be
@@ -70,12 +103,40 @@ def measure(
         device, dtype, limit: see ``prepare``.
         keep_memory: see ``take_turns``.
 
-    Returns:
-        One row for each provider: time, ratio to the plain step, peak memory, error, or a note.
+    Yields:
+        The rows of a group, one for each provider: time, ratio to the plain step of the same
+        rounds, peak memory, error, or a note. The plain step's own is among the first rows.
     """
-    names = tuple(dict.fromkeys(("plain", *names)))
     work = make()
     expected = oracle(work)
+    for number, group in enumerate(groups_of(names)):
+        first = number == 0
+        found = measure_group(
+            make, work, expected, group, rounds, device, dtype, limit, keep_memory, first
+        )
+        yield found if first else found[1:]
+
+
+def measure_group(
+    make: Callable[[], Workload],
+    work: Workload,
+    expected: Oracle,
+    names: tuple[str, ...],
+    rounds: int,
+    device: str,
+    dtype: str,
+    limit: float,
+    keep_memory: bool,
+    plain_alone: bool,
+) -> list[dict[str, object]]:
+    """Check and time providers in the same rounds, "plain" first.
+
+    Args:
+        work, expected: what ``make`` makes, and what is right there.
+        names: keys of ``PROVIDERS``.
+        plain_alone: time the plain step where there is nothing else to time.
+        others: as for ``measure_in_groups``.
+    """
     prepared = {name: prepare(PROVIDERS[name], work, expected, limit=limit) for name in names}
     calls = {name: each.call for name, each in prepared.items() if each.call is not None}
 
@@ -86,7 +147,7 @@ def measure(
         makers = {name: partial(ready, make, name) for name in names}
         return against("plain", take_turns(makers, rounds, keep_memory=keep_memory))
 
-    timings = timed(calls, rounds, device, run)
+    timings = timed(calls, rounds, device, run) if plain_alone or len(calls) > 1 else {}
     rows: list[dict[str, object]] = []
     for name in names:
         provider, timing = PROVIDERS[name], timings.get(name)
@@ -103,6 +164,7 @@ def measure(
             "note": prepared[name].note,
             "device": device,
             "dtype": dtype,
+            "float32_products": float32_products(device),
             "provider": provider.version,
             "rounds": "",
         }
@@ -132,6 +194,8 @@ def timed(
         device: that they run on.
         run: times the calls of these names in so many rounds.
     """
+    for call in calls.values():
+        call()  # a second call may compile once more
     once = {name: duration(call, device) for name, call in calls.items()}
     slow = [name for name in calls if once[name] > SLOW * once["plain"]]
     fast = [name for name in calls if name not in slow]
@@ -150,9 +214,10 @@ def peak_bytes(call: Call, device: str) -> int:
         return peak_memory(call).peak
     gc.collect()
     # Gradients of the last call: a step would free them first, and seem to need less by that much.
-    # Libraries keep copies of the model, which nothing here can list otherwise.
+    # Libraries keep copies of the model, which nothing here can list otherwise. By its type: asked
+    # by isinstance, what stands for a module that is not imported yet imports it, or complains.
     for item in gc.get_objects():
-        if isinstance(item, nn.Parameter):
+        if issubclass(type(item), nn.Parameter):
             item.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -162,9 +227,27 @@ def peak_bytes(call: Call, device: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    """Print one workload's rows."""
-    plain = rows[0]["peak_bytes"]
+def choose_float32_products(tf32: bool) -> None:
+    """Say whether PyTorch's products of float32 matrices may be of TF32: cuDNN's are by default.
+
+    By the older setters, which keep the newer fp32_precision in step; after the newer ones
+    torch.compile cannot read the setting.
+    """
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+def float32_products(device: str) -> str:
+    """Return what products of float32 are made of on a device: "ieee" or "tf32"."""
+    if device != "cuda":
+        return "ieee"
+    products = "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+    convolutions = "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+    return products if products == convolutions else f"{products}, convolutions {convolutions}"
+
+
+def show(rows: list[dict[str, object]], plain: object) -> None:
+    """Print rows of one workload, of which the plain step took so many bytes."""
     for row in rows:
         if row["note"]:
             print(f"  {row['variant']:32} {row['note']}")
@@ -180,8 +263,8 @@ def report(name: str, options: argparse.Namespace) -> None:
     """Measure one workload, print its rows and append them to the results."""
     names = (
         *options.providers,
-        *(PEERS if options.peers else ()),
         *(COMPILED if options.compiled else ()),
+        *(PEERS if options.peers else ()),
     )
     limit = options.limit or (48 if options.device == "cuda" else 4)
     make = partial(build, name, options.device, options.dtype)
@@ -192,14 +275,19 @@ def report(name: str, options: argparse.Namespace) -> None:
         return
     bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
     print(f"\n{work.name}{bars}", flush=True)
-    rows = measure(
-        make, names, options.rounds, device=options.device, dtype=options.dtype,
-        limit=limit * GIBIBYTE, keep_memory=not options.trim,
-    )  # fmt: skip
-    show(rows)
-    # Workload by workload: a run that is cut short keeps what it has.
-    if not (options.no_csv or options.trim):
-        write_csv("step_overhead", rows, options.device, options.out)
+    choose_float32_products(options.tf32)
+    plain: object = ""
+    for number, rows in enumerate(
+        measure_in_groups(
+            make, names, options.rounds, device=options.device, dtype=options.dtype,
+            limit=limit * GIBIBYTE, keep_memory=not options.trim,
+        )
+    ):  # fmt: skip
+        plain = rows[0]["peak_bytes"] if number == 0 else plain
+        show(rows, plain)
+        # Group by group: a run that is cut short keeps what it has.
+        if not (options.no_csv or options.trim):
+            write_csv("step_overhead", rows, options.device, options.out)
 
 
 def main() -> None:
@@ -213,6 +301,9 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="and ours under torch.compile")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--tf32", action="store_true", help="products of float32 in TF32 on a GPU; exact without"
+    )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
         "--limit", type=float, default=None, metavar="GIB",
@@ -225,6 +316,8 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
+    if options.tf32 and options.device != "cuda":
+        parser.error("--tf32 is a GPU's: give --device cuda with it")
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")

@@ -278,6 +278,116 @@ def test_tables_show_the_last_run_and_the_reasons(tmp_path, monkeypatch):
     assert report.filled(text).startswith("a\n") and report.filled(text).endswith("-->\nb\n")
 
 
+def test_precisions_of_products_stand_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    rows = [
+        {**row, "float32_products": ""}
+        for row in (step_row("plain", "1.0"), step_row("norms", "0.9", "50"))
+    ]
+    rows += [{**row, "float32_products": kind} for kind in ("ieee", "tf32") for row in rows[:2]]
+    fill(tmp_path, "step_overhead", rows)
+    captions = [line for line in report.step_table().splitlines() if line.endswith(":")]
+    # a row that does not say is as one of exact products
+    assert len(captions) == 2
+    assert "; float32; " in captions[0] and "; float32 (products: tf32); " in captions[1]
+
+
+def test_groups_are_written_as_they_come(monkeypatch):
+    names = ("plain", "norms", "training", "norms-compiled", "loop", "vmap", "loop")
+    assert step_overhead.groups_of(names) == [
+        ("plain", "norms", "training"), ("plain", "norms-compiled"), ("plain", "loop"),
+        ("plain", "vmap"),
+    ]  # fmt: skip
+    assert step_overhead.groups_of(("vmap",)) == [("plain",), ("plain", "vmap")]
+    monkeypatch.setitem(PROVIDERS, "failing", failing("refused"))
+    timed: list[list[str]] = []
+
+    def take_turns(makers, rounds, keep_memory):
+        timed.append(list(makers))
+        return {name: numpy.full(rounds, len(timed)) for name in makers}
+
+    monkeypatch.setattr(step_overhead, "take_turns", take_turns)
+    monkeypatch.setattr(step_overhead, "SLOW", math.inf)
+    groups = step_overhead.measure_in_groups(layers, ("norms", "failing", "loop"), rounds=2)
+    first = next(groups)
+    assert [row["variant"] for row in first] == ["plain", "norms"]
+    assert timed == [["plain", "norms"]]  # the others wait until these are written
+    rest = list(groups)
+    assert [[row["variant"] for row in rows] for rows in rest] == [["refused"], ["loop"]]
+    assert timed == [["plain", "norms"], ["plain", "loop"]]
+    assert all(row["ratio"] == "1.000" for row in (*first, *rest[1]))
+
+
+def test_calls_are_warm_before_they_are_called_slow():
+    counts = {"plain": 0, "compiled twice": 0}
+
+    def call(name):
+        counts[name] += 1
+        if name != "plain" and counts[name] == 1:
+            time.sleep(0.3)
+        time.sleep(0.005)
+
+    calls = {name: partial(call, name) for name in counts}
+    runs = []
+
+    def run(names, rounds):
+        runs.append(list(names))
+        return dict.fromkeys(names, harness.Timing(1.0, 1.0, 1.0, 1.0))
+
+    step_overhead.timed(calls, 3, "cpu", run)
+    assert runs == [list(counts)]
+
+
+def test_compiled_providers_keep_each_other_s_code(monkeypatch):
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("forgets what was compiled"))
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    work = layers()
+    expected = oracle(work)
+    for name in providers.COMPILED:
+        assert prepare(PROVIDERS[name], work, expected).note == ""
+
+
+def test_gradients_are_let_go_before_memory_is_measured(monkeypatch):
+    """Without asking every object what class it claims to be."""
+
+    class Claims:
+        @property
+        def __class__(self):
+            raise RuntimeError("asked")
+
+    work, claims = layers(), Claims()
+    call = PROVIDERS["plain"].make(work)
+    call()
+    held = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+
+    def memory_allocated():
+        held.extend(each.grad for each in work.model.parameters() if each.grad is not None)
+        return 3
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", memory_allocated)
+    assert step_overhead.peak_bytes(call, "cuda") == 4
+    assert held == [] and type(claims) is Claims
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_products_of_float32_are_chosen_and_recorded(tf32):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        step_overhead.choose_float32_products(tf32)
+        kind = "tf32" if tf32 else "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == kind
+        assert step_overhead.float32_products("cuda") == kind
+        assert step_overhead.float32_products("cpu") == "ieee"
+        torch.backends.cudnn.allow_tf32 = not tf32
+        assert "convolutions" in step_overhead.float32_products("cuda")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
