@@ -70,6 +70,25 @@ def test_one_number_of_all_examples(regulariser):
         gs.per_example_norms(nn.Linear(WIDTH, WIDTH).double(), batch(), losses)
 
 
+SWAPPED = torch.tensor([1, 0, *range(2, BATCH)])
+SQUARE = torch.eye(WIDTH).double()
+GATES = [torch.linspace(-1, 1, 3 * WIDTH**2).double().view(3 * WIDTH, WIDTH)] * 2
+GATES += [torch.zeros(3 * WIDTH).double()] * 2
+
+
+def recurrent(h, state, bias=GATES[2]):
+    """Return a GRU's outputs (B, d) on sequences of one step."""
+    weights = [*GATES[:2], bias, GATES[3]]
+    return torch.gru(h[:, None], state[None], weights, True, 1, 0.0, False, False, True)[0][:, 0]
+
+
+def attention(h, keys, bias=SQUARE[0]):
+    """Return the attention (B, d) of each example's one query to its one key."""
+    shared = (GATES[0], GATES[2], None, None, False, 0.0, SQUARE, bias)
+    keys = keys[None]
+    return functional.multi_head_attention_forward(h[None], keys, keys, WIDTH, 2, *shared)[0][0]
+
+
 # What moves or mixes rows and keeps their number.
 SCRAMBLES = {
     "cumsum_": lambda h: h.clone().cumsum_(0),
@@ -104,6 +123,12 @@ SCRAMBLES = {
     "a mask over all": lambda h: h.masked_select(h > h.sort().values[:, 2:3]),
     "a bias of each": lambda h: functional.linear(torch.ones(BATCH, 2).double(), h[:, :2], h[:, 0]),
     "bilinear": lambda h: functional.bilinear(h[:, :2], h[:, :2], h[:, :4].view(BATCH, 2, 2)),
+    "a cell's state of another": lambda h: torch.gru_cell(h, h[SWAPPED], *GATES),
+    "a cell's bias of one": lambda h: torch.rnn_tanh_cell(h, h, SQUARE, SQUARE, h[0], h[0]),
+    "a layer's state of others": lambda h: recurrent(h, h[SWAPPED]),
+    "a layer's bias of one": lambda h: recurrent(h, h.detach(), bias=torch.cat([h[0]] * 3)),
+    "keys of others": lambda h: attention(h, h[SWAPPED]),
+    "an attention's bias of one": lambda h: attention(h, h, bias=h[0]),
 }
 
 
@@ -158,6 +183,9 @@ APART = {
     "mean of each, as numpy has it": lambda m, x: m(x) - m(x).mean(axis=1, keepdims=True),
     "norm of each": lambda m, x: functional.layer_norm(m(x), (WIDTH,)),
     "largest of two": lambda m, x: torch.max(m(x), x),
+    "a cell": lambda m, x: torch.gru_cell(m(x), m(x).sin(), *GATES),
+    "a recurrent layer": lambda m, x: recurrent(m(x), m(x).sin()),
+    "attention": lambda m, x: attention(m(x), m(x).sin()),
 }
 
 

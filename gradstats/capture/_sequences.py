@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._examples import Examples
+from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
 
@@ -49,24 +49,38 @@ def prescribed_layouts(
         return _sorted_layouts(tracker, args[0], results)
     if func in ALIGNMENTS:
         # Losses of (steps, B, classes), unless they are reduced or those of one example.
-        own = _first_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
+        own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
         return [own.along(0)] if own is not None and results[0].dim() == 1 else None
+    lost: list[Examples | None] = [None] * len(results)
     if func is ATTENTION:
-        own = _first_along(tracker, args[:3], 1)
+        own = _common_along(tracker, args[:3], 1)
+        if _holds_examples(tracker, args[3:]):
+            return lost
         return [own, own and own.along(0)][: len(results)]
     if func is PACK:
         source, _, batch_first = args
-        places = _first_along(tracker, (source,), 0 if batch_first else 1)
+        places = _common_along(tracker, (source,), 0 if batch_first else 1)
         return [places and packed_layout(places, results[1].tolist(), source.device), None]
     if func is PAD:
         return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
     if func in RECURRENT_CELLS:
-        return [_first_along(tracker, (args[0], *_states(args[1])), 0)] * len(results)
-    if isinstance(args[3], (list, tuple)):
+        own = _common_along(tracker, (args[0], *_states(args[1])), 0)
+        return lost if _holds_examples(tracker, args[2:]) else [own] * len(results)
+    packed = isinstance(args[3], (list, tuple))
+    if _holds_examples(tracker, args[3 if packed else 2]):
+        return lost
+    if packed:
         states = _along(packed_places(tracker, *args[:2]), 1)
         return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
     axis = 0 if args[8] else 1
-    own = _first_along(tracker, (args[0],), axis) or _first_along(tracker, _states(args[1]), 1)
+    own = _common_along(tracker, (args[0],), axis)
+    states = [state for state in _states(args[1]) if _layout(tracker, state) is not None]
+    if states:
+        state = _common_along(tracker, states, 1)
+        trained = any(state.requires_grad for state in states)
+        if own is not None and trained and not (state and same_rows(own, state)):
+            return lost
+        own = own or state
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
 
 
@@ -113,10 +127,24 @@ def _layout(tracker: Tracker, tensor: Tensor) -> Examples | None:
     )
 
 
-def _first_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Examples | None:
-    """Return the layout of the first tensor of data, if its examples lie along ``axis``."""
-    for tensor in tensors:
-        if node_of(tensor) is None and tracker.is_data(tensor):
-            layout = tracker.layout_of(tensor)
-            return layout if layout is not None and layout.axis == axis else None
-    return None
+def _common_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Examples | None:
+    """Return the layout of the tensors of data, if their examples lie along ``axis``, all alike."""
+    data = [tensor for tensor in tensors if node_of(tensor) is None and tracker.is_data(tensor)]
+    if not data:
+        return None
+    first = tracker.layout_of(data[0])
+    # What is not trained brings nothing of an example along to another.
+    for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
+        layout = tracker.layout_of(tensor)
+        if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
+            return None
+    return first
+
+
+def _holds_examples(tracker: Tracker, operands) -> bool:
+    """Whether operands that all examples share were computed from trained data."""
+    return any(
+        item.requires_grad and node_of(item) is None and tracker.is_data(item)
+        for item in operands
+        if isinstance(item, Tensor)
+    )
