@@ -74,13 +74,13 @@ def prescribed_layouts(
         return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
     axis = 0 if args[8] else 1
     own = _common_along(tracker, (args[0],), axis)
-    states = [state for state in _states(args[1]) if _layout(tracker, state) is not None]
-    if states:
-        state = _common_along(tracker, states, 1)
-        trained = any(state.requires_grad for state in states)
-        if own is not None and trained and not (state and same_rows(own, state)):
+    given = [state for state in _states(args[1]) if _layout(tracker, state) is not None]
+    if given:
+        places = _common_along(tracker, given, 1)
+        trained = any(state.requires_grad for state in given)
+        if own is not None and trained and not (places and same_rows(own, places)):
             return lost
-        own = own or state
+        own = own or places
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
 
 
