@@ -54,7 +54,7 @@ def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
     value, magnitude, size = broken.gram_sqnorm(a, g, config=TILE)
     error = (value.double() - exact).abs()
     assert bool((error > 4 * roundoff * magnitude).all())
-    assert bool((error <= gram_bound(magnitude, size)).all())
+    assert bool((error <= gram_bound(magnitude, size, roundoff)).all())
 
 
 def test_direct(case):
