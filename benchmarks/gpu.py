@@ -14,8 +14,10 @@ interpreter, to see that the command runs to its end.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -90,6 +92,17 @@ def run(step: Step, folder: Path, left: float, dry: bool) -> str:
     return outcome
 
 
+def versions() -> str:
+    """Return the versions of what a run, and the installation before it, rest on."""
+    found = [f"python {platform.python_version()}"]
+    for package in ("torch", "triton", "setuptools"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
 def kernels_are_installed() -> bool:
     """Whether the library finds its kernels, which lie beside it in a checkout, not within."""
     return importlib.util.find_spec("gradstats.kernels") is not None
@@ -109,9 +122,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             "gradstats.kernels cannot be imported: the installation maps the folder kernels/ to "
             "it. Run `python3 -m pip install --no-build-isolation --no-deps -e .` in the "
-            "repository's root, with the Python that runs this"
+            "repository's root, with the Python that runs this. Without isolation it needs "
+            f"setuptools of 64 or later; here are {versions()}"
         )
     options.out.mkdir(parents=True, exist_ok=True)
+    print(versions(), flush=True)
+    with (options.out / "log.txt").open("a") as log:
+        print(versions(), file=log)
     end = time.monotonic() + options.seconds
     failed = False
     for step in steps():

@@ -32,8 +32,9 @@ def test_help_and_the_need_for_a_gpu(script, capsys):
 def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "SECONDS", 120)
     assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
-    printed = capsys.readouterr().out
-    assert [line.partition(",")[0] for line in printed.splitlines()] == [
+    first, *printed = capsys.readouterr().out.splitlines()
+    assert first == gpu.versions() and "setuptools " in first
+    assert [line.partition(",")[0] for line in printed] == [
         "quick: ok", "training: ok", "kernels: ok", "layers: ok", "tests: ok"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
