@@ -93,6 +93,10 @@ def install() -> None:
         multi_processor_count=132,
         L2_cache_size=50 << 20,
         shared_memory_per_block_optin=232448,
+        gcnArchName="sm_90",  # asked for where PyTorch has no CUDA, as if it had ROCm
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
     )
     state = [torch.Generator().manual_seed(0).get_state()]
 

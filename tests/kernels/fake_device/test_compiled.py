@@ -1,0 +1,37 @@
+"""Compiled models around the launchers, which are operators that the compiler cannot look into."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+B = 5
+
+
+def losses(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def case():
+    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3))
+    return model, (torch.randn(B, 6), torch.randint(3, (B,)))
+
+
+def check(model, compiled, batch):
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses), expected, 1e-3)
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses(compiled, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+
+
+# Whether Triton is there is asked once, through a cache that Dynamo looks through.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_graphs_on_cuda_tensors():
+    torch._dynamo.reset()
+    model, batch = case()
+    model, batch = model.cuda(), tuple(part.cuda() for part in batch)
+    check(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batch)
