@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gradstats.kernels import _config, _reference
@@ -29,127 +31,302 @@ LAYER = (
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
-SCHEMAS = {
-    "rank_one_sqnorm": "(Tensor a, Tensor g) -> (Tensor, Tensor)",
-    "rank_one_inner": "(Tensor a1, Tensor g1, Tensor a2, Tensor g2) -> (Tensor, Tensor)",
-    "vector_sqnorm": f"(Tensor v, {SEGMENTS}) -> Tensor",
-    "vector_sum": f"(Tensor v, {SEGMENTS}) -> Tensor",
-    "vector_inner": f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor",
-    "gram_sqnorm": (
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)"
+
+@dataclass(frozen=True)
+class Operator:
+    """All that is stated about one operator; its CPU implementation has its name in `_reference`.
+
+    Attributes:
+        schema: its arguments and results as torch writes them.
+        module: of this package, with the launcher of the operator's name.
+        leading: how many arguments the launcher takes by position: the operands.
+        outputs: what makes the output, without data, of given arguments; one for each of several.
+    """
+
+    schema: str
+    module: str
+    leading: int
+    outputs: Callable[[Arguments], Tensor] | tuple[Callable[[Arguments], Tensor], ...]
+
+
+class Arguments(dict):
+    """The arguments of one call by name, None where one was left out."""
+
+    def __init__(self, name: str, positional: tuple, named: dict):
+        names = _argument_names(name)
+        super().__init__(dict.fromkeys(names) | _defaults(name))
+        self.update(zip(names, positional, strict=False), **named)
+
+    @property
+    def operand(self) -> Tensor:
+        """The first operand that is no list of ids: results have its precision."""
+        tensors = (value for value in self.values() if isinstance(value, Tensor))
+        return next(tensor for tensor in tensors if tensor.is_floating_point())
+
+    def batch(self, side: int = 1) -> int:
+        """Number of examples of the first or the second factor."""
+        bounds = self.get(f"cu_seqlens{side}", self.get("cu_seqlens"))
+        return self._first_of(side).shape[0] if bounds is None else bounds.shape[0] - 1
+
+    def _first_of(self, side: int) -> Tensor:
+        own = (value for name, value in self.items() if name.endswith(str(side)))
+        return next((each for each in own if isinstance(each, Tensor)), self.operand)
+
+
+def _empty(arguments: Arguments, *shape: int) -> Tensor:
+    operand = arguments.operand
+    return operand.new_empty(shape, dtype=_reference.result_dtype(operand))
+
+
+def _per_example(arguments: Arguments) -> Tensor:
+    return _empty(arguments, arguments.batch())
+
+
+def _per_channel(arguments: Arguments) -> Tensor:
+    return _empty(arguments, arguments.batch(), arguments.operand.shape[-1])
+
+
+def _per_pair(arguments: Arguments) -> Tensor:
+    return _empty(arguments, arguments.batch(1), arguments.batch(2))
+
+
+def _linear_gradient(arguments: Arguments) -> Tensor:
+    a, g = arguments["a"], arguments["g"]
+    return a.new_empty((g.shape[-1], a.shape[-1]), dtype=arguments["gradient_dtype"] or a.dtype)
+
+
+def _convolution_gradient(arguments: Arguments) -> Tensor:
+    x, g = arguments["x"], arguments["g"]
+    shape = (g.shape[1], x.shape[1] // arguments["groups"], *arguments["kernel"])
+    return x.new_empty(shape, dtype=arguments["gradient_dtype"] or x.dtype)
+
+
+def _input_gradient(arguments: Arguments) -> Tensor:
+    like = arguments["g"] if arguments["x"] is None else arguments["x"]
+    wanted = arguments.get("input_gradient", True)
+    return torch.empty_like(like) if wanted else like.new_empty((0,))
+
+
+def _of_backward(arguments: Arguments, wanted: bool, size: int) -> Tensor:
+    like = arguments["g"] if arguments["x"] is None else arguments["x"]
+    return like.new_empty((size if wanted else 0,), dtype=_reference.result_dtype(like))
+
+
+def _scale_sum(arguments: Arguments) -> Tensor:
+    wanted = arguments["sums"] and arguments["x"] is not None
+    return _of_backward(arguments, wanted, arguments["g"].shape[-1])
+
+
+def _shift_sum(arguments: Arguments) -> Tensor:
+    wanted = arguments["sums"] and arguments.get("shift", True)
+    return _of_backward(arguments, wanted, arguments["g"].shape[-1])
+
+
+def _scale_squares(arguments: Arguments) -> Tensor:
+    return _of_backward(arguments, arguments["x"] is not None, arguments.batch())
+
+
+def _shift_squares(arguments: Arguments) -> Tensor:
+    return _of_backward(arguments, arguments.get("shift", True), arguments.batch())
+
+
+_TWO_NORMS = (_per_example, _per_example)
+_NORMS_AND_SIZES = (_per_example, _per_example, _per_example)
+_TWO_SUMS = (_per_channel, _per_channel)
+_BACKWARD = (_input_gradient, _scale_sum, _shift_sum, _scale_squares, _shift_squares)
+
+OPERATORS = {
+    "rank_one_sqnorm": Operator(
+        "(Tensor a, Tensor g) -> (Tensor, Tensor)", "rank_one", 2, _TWO_NORMS
     ),
-    "direct_sqnorm": (
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, Tensor? chosen=None) -> Tensor"
+    "rank_one_inner": Operator(
+        "(Tensor a1, Tensor g1, Tensor a2, Tensor g2) -> (Tensor, Tensor)",
+        "rank_one",
+        4,
+        _TWO_NORMS,
     ),
-    "direct_inner": f"({TWO_FACTORS}, str? precision=None) -> Tensor",
-    "diagonal_gram": (f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> (Tensor, Tensor)"),
-    "weight_gradient_sqnorm": (
+    "vector_sqnorm": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_example),
+    "vector_sum": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_channel),
+    "vector_inner": Operator(
+        f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor", "vector", 2, _per_example
+    ),
+    "gram_sqnorm": Operator(
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)",
+        "gram",
+        2,
+        _NORMS_AND_SIZES,
+    ),
+    "direct_sqnorm": Operator(
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, Tensor? chosen=None) -> Tensor",
+        "direct",
+        2,
+        _per_example,
+    ),
+    "direct_inner": Operator(
+        f"({TWO_FACTORS}, str? precision=None) -> Tensor", "direct", 4, _per_example
+    ),
+    "diagonal_gram": Operator(
+        f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> (Tensor, Tensor)",
+        "diagonal",
+        4,
+        _TWO_NORMS,
+    ),
+    "weight_gradient_sqnorm": Operator(
         f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, ScalarType? gradient_dtype=None,"
-        " bool descriptors=False) -> (Tensor, Tensor)"
+        " bool descriptors=False) -> (Tensor, Tensor)",
+        "weight_gradient",
+        2,
+        (_linear_gradient, _per_example),
     ),
-    "pairwise_gram": f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> Tensor",
-    "pairwise_direct": (
-        f"({TWO_FACTORS}, bool bias=False, str? precision=None, {WORKSPACE}) -> Tensor"
+    "pairwise_gram": Operator(
+        f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> Tensor", "pairwise", 4, _per_pair
     ),
-    "direction_inner": (
+    "pairwise_direct": Operator(
+        f"({TWO_FACTORS}, bool bias=False, str? precision=None, {WORKSPACE}) -> Tensor",
+        "pairwise_direct",
+        4,
+        _per_pair,
+    ),
+    "direction_inner": Operator(
         f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
-        " str? precision=None) -> Tensor"
+        " str? precision=None) -> Tensor",
+        "direction",
+        3,
+        _per_example,
     ),
-    "scale_sqnorm": (
+    "scale_sqnorm": Operator(
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
-        " -> (Tensor, Tensor)"
+        " -> (Tensor, Tensor)",
+        "scale",
+        2,
+        _TWO_NORMS,
     ),
-    "scale_sum": (
+    "scale_sum": Operator(
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
-        " -> (Tensor, Tensor)"
+        " -> (Tensor, Tensor)",
+        "scale",
+        2,
+        _TWO_SUMS,
     ),
-    "scale_backward": (
+    "scale_backward": Operator(
         "(Tensor g, Tensor? x, Tensor? weight=None, Tensor? mean=None, Tensor? rstd=None,"
         f" bool shift=True, bool input_gradient=True, bool sums=True, {SEGMENTS})"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "scale_backward",
+        2,
+        _BACKWARD,
     ),
-    "scale_direction": f"(Tensor g, Tensor? x, Tensor direction, {SEGMENTS}) -> Tensor",
-    "group_norm_sqnorm": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
-    "group_norm_sum": "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
-    "layer_norm_sqnorm": (
-        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    "scale_direction": Operator(
+        f"(Tensor g, Tensor? x, Tensor direction, {SEGMENTS}) -> Tensor",
+        "scale_backward",
+        3,
+        _per_example,
     ),
-    "layer_norm_sum": (
-        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)"
+    "group_norm_sqnorm": Operator(
+        "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+        "group_norm",
+        4,
+        _TWO_NORMS,
     ),
-    "layer_norm_backward": (
+    "group_norm_sum": Operator(
+        "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
+        "group_norm",
+        4,
+        _TWO_SUMS,
+    ),
+    "layer_norm_sqnorm": Operator(
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)",
+        "layer_norm",
+        3,
+        _TWO_NORMS,
+    ),
+    "layer_norm_sum": Operator(
+        f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)",
+        "layer_norm",
+        3,
+        _TWO_SUMS,
+    ),
+    "layer_norm_backward": Operator(
         "(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, bool sums=True,"
-        f" {SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f" {SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "layer_norm",
+        4,
+        _BACKWARD,
     ),
-    "group_norm_backward": (
+    "group_norm_backward": Operator(
         "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "group_norm",
+        5,
+        _BACKWARD,
     ),
-    "rows_sqnorm": f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
-    "rows_inner": f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor",
-    "pairwise_rows": f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",
-    "rows_direction": (
-        f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor"
+    "rows_sqnorm": Operator(
+        f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
+        "rows",
+        2,
+        _per_example,
     ),
-    "tied_inner": (
+    "rows_inner": Operator(
+        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows", 4, _per_example
+    ),
+    "pairwise_rows": Operator(
+        f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",
+        "rows_pairs",
+        4,
+        _per_pair,
+    ),
+    "rows_direction": Operator(
+        f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
+        "rows_direction",
+        3,
+        _per_example,
+    ),
+    "tied_inner": Operator(
         f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS},"
-        " SymInt? padding_idx=None, str? precision=None) -> Tensor"
+        " SymInt? padding_idx=None, str? precision=None) -> Tensor",
+        "tied",
+        4,
+        _per_example,
     ),
-    "convolution_sqnorm": f"(Tensor x, Tensor g, {LAYER}, Tensor? chosen=None) -> Tensor",
-    "convolution_gram_sqnorm": f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
-    "convolution_weight_gradient_sqnorm": (
-        f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)"
+    "convolution_sqnorm": Operator(
+        f"(Tensor x, Tensor g, {LAYER}, Tensor? chosen=None) -> Tensor",
+        "convolution",
+        7,
+        _per_example,
     ),
-    "convolution_inner": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
-    "pairwise_convolution": f"({TWO_IMAGES}, {LAYER}, {WORKSPACE}) -> Tensor",
-    "convolution_inner_gram": f"({TWO_IMAGES}, {LAYER}) -> (Tensor, Tensor)",
-    "pairwise_convolution_gram": f"({TWO_IMAGES}, {LAYER}) -> Tensor",
-    "convolution_direction": f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor",
-}
-
-# the module that holds each operator's launcher, and how many arguments it takes by position
-LAUNCHERS = {
-    "rank_one_sqnorm": ("rank_one", 2),
-    "rank_one_inner": ("rank_one", 4),
-    "vector_sqnorm": ("vector", 1),
-    "vector_sum": ("vector", 1),
-    "vector_inner": ("vector", 2),
-    "gram_sqnorm": ("gram", 2),
-    "direct_sqnorm": ("direct", 2),
-    "direct_inner": ("direct", 4),
-    "diagonal_gram": ("diagonal", 4),
-    "weight_gradient_sqnorm": ("weight_gradient", 2),
-    "pairwise_gram": ("pairwise", 4),
-    "pairwise_direct": ("pairwise_direct", 4),
-    "direction_inner": ("direction", 3),
-    "scale_sqnorm": ("scale", 2),
-    "scale_sum": ("scale", 2),
-    "scale_backward": ("scale_backward", 2),
-    "scale_direction": ("scale_backward", 3),
-    "group_norm_sqnorm": ("group_norm", 4),
-    "group_norm_sum": ("group_norm", 4),
-    "layer_norm_sqnorm": ("layer_norm", 3),
-    "layer_norm_sum": ("layer_norm", 3),
-    "layer_norm_backward": ("layer_norm", 4),
-    "group_norm_backward": ("group_norm", 5),
-    "rows_sqnorm": ("rows", 2),
-    "rows_inner": ("rows", 4),
-    "rows_direction": ("rows_direction", 3),
-    "pairwise_rows": ("rows_pairs", 4),
-    "tied_inner": ("tied", 4),
-    "convolution_sqnorm": ("convolution", 7),
-    "convolution_gram_sqnorm": ("convolution_gram", 7),
-    "convolution_weight_gradient_sqnorm": ("convolution_weight_gradient", 7),
-    "convolution_inner": ("convolution", 9),
-    "pairwise_convolution": ("convolution_pairs", 9),
-    "convolution_inner_gram": ("convolution_pair_gram", 9),
-    "pairwise_convolution_gram": ("convolution_pair_gram", 9),
-    "convolution_direction": ("convolution", 8),
+    "convolution_gram_sqnorm": Operator(
+        f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
+        "convolution_gram",
+        7,
+        _NORMS_AND_SIZES,
+    ),
+    "convolution_weight_gradient_sqnorm": Operator(
+        f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)",
+        "convolution_weight_gradient",
+        7,
+        (_convolution_gradient, _per_example),
+    ),
+    "convolution_inner": Operator(
+        f"({TWO_IMAGES}, {LAYER}) -> Tensor", "convolution", 9, _per_example
+    ),
+    "pairwise_convolution": Operator(
+        f"({TWO_IMAGES}, {LAYER}, {WORKSPACE}) -> Tensor", "convolution_pairs", 9, _per_pair
+    ),
+    "convolution_inner_gram": Operator(
+        f"({TWO_IMAGES}, {LAYER}) -> (Tensor, Tensor)", "convolution_pair_gram", 9, _TWO_NORMS
+    ),
+    "pairwise_convolution_gram": Operator(
+        f"({TWO_IMAGES}, {LAYER}) -> Tensor", "convolution_pair_gram", 9, _per_pair
+    ),
+    "convolution_direction": Operator(
+        f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor", "convolution", 8, _per_example
+    ),
 }
 
 
-def _launch(name: str, module: str, leading: int) -> Callable:
+def _launch(name: str) -> Callable:
     """The CUDA implementation of an operator: its launcher, imported at the first call."""
+    module, leading = OPERATORS[name].module, OPERATORS[name].leading
 
     def implementation(*args, **kwargs):
         try:
@@ -177,279 +354,35 @@ def _argument_names(name: str) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-def _batch(operand: Tensor, cu_seqlens: Tensor | None) -> int:
-    return operand.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+@functools.cache
+def _defaults(name: str) -> dict[str, Any]:
+    schema = getattr(torch.ops.gradstats, name).default._schema
+    return {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
 
 
-def _per_example(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    dtype = _reference.result_dtype(operand)
-    return operand.new_empty((_batch(operand, cu_seqlens),), dtype=dtype)
+def _fake(name: str) -> Callable:
+    """What the operator returns of tensors without data."""
+    outputs = OPERATORS[name].outputs
 
+    def fake(*args, **kwargs):
+        arguments = Arguments(name, args, kwargs)
+        if isinstance(outputs, tuple):
+            return tuple(output(arguments) for output in outputs)
+        return outputs(arguments)
 
-def _per_channel(operand: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    shape = (_batch(operand, cu_seqlens), operand.shape[-1])
-    return operand.new_empty(shape, dtype=_reference.result_dtype(operand))
+    return fake
 
 
-def _fake_rank_one_sqnorm(a, g):
-    return _per_example(a), _per_example(a)
+if TYPE_CHECKING:
+    # the loop below binds every operator by its name
 
+    def __getattr__(name: str) -> Any: ...
 
-def _fake_rank_one_inner(a1, g1, a2, g2):
-    return _per_example(a1), _per_example(a1)
 
-
-def _fake_vector_sqnorm(v, cu_seqlens=None, max_seqlen=None):
-    return _per_example(v, cu_seqlens)
-
-
-def _fake_vector_sum(v, cu_seqlens=None, max_seqlen=None):
-    return _per_channel(v, cu_seqlens)
-
-
-def _fake_vector_inner(v1, v2, cu_seqlens=None, max_seqlen=None):
-    return _per_example(v1, cu_seqlens)
-
-
-def _fake_gram_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None):
-    return _per_example(a, cu_seqlens), _per_example(a, cu_seqlens), _per_example(a, cu_seqlens)
-
-
-def _fake_direct_sqnorm(a, g, cu_seqlens=None, max_seqlen=None, precision=None, chosen=None):
-    return _per_example(a, cu_seqlens)
-
-
-def _fake_direct_inner(a1, g1, a2, g2, cu_seqlens1=None, *rest, **options):
-    return _per_example(a1, cu_seqlens1)
-
-
-def _fake_diagonal_gram(a1, g1, a2, g2, cu_seqlens1=None, *rest, **options):
-    return _per_example(a1, cu_seqlens1), _per_example(a1, cu_seqlens1)
-
-
-def _fake_weight_gradient_sqnorm(
-    a,
-    g,
-    cu_seqlens=None,
-    max_seqlen=None,
-    precision=None,
-    gradient_dtype=None,
-    descriptors=False,
-):
-    shape = (g.shape[-1], a.shape[-1])
-    gradient = a.new_empty(shape, dtype=gradient_dtype or a.dtype)
-    return gradient, _per_example(a, cu_seqlens)
-
-
-def _fake_pairwise(a1, g1, a2, g2, cu_seqlens1=None, cu_seqlens2=None, *rest, **options):
-    shape = (_batch(a1, cu_seqlens1), _batch(a2, cu_seqlens2))
-    return a1.new_empty(shape, dtype=_reference.result_dtype(a1))
-
-
-def _fake_direction_inner(
-    a, g, direction, bias_direction=None, cu_seqlens=None, max_seqlen=None, precision=None
-):
-    return _per_example(a, cu_seqlens)
-
-
-def _fake_scale_sqnorm(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
-    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
-
-
-def _fake_scale_sum(x, g, mean=None, rstd=None, cu_seqlens=None, max_seqlen=None):
-    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
-
-
-def _fake_scale_backward(
-    g,
-    x,
-    weight=None,
-    mean=None,
-    rstd=None,
-    shift=True,
-    input_gradient=True,
-    sums=True,
-    cu_seqlens=None,
-    max_seqlen=None,
-):
-    like, dtype = g if x is None else x, _reference.result_dtype(g if x is None else x)
-
-    def own(wanted, size):
-        return g.new_empty((size if wanted else 0,), dtype=dtype)
-
-    channels, batch = g.shape[-1], _batch(g, cu_seqlens)
-    return (
-        torch.empty_like(like) if input_gradient else like.new_empty((0,)),
-        own(sums and x is not None, channels),
-        own(sums and shift, channels),
-        own(x is not None, batch),
-        own(shift, batch),
-    )
-
-
-def _fake_scale_direction(g, x, direction, cu_seqlens=None, max_seqlen=None):
-    return _per_example(g, cu_seqlens)
-
-
-def _fake_group_norm_sqnorm(x, g, groups, eps):
-    return _per_example(x), _per_example(x)
-
-
-def _fake_group_norm_sum(x, g, groups, eps):
-    return _per_channel(x), _per_channel(x)
-
-
-def _fake_layer_norm_sqnorm(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
-    return _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
-
-
-def _fake_layer_norm_sum(x, g, eps, rms=False, cu_seqlens=None, max_seqlen=None):
-    return _per_channel(x, cu_seqlens), _per_channel(x, cu_seqlens)
-
-
-def _fake_layer_norm_backward(
-    x, g, weight, eps, rms=False, sums=True, cu_seqlens=None, max_seqlen=None
-):
-    channels = x.shape[-1] if sums else 0
-    totals = [x.new_empty((channels,), dtype=_reference.result_dtype(x)) for _ in range(2)]
-    return torch.empty_like(x), *totals, _per_example(x, cu_seqlens), _per_example(x, cu_seqlens)
-
-
-def _fake_group_norm_backward(x, g, weight, groups, eps, sums=True):
-    return _fake_layer_norm_backward(x, g, weight, eps, sums=sums)
-
-
-def _fake_rows_sqnorm(ids, g, cu_seqlens=None, max_seqlen=None, padding_idx=None):
-    return _per_example(g, cu_seqlens)
-
-
-def _fake_rows_direction(ids, g, direction, cu_seqlens=None, max_seqlen=None, padding_idx=None):
-    return _per_example(g, cu_seqlens)
-
-
-def _fake_rows_inner(ids1, g1, ids2, g2, cu_seqlens1=None, *rest, **options):
-    return _per_example(g1, cu_seqlens1)
-
-
-def _fake_pairwise_rows(ids1, g1, ids2, g2, cu_seqlens1=None, cu_seqlens2=None, *rest, **options):
-    shape = (_batch(g1, cu_seqlens1), _batch(g2, cu_seqlens2))
-    return g1.new_empty(shape, dtype=_reference.result_dtype(g1))
-
-
-def _fake_tied_inner(a, g, ids, rows, cu_seqlens1=None, *rest, **options):
-    return _per_example(a, cu_seqlens1)
-
-
-def _fake_convolution_sqnorm(x, g, *layer, **options):
-    return _per_example(x)
-
-
-def _fake_convolution_gram_sqnorm(x, g, *layer, **options):
-    return _per_example(x), _per_example(x), _per_example(x)
-
-
-def _fake_convolution_weight_gradient_sqnorm(
-    x, g, kernel, stride, padding, dilation, groups, precision=None, gradient_dtype=None
-):
-    shape = (g.shape[1], x.shape[1] // groups, *kernel)
-    return x.new_empty(shape, dtype=gradient_dtype or x.dtype), _per_example(x)
-
-
-def _fake_convolution_inner(x1, g1, x2, g2, *layer, **options):
-    return _per_example(x1)
-
-
-def _fake_pairwise_convolution(x1, g1, x2, g2, *layer, **options):
-    return x1.new_empty((x1.shape[0], x2.shape[0]), dtype=_reference.result_dtype(x1))
-
-
-def _fake_convolution_inner_gram(x1, g1, x2, g2, *layer, **options):
-    return _per_example(x1), _per_example(x1)
-
-
-def _fake_convolution_direction(x, g, direction, *layer, **options):
-    return _per_example(x)
-
-
-FAKES = {
-    "rank_one_sqnorm": _fake_rank_one_sqnorm,
-    "rank_one_inner": _fake_rank_one_inner,
-    "vector_sqnorm": _fake_vector_sqnorm,
-    "vector_sum": _fake_vector_sum,
-    "vector_inner": _fake_vector_inner,
-    "gram_sqnorm": _fake_gram_sqnorm,
-    "direct_sqnorm": _fake_direct_sqnorm,
-    "direct_inner": _fake_direct_inner,
-    "diagonal_gram": _fake_diagonal_gram,
-    "weight_gradient_sqnorm": _fake_weight_gradient_sqnorm,
-    "pairwise_gram": _fake_pairwise,
-    "pairwise_direct": _fake_pairwise,
-    "direction_inner": _fake_direction_inner,
-    "scale_sqnorm": _fake_scale_sqnorm,
-    "scale_sum": _fake_scale_sum,
-    "scale_backward": _fake_scale_backward,
-    "scale_direction": _fake_scale_direction,
-    "group_norm_sqnorm": _fake_group_norm_sqnorm,
-    "group_norm_sum": _fake_group_norm_sum,
-    "layer_norm_sqnorm": _fake_layer_norm_sqnorm,
-    "layer_norm_sum": _fake_layer_norm_sum,
-    "layer_norm_backward": _fake_layer_norm_backward,
-    "group_norm_backward": _fake_group_norm_backward,
-    "rows_sqnorm": _fake_rows_sqnorm,
-    "rows_inner": _fake_rows_inner,
-    "rows_direction": _fake_rows_direction,
-    "pairwise_rows": _fake_pairwise_rows,
-    "tied_inner": _fake_tied_inner,
-    "convolution_sqnorm": _fake_convolution_sqnorm,
-    "convolution_gram_sqnorm": _fake_convolution_gram_sqnorm,
-    "convolution_weight_gradient_sqnorm": _fake_convolution_weight_gradient_sqnorm,
-    "convolution_inner": _fake_convolution_inner,
-    "pairwise_convolution": _fake_pairwise_convolution,
-    "convolution_inner_gram": _fake_convolution_inner_gram,
-    "pairwise_convolution_gram": _fake_pairwise_convolution,
-    "convolution_direction": _fake_convolution_direction,
-}
-
-for _name, _schema in SCHEMAS.items():
-    torch.library.define(f"gradstats::{_name}", _schema)
-    torch.library.impl(f"gradstats::{_name}", "CUDA")(_launch(_name, *LAUNCHERS[_name]))
+for _name, _operator in OPERATORS.items():
+    torch.library.define(f"gradstats::{_name}", _operator.schema)
+    torch.library.impl(f"gradstats::{_name}", "CUDA")(_launch(_name))
     torch.library.impl(f"gradstats::{_name}", "CPU")(getattr(_reference, _name))
-    torch.library.register_fake(f"gradstats::{_name}")(FAKES[_name])
-
-# bound once: a lookup through torch.ops at every call costs more than a small launch
-rank_one_sqnorm = torch.ops.gradstats.rank_one_sqnorm.default
-rank_one_inner = torch.ops.gradstats.rank_one_inner.default
-vector_sqnorm = torch.ops.gradstats.vector_sqnorm.default
-vector_sum = torch.ops.gradstats.vector_sum.default
-vector_inner = torch.ops.gradstats.vector_inner.default
-gram_sqnorm = torch.ops.gradstats.gram_sqnorm.default
-direct_sqnorm = torch.ops.gradstats.direct_sqnorm.default
-direct_inner = torch.ops.gradstats.direct_inner.default
-diagonal_gram = torch.ops.gradstats.diagonal_gram.default
-weight_gradient_sqnorm = torch.ops.gradstats.weight_gradient_sqnorm.default
-pairwise_gram = torch.ops.gradstats.pairwise_gram.default
-pairwise_direct = torch.ops.gradstats.pairwise_direct.default
-direction_inner = torch.ops.gradstats.direction_inner.default
-scale_sqnorm = torch.ops.gradstats.scale_sqnorm.default
-scale_sum = torch.ops.gradstats.scale_sum.default
-scale_backward = torch.ops.gradstats.scale_backward.default
-scale_direction = torch.ops.gradstats.scale_direction.default
-group_norm_sqnorm = torch.ops.gradstats.group_norm_sqnorm.default
-group_norm_sum = torch.ops.gradstats.group_norm_sum.default
-layer_norm_sqnorm = torch.ops.gradstats.layer_norm_sqnorm.default
-layer_norm_sum = torch.ops.gradstats.layer_norm_sum.default
-layer_norm_backward = torch.ops.gradstats.layer_norm_backward.default
-group_norm_backward = torch.ops.gradstats.group_norm_backward.default
-rows_sqnorm = torch.ops.gradstats.rows_sqnorm.default
-rows_inner = torch.ops.gradstats.rows_inner.default
-rows_direction = torch.ops.gradstats.rows_direction.default
-pairwise_rows = torch.ops.gradstats.pairwise_rows.default
-tied_inner = torch.ops.gradstats.tied_inner.default
-convolution_sqnorm = torch.ops.gradstats.convolution_sqnorm.default
-convolution_gram_sqnorm = torch.ops.gradstats.convolution_gram_sqnorm.default
-convolution_weight_gradient_sqnorm = torch.ops.gradstats.convolution_weight_gradient_sqnorm.default
-convolution_inner = torch.ops.gradstats.convolution_inner.default
-pairwise_convolution = torch.ops.gradstats.pairwise_convolution.default
-convolution_inner_gram = torch.ops.gradstats.convolution_inner_gram.default
-pairwise_convolution_gram = torch.ops.gradstats.pairwise_convolution_gram.default
-convolution_direction = torch.ops.gradstats.convolution_direction.default
+    torch.library.register_fake(f"gradstats::{_name}")(_fake(_name))
+    # bound once: a lookup through torch.ops at every call costs more than a small launch
+    globals()[_name] = getattr(torch.ops.gradstats, _name).default

@@ -28,7 +28,7 @@ def kernels(monkeypatch):
     from gradstats.contractions import _triton
 
     calls = []
-    for name in operators.SCHEMAS:
+    for name in operators.OPERATORS:
         operator = getattr(operators, name)
 
         def record(*args, name=name, operator=operator, **options):

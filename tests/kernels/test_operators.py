@@ -17,7 +17,7 @@ IDS = [f"{index}-{name}" for index, (name, *_) in enumerate(SAMPLES)]
 
 
 def test_every_operator_has_a_sample():
-    assert {name for name, *_ in SAMPLES} == set(operators.SCHEMAS)
+    assert {name for name, *_ in SAMPLES} == set(operators.OPERATORS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -117,7 +117,7 @@ def test_a_launch_goes_to_the_device_of_its_operands(monkeypatch):
     monkeypatch.setattr(
         direct, "direct_sqnorm", lambda *args, **named: launched.append(current[-1])
     )
-    launch = operators._launch("direct_sqnorm", *operators.LAUNCHERS["direct_sqnorm"])
+    launch = operators._launch("direct_sqnorm")
     for index in (0, 1):
         operand = SimpleNamespace(device=torch.device("cuda", index))
         launch(operand, operand)
@@ -128,7 +128,7 @@ def test_importing_operators_imports_no_triton_and_cuda_without_it_says_so():
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "from gradstats.kernels import operators\n"
-        "launch = operators._launch('direct_sqnorm', *operators.LAUNCHERS['direct_sqnorm'])\n"
+        "launch = operators._launch('direct_sqnorm')\n"
         "try:\n"
         "    launch(None, None)\n"
         "except RuntimeError as error:\n"
