@@ -1,11 +1,15 @@
 """Compiled models around the launchers, which are operators that the compiler cannot look into."""
 
+import warnings
+
 import pytest
 import torch
+from gradstats.kernels import operators
 from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.contractions import _triton
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 5
@@ -35,3 +39,26 @@ def test_graphs_on_cuda_tensors():
     model, batch = case()
     model, batch = model.cuda(), tuple(part.cuda() for part in batch)
     check(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batch)
+
+
+@pytest.fixture
+def launchers_on_the_cpu(monkeypatch):
+    """Have the operators launch kernels for CPU tensors too, which Inductor can compile around."""
+    library = torch.library.Library("gradstats", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators|.*Overriding")
+        for name in operators.SCHEMAS:
+            launch = operators._launch(name, *operators.LAUNCHERS[name])
+            library.impl(name, launch, "CPU", allow_override=True)
+    monkeypatch.setattr(_triton, "runs", lambda first, second: first.dtype == torch.float32)
+    yield
+    library._destroy()
+
+
+def test_outputs_are_as_aligned_as_code_for_cuda_expects(launchers_on_the_cpu, monkeypatch):
+    # No code is made for the fake device: everything here lies on the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch._inductor.graph, "should_assume_input_aligned", lambda example: True)
+    torch._dynamo.reset()
+    model, batch = case()
+    check(model, torch.compile(model), batch)
