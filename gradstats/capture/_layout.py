@@ -8,7 +8,7 @@ is lost, parameters that meet them are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -398,6 +398,15 @@ def _extent(tensor: Tensor) -> int:
     return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _of_batch(dims: int) -> Callable[..., Examples | None]:
+    """Return the rule of an operation that takes data of so many axes for a batch."""
+
+    def rule(func, args, kwargs, source, layout, result) -> Examples | None:
+        return layout if layout.axis == 0 and source.dim() == dims else None
+
+    return rule
+
+
 # Operations that select, repeat or reorder rows, with how the examples go along.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
@@ -443,6 +452,8 @@ REINDEXES = {
     **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
     **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
     **dict.fromkeys(variants("diag_embed"), _made_diagonal),
+    **dict.fromkeys(variants("stft"), _of_batch(2)),
+    **dict.fromkeys(variants("istft"), _of_batch(3)),
     **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
     torch.linalg.diagonal: _picked,
     Tensor.unfold: _picked,

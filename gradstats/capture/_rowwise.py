@@ -28,7 +28,7 @@ UNMARKED = frozenset(
         "data", "as_subclass", "type", "float", "double", "half", "bfloat16", "cfloat", "cdouble",
         "chalf", "cpu", "cuda", "xpu", "pin_memory", "requires_grad_", "dropout", "alpha_dropout",
         "feature_dropout", "feature_alpha_dropout", "native_dropout", "dropout1d", "dropout2d",
-        "dropout3d", "softsign", "tanhshrink", "logsigmoid", "_threshold",
+        "dropout3d", "softsign", "tanhshrink", "logsigmoid", "hardswish", "_threshold",
         "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
         "fused_moving_avg_obs_fake_quant", "_autocast_to_reduced_precision",
         "_autocast_to_full_precision", "binary_cross_entropy_with_logits", "poisson_nll_loss",

@@ -247,3 +247,25 @@ def test_operations_without_a_rule_for_complex_numbers_are_refused():
         normal(BATCH, POSITIONS, WIDTH),
         match=r"conv1d of complex numbers has no rule for parameter 'w'",
     )
+
+
+@pytest.mark.parametrize("batch", [2, 9])
+def test_losses_of_spectra(batch):
+    """Of signals as generators of sound make them, with as many examples as frequencies too."""
+    window = torch.hann_window(16).double()
+
+    def spectra(m, x):
+        signals = functional.hardswish(x @ m.w)
+        found = torch.stft(signals, 16, window=window, return_complex=True)
+        back = torch.istft(found, 16, window=window, length=signals.shape[1])
+        return torch.cat([found.abs().flatten(1), back * m.v], 1)
+
+    check_operation(spectra, {"w": (WIDTH, 64), "v": (64,)}, normal(batch, WIDTH))
+
+
+def test_the_spectrum_of_a_batch_as_one_signal_is_refused():
+    check_refused(
+        lambda m, x: torch.stft((x * m.w).sum(1), 14, window=torch.ones(14).double(),
+                                return_complex=True).abs(),
+        {"w": (WIDTH,)}, normal(8, WIDTH), error=gs.ExampleAxisError, match="lost on the way",
+    )  # fmt: skip
