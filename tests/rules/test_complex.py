@@ -267,5 +267,5 @@ def test_the_spectrum_of_a_batch_as_one_signal_is_refused():
     check_refused(
         lambda m, x: torch.stft((x * m.w).sum(1), 14, window=torch.ones(14).double(),
                                 return_complex=True).abs(),
-        {"w": (WIDTH,)}, normal(8, WIDTH), error=gs.ExampleAxisError, match="lost on the way",
+        {"w": (WIDTH,)}, normal(8, WIDTH), error=gs.CoupledExamplesError, match="several examples",
     )  # fmt: skip
