@@ -78,7 +78,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
         UnsupportedOperationError: when the rule runs and ``decomposition`` returns other values.
 
     Cost:
-        The decomposition's forward and its backward without data gradients, beside the operation's.
+        The decomposition's forward and backward beside the operation's.
     """
     if not callable(decomposition):
         raise TrackingError(
