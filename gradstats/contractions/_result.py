@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradstats._cost import GUARD_TOLERANCE, product
 from gradstats._factors import Factor, compute_dtype
-from gradstats.kernels._precision import tf32_allowed
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
 # The smallest positive number: a square below the range of normal numbers is a multiple of it.
@@ -219,6 +218,8 @@ def product_roundoff(*operands: Tensor) -> float:
         return unit_roundoff(dtype)
     if not any(_on_tensor_cores(operand) for operand in operands):
         return unit_roundoff(dtype)
+    from gradstats.kernels._precision import tf32_allowed
+
     return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
 
 

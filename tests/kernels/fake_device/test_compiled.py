@@ -47,8 +47,8 @@ def launchers_on_the_cpu(monkeypatch):
     library = torch.library.Library("gradstats", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators|.*Overriding")
-        for name in operators.SCHEMAS:
-            launch = operators._launch(name, *operators.LAUNCHERS[name])
+        for name in operators.OPERATORS:
+            launch = operators._launch(name)
             library.impl(name, launch, "CPU", allow_override=True)
     monkeypatch.setattr(_triton, "runs", lambda first, second: first.dtype == torch.float32)
     yield

@@ -31,7 +31,7 @@ B = 5
 def launched(monkeypatch):
     """Record which kernels were launched, each behind its operator."""
     names = []
-    for name in operators.SCHEMAS:
+    for name in operators.OPERATORS:
         operator = getattr(operators, name)
 
         def record(*args, name=name, operator=operator, **options):
