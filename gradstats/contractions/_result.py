@@ -214,17 +214,13 @@ def product_roundoff(*operands: Tensor) -> float:
     """
     dtype = compute_dtype(*operands)
     # A compiler cannot read torch's settings, and takes forms that need no guard.
-    if dtype == torch.float64 or torch.compiler.is_compiling():
+    if not operands[0].is_cuda or dtype == torch.float64 or torch.compiler.is_compiling():
         return unit_roundoff(dtype)
-    if not any(_on_tensor_cores(operand) for operand in operands):
+    if all(operand.dtype != torch.float32 for operand in operands):
         return unit_roundoff(dtype)
     from gradstats.kernels._precision import tf32_allowed
 
     return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
-
-
-def _on_tensor_cores(operand: Tensor) -> bool:
-    return operand.is_cuda and operand.dtype == torch.float32
 
 
 def relative_bound(dtype: torch.dtype) -> float:
