@@ -59,10 +59,14 @@ def test_a_gram_result_that_cancels_is_recomputed(kernels):
     torch.testing.assert_close(result.value, want.flatten(1).square().sum(1), rtol=1e-3, atol=0)
 
 
+def _are_single(operands):
+    return any(each.dtype == torch.float32 for each in operands)
+
+
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """Take float32 operands to lie on CUDA; yields what sets whether TF32 is allowed."""
-    monkeypatch.setattr(_result, "_on_tensor_cores", lambda each: each.dtype == torch.float32)
+    monkeypatch.setattr(_result, "_on_tensor_cores", _are_single)
     allowed = torch.backends.cuda.matmul.allow_tf32
 
     def allow(value):

@@ -214,13 +214,17 @@ def product_roundoff(*operands: Tensor) -> float:
     """
     dtype = compute_dtype(*operands)
     # A compiler cannot read torch's settings, and takes forms that need no guard.
-    if not operands[0].is_cuda or dtype == torch.float64 or torch.compiler.is_compiling():
-        return unit_roundoff(dtype)
-    if all(operand.dtype != torch.float32 for operand in operands):
+    if not _on_tensor_cores(operands) or torch.compiler.is_compiling():
         return unit_roundoff(dtype)
     from gradstats.kernels._precision import tf32_allowed
 
     return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
+
+
+def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
+    """Whether products of operands on one device may be formed of parts of float32 numbers."""
+    dtypes = [operand.dtype for operand in operands] if operands[0].is_cuda else []
+    return torch.float32 in dtypes and torch.float64 not in dtypes
 
 
 def relative_bound(dtype: torch.dtype) -> float:
