@@ -47,27 +47,29 @@ FILLS = frozenset(
     }
 )  # fmt: skip
 
-# The names of PyTorch's own operators, which are looked up one by one.
-OPERATORS = frozenset(
-    name.removeprefix("aten::").partition(".")[0]
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("aten::")
-)
+# The overloads of PyTorch's own operators by their names. What is asked of them below is read from
+# the dispatcher: the objects of torch.ops take ten times as long to make.
+OVERLOADS: dict[str, list[str]] = {}
+for _name in torch._C._dispatch_get_all_op_names():
+    if _name.startswith("aten::"):
+        _operator, _, _overload = _name.partition(".")
+        OVERLOADS.setdefault(_operator, []).append(_overload)
 
 
-def _overloads(*names: str) -> list[Any]:
-    """Return the overloads of PyTorch's own operators of some names, as far as there are any."""
-    packets = [getattr(torch.ops.aten, name) for name in names if name in OPERATORS]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+def _overloads(*names: str) -> list[tuple[str, str]]:
+    """Return operator and overload of PyTorch's own operators of some names, if there are any."""
+    operators = [f"aten::{name}" for name in names]
+    return [(operator, each) for operator in operators for each in OVERLOADS.get(operator, ())]
 
 
-def _is_marked(overloads: list[Any]) -> bool:
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+def _is_marked(overloads: list[tuple[str, str]]) -> bool:
+    found = (torch._C._get_operation_overload(*overload) for overload in overloads)
+    return any(torch.Tag.pointwise in tags for _, _, tags in found)
 
 
-def _has_several(overload) -> bool:
+def _has_several(overload: tuple[str, str]) -> bool:
     """Whether an overload computes from more than one tensor."""
-    arguments = overload._schema.arguments
+    arguments = torch._C._get_schema(*overload).arguments
     return sum("Tensor" in str(item.type) for item in arguments if not item.is_out) > 1
 
 
