@@ -68,6 +68,12 @@ class Data(Marks):
         self.loss_order: Tensor | None = None
         self.followed: Any = None
 
+    def is_trained(self, item: Any) -> bool:
+        """Whether an operand was computed from data and has a gradient to pass on."""
+        if not isinstance(item, Tensor) or not item.requires_grad or node_of(item) is not None:
+            return False
+        return self.is_data(item)
+
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         """Note where the examples lie in a tensor that data were written into.
 
@@ -223,10 +229,10 @@ class Data(Marks):
             after = self.owned(data[0])
         elif self._multiplies(func, args):
             after = self._multiplied((*args, *kwargs.values()), result, func in ROW_PRODUCTS)
-            bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
-            biases = [tensor for tensor in data if tensor is bias]
-            if biases and func is linear:
-                if self._broadcast(biases, result) != after:
+            if func is linear:
+                bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+                biases = [tensor for tensor in data if tensor is bias]
+                if biases and self._broadcast(biases, result) != after:
                     self._note_meeting(result)
                     after = None
         elif func in ADDED_PRODUCTS:
@@ -323,13 +329,7 @@ class Data(Marks):
             if layout is not None and layout.axis == first.dim() - 1:
                 return True  # the axis that it sums
         # A layer's weight is shared by all, unless it was computed from parameters and data.
-        return any(
-            isinstance(item, Tensor)
-            and item.requires_grad
-            and node_of(item) is None
-            and self.is_data(item)
-            for item in args[1:]
-        )
+        return any(map(self.is_trained, args[1:]))
 
     def _agree(
         self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor

@@ -26,7 +26,7 @@ from gradstats.capture._nodes import (
     same_storage,
 )
 from gradstats.capture._operations import COMPLEX
-from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, wrap
+from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, value_of, wrap
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -261,14 +261,9 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
     """Whether a tensor shows the memory of another at an index."""
     if not (isinstance(value, Derived) and isinstance(whole, Derived)):
         return False
-    part, again = value.value, whole.value.detach()[rebuild(index, _plain_index)]
+    part, again = value.value, whole.value.detach()[rebuild(index, value_of)]
     same = same_storage(part, again) and part.storage_offset() == again.storage_offset()
     return same and same_form(part, again)
-
-
-def _plain_index(item):
-    node = node_of(item)
-    return item if node is None else node.value
 
 
 def _free_base(tracker, constant: Tensor) -> Tensor | None:
@@ -280,7 +275,7 @@ def _free_base(tracker, constant: Tensor) -> Tensor | None:
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
     if not plain or base.requires_grad or tracker.is_data(base) or tracker.is_kept(base):
         return None
-    dense = base.storage_offset() == 0 and same_form(base.clone(), base)
+    dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
     return base if dense else None
 
 

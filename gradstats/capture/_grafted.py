@@ -18,7 +18,7 @@ from gradstats.capture._nodes import (
     operands_of,
     rebuild,
 )
-from gradstats.capture._tensors import node_of, wrap
+from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
 
 # By how much a decomposition's result may differ from the operation's, relative to its norm. An
@@ -58,7 +58,7 @@ class Grafted:
         self._check(func, node, results, shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
-                results[number] = _graft(node, _plain(second), first)
+                results[number] = _graft(node, value_of(second), first)
                 if node_of(second) is None:
                     tracker.place_like(results[number], second)
         tracker.followed = results[0] if single else type(result)(results)
@@ -83,7 +83,7 @@ class Grafted:
             problem = f"results of shape {got}, expected {expected}"
         else:
             pairs = zip(results, shadows, strict=True)
-            worst = max(_difference(first, _plain(second)) for first, second in pairs)
+            worst = max(_difference(first, value_of(second)) for first, second in pairs)
             if worst <= 1:
                 return
             problem = (
@@ -155,11 +155,6 @@ def _without_gradient(node: Node) -> Tensor:
     """Return a tracked tensor of the node's value whose uses count and give no gradient."""
     value = Blocked.apply(node.value)
     return wrap(Derived(node.tracker, value, Tensor.clone, (node,), {}, None))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    node = node_of(tensor)
-    return tensor if node is None else node.value
 
 
 def _shape(item) -> tuple[int, ...] | None:

@@ -235,10 +235,8 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
         The path from the root; () for the root itself, None if a step does anything else.
     """
     if len(node.roots) != 1:
-        return None
-    steps: list[tuple] = []
-    if len(node.roots) != 1:
         return None  # computed from several: not a rearrangement of one
+    steps: list[tuple] = []
     (root,) = node.roots
     view: Tensor | None = None
     while isinstance(node, Derived):

@@ -54,7 +54,7 @@ def prescribed_layouts(
     lost: list[Examples | None] = [None] * len(results)
     if func is ATTENTION:
         own = _common_along(tracker, args[:3], 1)
-        if _holds_examples(tracker, args[3:]):
+        if any(map(tracker.is_trained, args[3:])):
             return lost
         return [own, own and own.along(0)][: len(results)]
     if func is PACK:
@@ -65,9 +65,9 @@ def prescribed_layouts(
         return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
     if func in RECURRENT_CELLS:
         own = _common_along(tracker, (args[0], *_states(args[1])), 0)
-        return lost if _holds_examples(tracker, args[2:]) else [own] * len(results)
+        return lost if any(map(tracker.is_trained, args[2:])) else [own] * len(results)
     packed = isinstance(args[3], (list, tuple))
-    if _holds_examples(tracker, args[3 if packed else 2]):
+    if any(map(tracker.is_trained, args[3 if packed else 2])):
         return lost
     if packed:
         states = _along(packed_places(tracker, *args[:2]), 1)
@@ -139,12 +139,3 @@ def _common_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Exa
         if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
             return None
     return first
-
-
-def _holds_examples(tracker: Tracker, operands) -> bool:
-    """Whether operands that all examples share were computed from trained data."""
-    return any(
-        item.requires_grad and node_of(item) is None and tracker.is_data(item)
-        for item in operands
-        if isinstance(item, Tensor)
-    )

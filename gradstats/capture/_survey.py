@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._nodes import flatten, function_name, rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError
@@ -48,7 +48,7 @@ class Survey(Tracker):
         except GradStatsError as error:
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(*rebuild(args, _value), **rebuild(kwargs, _value))
+                result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
         if any(isinstance(item, Tensor) and item.requires_grad for item in leaves):
             for node in map(node_of, operands):
@@ -101,8 +101,3 @@ def survey(
         finally:
             found.close()
     return found
-
-
-def _value(item):
-    node = node_of(item)
-    return item if node is None else node.value

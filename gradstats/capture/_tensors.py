@@ -82,6 +82,12 @@ def show(node: Derived, tensor: torch.Tensor) -> None:
     node.shown = ref(tensor)
 
 
+def value_of(item):
+    """Return the plain tensor that a tracked one stands for, and everything else as it is."""
+    node = node_of(item)
+    return item if node is None else node.value
+
+
 def unwrap(item):
     """Return a derived tensor as the plain one it stands for, and everything else as it is."""
     node = node_of(item)

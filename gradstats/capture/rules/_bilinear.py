@@ -13,7 +13,7 @@ from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, is_trained_data, locate, plain
+from gradstats.capture.rules._common import Examples, locate, plain
 
 
 def bilinear(tracker, func, input1, input2, weight, bias=None):
@@ -21,7 +21,7 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     if node_of(input1) is not None or node_of(input2) is not None:
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
-    if is_trained_data(tracker, weight):
+    if tracker.is_trained(weight):
         refuse(func, nodes[0], "with a weight that was computed from data has no rule")
     layouts = [
         locate(tracker, func, nodes[0], x, folds=True, trailing=1)

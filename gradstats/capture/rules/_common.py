@@ -12,7 +12,7 @@ from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._examples import same_rows
 from gradstats.capture._nodes import Node, Root, function_name, operands_of
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
@@ -21,8 +21,7 @@ def plain(item):
     """Return what PyTorch's own operation should compute with in place of a tracked tensor."""
     if torch.compiler.is_compiling():
         return item
-    node = node_of(item)
-    return item if node is None else node.value
+    return value_of(item)
 
 
 def bare(item, autocast: bool):
@@ -35,13 +34,6 @@ def bare(item, autocast: bool):
     if isinstance(node, Root) and not autocast:
         return node.parameter
     return plain(item)
-
-
-def is_trained_data(tracker, item: Tensor | None) -> bool:
-    """Whether an operand was computed from data and has a gradient to pass on."""
-    if item is None or node_of(item) is not None or not item.requires_grad:
-        return False
-    return tracker.is_data(item)
 
 
 def are_of_one(tracker, data: Sequence[Tensor]) -> bool:

@@ -18,7 +18,6 @@ from gradstats.capture.rules._common import (
     Examples,
     bare,
     cast_for_autocast,
-    is_trained_data,
     locate,
     plain,
 )
@@ -88,7 +87,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         return tap(
             tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
         )
-    data = is_trained_data(tracker, weight), is_trained_data(tracker, bias)
+    data = tracker.is_trained(weight), tracker.is_trained(bias)
     use, probes = use_of(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))

@@ -22,7 +22,7 @@ from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, derived, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture.rules._common import Examples, is_trained_data, locate, plain
+from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import Fused, _triton, _triton_layers
 from gradstats.contractions._triton_layers import NormGradients
 
@@ -241,7 +241,7 @@ def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input
     shape = tuple((weight if node_of(weight) is not None else bias).shape)
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    own = is_trained_data(tracker, weight) or is_trained_data(tracker, bias)
+    own = tracker.is_trained(weight) or tracker.is_trained(bias)
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
         result = _attach(tracker, run, weight, None, examples, normalise, channel_axis, input,

@@ -32,7 +32,6 @@ from gradstats.capture.rules._common import (
     check_rows,
     common_rows,
     in_order,
-    is_trained_data,
     locate,
     plain,
     run,
@@ -80,7 +79,7 @@ def _linear(
         examples,
         tuple(weight.shape),
         inputs_first,
-        (is_trained_data(tracker, weight), is_trained_data(tracker, bias)),
+        (tracker.is_trained(weight), tracker.is_trained(bias)),
     )
     roots = [node for node in nodes if isinstance(node, Root)]
     if len(roots) == (1 if bias is None else 2) and _one_row.serves(settings, examples, x):
@@ -102,7 +101,7 @@ def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
     layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
     # A matrix that was computed from other examples is no layer's weight.
-    if layer and (not is_trained_data(tracker, mat2) or are_of_one(tracker, (mat1, mat2))):
+    if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
         return _linear(
             tracker,
             func,

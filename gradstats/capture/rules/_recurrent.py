@@ -44,7 +44,6 @@ from gradstats.capture.rules._common import (
     are_of_one,
     as_data,
     autocast_dtype,
-    is_trained_data,
     plain,
     rows_along,
 )
@@ -324,7 +323,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
 
 def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
     """Raise where weights were computed from other examples than the data's one."""
-    own = [item for item in weights if is_trained_data(tracker, item)]
+    own = [item for item in weights if tracker.is_trained(item)]
     if own and not are_of_one(tracker, [*own, *([] if node_of(data) is not None else [data])]):
         refuse(func, node, "with weights that were computed from other examples has no rule")
 
@@ -335,7 +334,7 @@ def _attach(tracker, func, operation, data, states, weights):
     slots = dict(enumerate(weights, 1 + len(states)))
     nodes = {slot: node_of(item) for slot, item in slots.items()}
     tracked = {slot: node for slot, node in nodes.items() if node is not None}
-    own = tuple(slot for slot, item in slots.items() if is_trained_data(tracker, item))
+    own = tuple(slot for slot, item in slots.items() if tracker.is_trained(item))
     if not tracked:
         return operation.native(*tensors)
     leave_graph(f"{function_name(func)}, which backward takes apart")
