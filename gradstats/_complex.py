@@ -7,6 +7,8 @@ real numbers it holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ def as_real(tensor: Tensor) -> Tensor:
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of ``as_real(tensor)``."""
     return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def any_double(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of several tensors holds numbers in double precision: then results are too."""
+    return any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
 
 
 def real_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

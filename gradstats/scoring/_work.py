@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gradstats._complex import any_double
 from gradstats.capture._selection import select_parameters
 from gradstats.contractions._triton import BACKEND_VARIABLE
 from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError, TrackingError
@@ -65,8 +66,7 @@ class Work:
     @property
     def dtype(self) -> np.dtype:
         """Of results: float64 for float64 models, else float32."""
-        wide = any(parameter.dtype == torch.float64 for parameter in self.model.parameters())
-        return np.dtype(np.float64 if wide else np.float32)
+        return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
 
     def description(self) -> dict[str, Any]:
         """Return what results depend on, for a manifest."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._complex import any_double
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._selection import select_parameters
@@ -103,7 +104,7 @@ def norms_with_fallback(
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.norm.double().square()
-    wide = any(parameter.dtype.to_real() == torch.float64 for parameter in selected.values())
+    wide = any_double(selected.values())
     rows = torch.stack([values[name] for name in selected])
     total = rows.sum(0)
     relative = partial(_relative, bound, total)

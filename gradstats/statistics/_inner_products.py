@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats._complex import as_real, real_shape
+from gradstats._complex import any_double, as_real, real_shape
 from gradstats._factors import map_tensors
 from gradstats.capture._consumers import (
     Against,
@@ -509,5 +509,5 @@ def check_direction(
 
 def result_dtype(*models: nn.Module) -> torch.dtype:
     """Return float64 where a model has a float64 parameter, else float32."""
-    wide = any(p.dtype.to_real() == torch.float64 for model in models for p in model.parameters())
+    wide = any(any_double(model.parameters()) for model in models)
     return torch.float64 if wide else torch.float32

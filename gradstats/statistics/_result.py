@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from gradstats._complex import any_double
 from gradstats.capture._consumers import Together
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
@@ -109,7 +110,7 @@ def gather(
     square = (weight * scale) ** 2
     relative = tracker.error_bound(values, total, square)
     names = [root.name for root in tracker.roots]
-    wide = any(root.parameter.dtype.to_real() == torch.float64 for root in tracker.roots)
+    wide = any_double(root.parameter for root in tracker.roots)
     if isinstance(square, Tensor) or square != 1:
         values, total = values / square, total / square
     norms = summarise(names, values, total, relative, loss, nonfinite, wide)

@@ -2,13 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal, uneven_loss
 from tests.zoo.spectral import SpectralConvolution
 
@@ -269,3 +270,14 @@ def test_the_spectrum_of_a_batch_as_one_signal_is_refused():
                                 return_complex=True).abs(),
         {"w": (WIDTH,)}, normal(8, WIDTH), error=gs.CoupledExamplesError, match="several examples",
     )  # fmt: skip
+
+
+def test_scores_in_double_precision():
+    model = SpectralRows(WIDTH)
+    model.weight.data = model.weight.data.cdouble()
+    loader = [(normal(BATCH, POSITIONS, WIDTH),)]
+    run = gs.Checkpoints([model.state_dict()], lr=1.0)
+    scores = gs.influence(model, loader, loader, uneven_loss, run, progress=False)
+    rows = flat(oracle_gradients(model, loader[0], uneven_loss))
+    assert scores[:, 0].dtype == np.float64
+    np.testing.assert_allclose(scores[:, 0], rows @ rows[0], rtol=1e-12)
