@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,20 +55,10 @@ SLOW_SECONDS = 20.0
 
 
 def measure(
-    make: Callable[[], Workload],
-    names: tuple[str, ...],
-    rounds: int,
-    *,
-    device: str = "cpu",
-    dtype: str = "float32",
-    limit: float = 4 * GIBIBYTE,
-    keep_memory: bool = True,
+    make: Callable[[], Workload], names: tuple[str, ...], rounds: int, **options: Any
 ) -> list[dict[str, object]]:
-    """Return all rows of ``measure_in_groups``."""
-    groups = measure_in_groups(
-        make, names, rounds, device=device, dtype=dtype, limit=limit, keep_memory=keep_memory
-    )
-    return list(chain.from_iterable(groups))
+    """Return all rows of ``measure_in_groups``, called with the same."""
+    return list(chain.from_iterable(measure_in_groups(make, names, rounds, **options)))
 
 
 def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ from tests.oracle import (
     oracle_sqnorms,
     perturbed,
 )
+from tests.test_backend_models import squared_outputs
 
 B = 5
 
@@ -40,11 +41,6 @@ def launched(monkeypatch):
 
         monkeypatch.setattr(operators, name, record)
     return names
-
-
-def squared_outputs(model, batch):
-    output = model(batch[0]).flatten(1)
-    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
 
 
 def on_device(model, *shape):
