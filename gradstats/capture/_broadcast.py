@@ -89,7 +89,7 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         value: the tracked tensor.
         multiply: the operation is a product.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _triton.streams(x, value):
         return None
     segments = layout.examples.segments
     padded = layout.padded(value.shape)
@@ -98,7 +98,6 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         and not layout.own_slices(value.shape)
         and all(size in (1, own) for size, own in zip(padded, x.shape, strict=True))
         and (segments is None or segments.order is None)
-        and _triton.streams(x, value)
     )
     if not served:
         return None

@@ -284,7 +284,7 @@ class ConstantTracking(TorchFunctionMode):
                 return
             layouts = prescribed_layouts(tracker, func, args, results)
             if layouts is not None:
-                one = tracker.sole_example(data) if tracker.follows_layouts else None
+                one = tracker.sole_example(data)
                 for tensor, layout in zip(results, layouts, strict=False):
                     if isinstance(tensor, Tensor):
                         tracker.place(tensor, one or layout)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
+from gradstats.capture._hooked import hooked_on
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._one_row import one_row_of
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
@@ -51,10 +51,11 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         found.reentrant |= type(node) is REENTRANT_CHECKPOINT
         partial = type(node) is COPY_SLICES
         hidden |= partial
-        edges, row = node.next_functions, one_row_of(node)
-        if row is not None:
-            edges = (edges[row.place.edge],)  # the others lead to its parameters
-        use: Any = getattr(node, "use", None) if row is None else row
+        edges, on_node = node.next_functions, hooked_on(node)
+        if on_node is not None:
+            edge = on_node.place.edge
+            edges = () if edge is None else (edges[edge],)  # the others lead to its parameters
+        use: Any = getattr(node, "use", None) if on_node is None else on_node
         tracked = isinstance(use, Use)
         if tracked:
             uses.append(use)

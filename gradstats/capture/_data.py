@@ -88,7 +88,7 @@ class Data(Marks):
             for item in write.values
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
         ]
-        if before and self.follows_layouts and (one := self.sole_example([target, *values])):
+        if before and (one := self.sole_example([target, *values])):
             self.place(after, one)
             return
         if before and write.read is None and not self.follows_layouts:
@@ -194,6 +194,16 @@ class Data(Marks):
         else:
             self.place(target, None)
         self._note_base(target, None, first=False)
+
+    def note_followed(self, result: Tensor, examples: Examples) -> None:
+        """Note, if it is so, that there is nothing to note of a rule's result.
+
+        Args:
+            result: what the rule returns.
+            examples: where the examples lie in it.
+        """
+        if examples is self._contract:
+            self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
         """Note of a tensor what is known of the one that it was made of, row by row."""
@@ -303,19 +313,19 @@ class Data(Marks):
                 if alone and layout.plain and self.has_example_axis(result):
                     return
         unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
-        if unclear and self.follows_layouts:
-            one = self.sole_example(data)
-            if one is not None:
-                # Whatever happens to values of one example alone, they stay its own.
-                self.coupled.pop(result.grad_fn, None)
-                after = one
+        if unclear and (one := self.sole_example(data)) is not None:
+            # Whatever happens to values of one example alone, they stay its own.
+            self.coupled.pop(result.grad_fn, None)
+            after = one
         self.place(result, after)
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
         """Return the example to which all operands of data belong; None where it is not one."""
+        if self.batch_size == 1 or not self.follows_layouts:
+            return None
         owners = [_sole(self.owned(item)) if self._is_marked(item) else None for item in data]
         first = owners[0]
-        if self.batch_size == 1 or not isinstance(first, Whole):
+        if not isinstance(first, Whole):
             return None
         return first if all(other == first for other in owners) else None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._factors import (
     Elementwise,
@@ -19,7 +21,7 @@ from gradstats._factors import (
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
-from gradstats.contractions import Fused, _triton, summed
+from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +52,20 @@ class LinearFactors:
             factors.append(bias_factor(self.examples, grad))
         return factors
 
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what PyTorch computes."""
+        if not self.inputs_first:
+            return functional.linear(x, weight, bias)
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    def norms(self, grad: Tensor, x: Tensor) -> list[Contraction] | None:
+        """Return the squared norms of a weight, and of a bias, whose rows are the examples."""
+        if not (self.weight and grad.dim() == 2 and self.examples.plain and grad.is_cpu):
+            return None
+        norms = one_position(grad, x)
+        # The gradient of an example's bias is the row whose norm the weight's needed too.
+        return [norms, norms.first()] if self.bias else [norms]
+
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
         """Return the weight's factor."""
         return outer_factor(self.examples, *self._sides(grad, x), self.shape)
@@ -63,6 +79,10 @@ class LinearFactors:
 
     def _sides(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return (x, grad) if self.inputs_first else (grad, x)
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """Return the gradient of x as tracked operations compute it."""
+        return (self.data_gradient(nodes[0], nodes[0].tracker.settings, grad),)
 
     def data_gradient(self, node: Node, settings: Settings, grad: Tensor) -> Tensor:
         """Return the gradient of x from an operation that uses a tracked weight once more."""
@@ -99,7 +119,7 @@ class LinearUse(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        result = torch.nn.functional.linear(x, weight.t() if layer.inputs_first else weight, bias)
+        result = functional.linear(x, weight.t() if layer.inputs_first else weight, bias)
         if x.dim() == 2:
             return result
         # For more than two axes PyTorch returns a view, which a later relu_ could not change.

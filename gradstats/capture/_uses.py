@@ -283,8 +283,9 @@ class Tap(torch.autograd.Function):
     def backward(ctx, grad, *saved):
         factors = None
         if ctx.settings.consumer is None and (ctx.use is None or ctx.use.all_sole):
-            norms = getattr(ctx.factors_of, "norms", None)
-            factors = None if norms is None else norms(grad, *saved)
+            method = getattr(ctx.factors_of, "norms", None)
+            norms = None if method is None else method(grad, *saved)
+            factors = None if norms is None else [Fused(None, each, None) for each in norms]
         if factors is None:
             factors = ctx.factors_of(grad, *saved)
         reports = report(ctx.use, ctx.settings, factors)
@@ -309,8 +310,9 @@ def tap(
             method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
             of ``saved`` as tracked operations compute them, or None where the tracked operands do
             not enter them; its method ``norms(grad, *saved)`` the norms of factors that no other
-            use meets, without the factors, or None. Equal only to itself: the compiler of PyTorch
-            2.11 looks what a graph calls up in a set, before it has values to compare.
+            use meets, one ``Contraction`` for each node, without the factors, or None. Equal only
+            to itself: the compiler of PyTorch 2.11 looks what a graph calls up in a set, before it
+            has values to compare.
         saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """

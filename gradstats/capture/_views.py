@@ -57,10 +57,14 @@ class ExampleLayout:
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (1,) * (self.dims - len(shape)) + tuple(shape)
 
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the size of a tensor along the example axis."""
+        axis = self.examples.axis - (self.dims - len(shape))
+        return shape[axis] if axis >= 0 else 1
+
     def own_slices(self, shape: Sequence[int]) -> bool:
         """Whether each row sees its own slice of the tensor rather than the whole."""
-        rows = self.examples.rows
-        return self.padded(shape)[self.examples.axis] == rows and rows != 1
+        return self.rows_of(shape) == self.examples.rows != 1
 
     def serves(self, shape: Sequence[int]) -> bool:
         """Whether the factor of a tensor of this shape can be told."""
@@ -68,11 +72,8 @@ class ExampleLayout:
 
     def view(self, value: Tensor) -> Tensor:
         shape = list(self.padded(value.shape))
-        viewed = value.view(shape) if len(shape) != value.dim() else value.view_as(value)
-        if self.own_slices(value.shape):
-            return viewed
         shape[self.examples.axis] = self.examples.rows
-        return viewed.expand(shape)
+        return value.expand(shape)
 
     def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
         if grad.is_complex():
@@ -85,6 +86,8 @@ class ExampleLayout:
             return Vector(slices.reshape(batch, *rest), shape, axis)
         if not self.examples.plain:
             slices = self.examples.reduce(slices.to(compute_dtype(slices)))
+        elif slices.dim() == len(shape) + 1:
+            return Vector(slices, shape)
         return Vector(slices.reshape(batch, *shape), shape)
 
     def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:

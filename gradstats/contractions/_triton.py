@@ -50,7 +50,10 @@ def runs(first: Tensor, second: Tensor) -> bool:
 
 def streams(*operands: Tensor | None) -> bool:
     """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
-    return all(runs(operand, operand) for operand in operands if operand is not None)
+    for operand in operands:
+        if operand is not None and not runs(operand, operand):
+            return False
+    return True
 
 
 def convolves(*factors: Patches) -> bool:

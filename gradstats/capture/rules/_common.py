@@ -102,19 +102,20 @@ def locate(
 
 def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
     """Raise where operands have more rows along the example axis than there are of the examples."""
-    axis, rows = layout.examples.axis, layout.examples.rows
-    if any(layout.padded(operand.shape)[axis] not in (1, rows) for operand in operands):
-        refuse(
-            func,
-            node,
-            f"repeats the only example along axis {axis}, which has no rule",
-            "Give the example axis a place of its own, as x.unsqueeze(1) does.",
-        )
+    sizes = (1, layout.examples.rows)
+    for operand in operands:
+        if layout.rows_of(operand.shape) not in sizes:
+            refuse(
+                func,
+                node,
+                f"repeats the only example along axis {layout.examples.axis}, which has no rule",
+                "Give the example axis a place of its own, as x.unsqueeze(1) does.",
+            )
 
 
 def lined_up(tracker, func, node: Node, operands: Sequence[Tensor]) -> ExampleLayout:
     """Return where the examples lie in operands that are broadcast against each other."""
-    dims = max(operand.dim() for operand in operands)
+    dims = max([operand.dim() for operand in operands])
     layouts = []
     for operand in operands:
         if node_of(operand) is None and tracker.is_data(operand):

@@ -7,7 +7,7 @@ and sums have kernels of their own on CUDA (``_broadcast``), which write no grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.nn import functional
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._nodes import Node, flatten, rebuild
+from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
+from gradstats.capture._nodes import Node, flatten, operands_of, rebuild
 from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     ELEMENTWISE,
@@ -46,29 +47,66 @@ from gradstats.capture.rules._products import BroadcastFactors
 
 def broadcast(tracker, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
-    operands = [item for item in flatten((args, kwargs)) if isinstance(item, Tensor)]
+    operands = operands_of(args, kwargs)
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
-    whole = tracker.owned(data[0])
-    if isinstance(whole, Whole) and func not in IN_PLACE and tracker.sole_example(data):
+    whole = tracker.sole_example(data)
+    if whole is not None and func not in IN_PLACE and isinstance(tracker.owned(data[0]), Whole):
         dims = max(operand.dim() for operand in operands)
         widened = _widen(tracker, (args, kwargs), whole, dims)
         return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
     layout = lined_up(tracker, func, nodes[0], operands)
-    multiply = func in PRODUCTS
-    if (multiply or func in SUMS) and not kwargs and len(operands) == len(args) == 2:
-        value, x = args if node_of(args[0]) is not None else args[::-1]
-        if len(nodes) == 1 and tracker.is_data(x):
-            plan = on_chip(layout, x, value, multiply=multiply)
-            if plan is not None and tracker.settings.exact:
-                result = func(*map(plain, args))
-                saved = (x.detach(),) if multiply else ()
-                return tap(tracker, nodes, result, plan, *saved)
-            if plan is not None:
-                return broadcast_on_chip(tracker, nodes[0], plan, x, multiply=multiply)
+    if func in PRODUCTS_AND_SUMS and not kwargs and len(args) == 2:
+        if len(nodes) == len(data) == 1:
+            result = _product_or_sum(tracker, func, layout, *args)
+            if result is not None:
+                return result
     return per_example(tracker, func, layout, args, kwargs)
+
+
+def _product_or_sum(tracker, func, layout: ExampleLayout, first: Tensor, second: Tensor):
+    """Return x ∘ w or x + b with its statistics attached; None where there is no short way."""
+    settings, multiply = tracker.settings, func in PRODUCTS
+    position = 0 if node_of(second) is not None else 1
+    x, value = (first, second) if position == 0 else (second, first)
+    node = first_node(value)
+    plan = on_chip(layout, x, value, multiply=multiply)
+    if plan is not None and settings.exact:
+        result = func(plain(first), plain(second))
+        saved = (x.detach(),) if multiply else ()
+        return tap(tracker, [node], result, plan, *saved)
+    if plan is not None:
+        return broadcast_on_chip(tracker, node, plan, x, multiply=multiply)
+    # Beside training the data are read once more for the norms.
+    again = settings.weight_gradients and settings.fused and x.numel() > SMALL
+    if again or x.dim() < layout.dims or x.is_complex() or value.is_complex():
+        return None
+    shape = tuple(value.shape)
+    if not layout.serves(shape):
+        return None
+    factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
+    place = MULTIPLIED[position] if multiply else ADDED[position]
+
+    def run(parameter: Tensor) -> Tensor:
+        return func(x, parameter) if position == 0 else func(parameter, x)
+
+    return hooked(tracker, place, (value,), factors, layout.examples, run)
+
+
+@dataclass(frozen=True, eq=False)
+class MultipliedFactors(BroadcastFactors):
+    """The factor of a parameter that multiplies data."""
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:  # type: ignore[override]
+        return super().__call__(grad * x)
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+        """Return the gradient of the data as tracked operations compute it."""
+        (node,) = nodes
+        gradient = grad * example_view(node.tracker, node, self.layout)
+        return (gradient.sum_to_size(x.shape).to(x.dtype),)
 
 
 def _has_rows(owned: Examples | Whole) -> bool:
@@ -362,7 +400,10 @@ IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
 # Operations that the kernels differentiate where they broadcast.
 PRODUCTS = frozenset(function_variants("mul", "multiply"))
-SUMS = frozenset(function_variants("add"))
+PRODUCTS_AND_SUMS = PRODUCTS | frozenset(function_variants("add"))
+
+# Elements of data that are read once more sooner than an autograd Function is called.
+SMALL = 16384
 
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},

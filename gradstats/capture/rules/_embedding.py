@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
 from gradstats.capture._nodes import Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
-from gradstats.contractions import FEW, Fused, _triton, sqnorm_of_few
+from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
 
 
 def embedding(
@@ -36,14 +37,19 @@ def embedding(
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
-    result = func(
-        input, plain(weight), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    )
+
+    def run(table: Tensor) -> Tensor:
+        return func(input, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
     lookup = None
     if isinstance(node, Root) and not torch.compiler.is_compiling():
         lookup = Lookup(partial(looked_up, examples, input))
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
-    return tap(tracker, [node], result, factors, input, lookup=lookup)
+    if max_norm is None:  # which changes the table, each time
+        result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
+        if result is not None:
+            return result
+    return tap(tracker, [node], run(plain(weight)), factors, input, lookup=lookup)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +65,7 @@ class EmbeddingFactors:
         rows = table_rows(self.examples, ids, grad, self.shape, self.padding_idx)
         return [replace(rows, lookup=self.lookup)]
 
-    def norms(self, grad: Tensor, ids: Tensor) -> list[Fused] | None:
+    def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
         """Return squared norms where each example looks up few rows."""
         return norms_of_few(self.examples, ids, grad, self.shape, self.padding_idx)
 
@@ -196,7 +202,7 @@ class IndexFactors:
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
         return [table_rows(self.examples, ids, self._found(grad, ids), self.shape, None)]
 
-    def norms(self, grad: Tensor, ids: Tensor) -> list[Fused] | None:
+    def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
         """Return squared norms where each example looks up few rows."""
         return norms_of_few(self.examples, ids, self._found(grad, ids), self.shape, None)
 
@@ -221,7 +227,7 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
 
 def norms_of_few(
     examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
-) -> list[Fused] | None:
+) -> list[Contraction] | None:
     """Return a table's squared norms without sorting ids, where that is the sooner way."""
     positions = ids.numel() // examples.batch
     if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
@@ -230,7 +236,7 @@ def norms_of_few(
     grad = examples.first(grad).reshape(examples.batch, positions, -1)
     if padding_idx is not None:
         grad = grad.masked_fill((ids == padding_idx % shape[0]).unsqueeze(2), 0)
-    return [Fused(None, sqnorm_of_few(ids, grad), None)]
+    return [sqnorm_of_few(ids, grad)]
 
 
 def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:

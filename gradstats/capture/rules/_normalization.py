@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,13 +18,14 @@ from torch.nn import functional
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture._constants import check_batch_norm
+from gradstats.capture._hooked import NORMALISED, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Settings, derived, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
-from gradstats.contractions import Fused, _triton, _triton_layers
+from gradstats.contractions import Contraction, _triton, _triton_layers
 from gradstats.contractions._triton_layers import NormGradients
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -100,13 +102,13 @@ class AffineFactors:
             if values
         ]
 
-    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Fused] | None:
+    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Contraction] | None:
         """Return squared norms where the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
             return None
         found = self.backward(grad, x, None, (False, False), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
-        return [Fused(None, norms, None) for wanted, norms in both if wanted]
+        return [norms for wanted, norms in both if wanted]
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""
@@ -230,12 +232,15 @@ class AffineFactors:
         return gradients[0]
 
 
-def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input, *statistics):
+def _attach(
+    tracker, run, weight, bias, examples, normalise, channel_axis, input, *statistics, place=None
+):
     """Run the layer with the factors of its parameters attached.
 
     Args:
         run: called as run(input, weight, bias), the caller's own operation.
         statistics: what ``normalise`` needs beside the input.
+        place: where PyTorch's node for the operation has the input.
     """
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
     shape = tuple((weight if node_of(weight) is not None else bias).shape)
@@ -254,6 +259,10 @@ def _attach(tracker, run, weight, bias, examples, normalise, channel_axis, input
             use, tracker.settings, factors, run, len(probes), input, plain(weight), plain(bias),
             *probes, *statistics,
         )  # fmt: skip
+    if place is not None and not own:
+        found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))
+        if found is not None:
+            return found
     result = run(input, plain(weight), plain(bias))
     return tap(tracker, nodes, result, factors, input, *statistics)
 
@@ -270,7 +279,7 @@ def layer_norm(
         return func(x, shape, weight, bias, eps)
 
     normalise = LayerNormalise(shape, eps)
-    return _attach(tracker, run, weight, bias, examples, normalise, None, input)
+    return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +15,13 @@ from torch.nn import functional
 from gradstats._complex import real_product
 from gradstats._cost import product
 from gradstats._factors import Outer, Ragged
-from gradstats.capture import _one_row
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
+from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture._linear import LinearFactors, LinearUse
-from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import derived, free_of_views, tap, use_of
@@ -81,9 +83,10 @@ def _linear(
         inputs_first,
         (tracker.is_trained(weight), tracker.is_trained(bias)),
     )
-    roots = [node for node in nodes if isinstance(node, Root)]
-    if len(roots) == (1 if bias is None else 2) and _one_row.serves(settings, examples, x):
-        result = _one_row.linear(settings, layer, x, *roots)
+    # Who takes inner products takes factors and the training gradient.
+    if x.dim() == 2 and examples.plain and x.is_cpu and settings.consumer is None:
+        place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
+        result = hooked(tracker, place, (weight, bias), layer, examples, partial(layer.forward, x))
         if result is not None:
             return result
     autocast = autocast_dtype(x) is not None
@@ -207,7 +210,13 @@ class BroadcastFactors:
     layout: ExampleLayout
     shape: tuple[int, ...]
 
-    def __call__(self, grad: Tensor, x: Tensor | None) -> list:
+    def norms(self, grad: Tensor, *saved: Tensor) -> None:
+        """The factor is formed in any case."""
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
+        """What a sum hands on does not depend on its terms: None."""
+
+    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list:
         sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
         repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
         if repeated:

@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
-from gradstats.capture import _one_row
+from gradstats.capture import _hooked
+from gradstats.capture.rules import _products
 
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 
@@ -60,7 +61,7 @@ def test_the_operations_stay_pytorchs(bias):
     model.zero_grad()
     with gs.track(model, batch_size=BATCH) as tracker:
         logits = model(batch[0])
-        assert type(logits.grad_fn) in _one_row.PLACES
+        assert _hooked.hooked_on(logits.grad_fn) is not None
         tracker.backward(functional.cross_entropy(logits, batch[1], reduction="none"))
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses_of), 1e-12)
     for parameter, grad in zip(model.parameters(), plain, strict=True):
@@ -75,7 +76,8 @@ def trained(model, batch):
 @pytest.mark.parametrize("bias", [True, False])
 def test_nodes_that_nobody_knows(bias, monkeypatch):
     """A PyTorch that computed linear layers otherwise would be served by an autograd Function."""
-    monkeypatch.setattr(_one_row, "PLACES", {})
+    for name in ("LINEAR", "LINEAR_WITHOUT_BIAS"):
+        monkeypatch.setattr(_products, name, getattr(_hooked, name)._replace(kind=type(None)))
     check_model(network(bias), data(), losses_of)
 
 

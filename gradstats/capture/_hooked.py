@@ -1,0 +1,173 @@
+"""Operations that PyTorch runs as always, with a hook on the node that it makes for the backward.
+
+Nothing on the way to the training gradient helps to find the norms there. So the operation and its
+backward stay PyTorch's, and a hook that runs after the backward reports: an autograd Function takes
+longer than a small operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Lookup
+from gradstats.capture._examples import Examples
+from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, LAYER_NORM, MM, MUL
+from gradstats.capture._nodes import Root
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import Settings, Use, check_derivatives
+
+Gradients = tuple[Tensor | None, ...]
+
+# Where an operation's node keeps its ``Hooked``.
+KEY = "gradstats"
+
+
+class Place(NamedTuple):
+    """Where the node that PyTorch makes for an operation has its data.
+
+    Attributes:
+        kind: type of the node.
+        saved: the attributes that hold what the factors need; the data are the first.
+        edge: the position of the edge to what computed the data; None where they have no gradient.
+    """
+
+    kind: type
+    saved: tuple[str, ...]
+    edge: int | None
+
+
+LINEAR = Place(ADDMM, ("_saved_mat1",), 1)
+LINEAR_WITHOUT_BIAS = Place(MM, ("_saved_self",), 0)
+NORMALISED = Place(LAYER_NORM, ("_saved_input",), 0)
+LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
+# By the position of the data.
+MULTIPLIED = Place(MUL, ("_saved_self",), 0), Place(MUL, ("_saved_other",), 1)
+ADDED = Place(ADD, (), 0), Place(ADD, (), 1)
+
+KINDS = frozenset({ADDMM, MM, LAYER_NORM, EMBEDDING, MUL, ADD})
+
+
+class Hooked(Use):
+    """The use of some parameters by an operation on whose node a hook reports.
+
+    Attributes:
+        place: where the node has its data.
+        settings: of the context.
+        factors_of: as ``tap`` takes it.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        place: Place,
+        settings: Settings,
+        factors_of,
+        lookup: Lookup | None,
+    ):
+        super().__init__(roots)
+        self.place = place
+        self.settings = settings
+        self.factors_of = factors_of
+        self.lookup = lookup
+
+    def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
+        """Report what the result's gradient says; replace that of the data where the loss has it.
+
+        Args:
+            grads: of the operation's operands.
+            given: the results', after hooks of the user's.
+        """
+        grad = given[0]
+        if torch.is_grad_enabled():
+            check_derivatives(self, self.settings)
+            return self._with_tracked(grads, grad)
+        if self.is_due():
+            if grad is None:
+                self.deliver([None for _ in self.nodes])
+            else:
+                saved = self._saved()
+                with torch._C.DisableTorchFunction():
+                    self._report(grad, *saved)
+        return None
+
+    def _saved(self) -> list[Tensor]:
+        node = torch._C._current_autograd_node()
+        return [getattr(node, name) for name in self.place.saved]
+
+    def _report(self, grad: Tensor, *saved: Tensor) -> None:
+        if self.settings.consumer is None and all([root.has_one_use for root in self.roots]):
+            norms = self.factors_of.norms(grad, *saved)
+            if norms is not None:
+                for root, result in zip(self.roots, norms, strict=True):
+                    root.settle_alone(result)
+                return
+        self.deliver(self.factors_of(grad, *saved))
+
+    def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
+        """Return the gradients with that of the data from tracked operations."""
+        edge = self.place.edge
+        if edge is None or grads[edge] is None or grad is None:
+            return None
+        found = self.factors_of.data_gradients(self.nodes, grad, *self._saved())
+        return None if found is None else (*grads[:edge], found[0], *grads[edge + 1 :])
+
+
+def hooked(
+    tracker,
+    place: Place,
+    parameters: Sequence[Tensor | None],
+    factors_of,
+    examples: Examples,
+    run: Callable[..., Tensor],
+    lookup: Lookup | None = None,
+) -> Tensor | None:
+    """Return what PyTorch computes for an operation on whose node a hook reports; None if it can't.
+
+    Args:
+        tracker: the context.
+        place: where the operation's node is expected to have its data.
+        parameters: the operands that are not data; all must be parameters, where they are given.
+        factors_of: as ``tap`` takes it.
+        examples: where the examples lie in the result.
+        run: called with what stands for ``parameters``.
+        lookup: as ``tap`` takes it.
+    """
+    settings = tracker.settings
+    roots: list[Root] = []
+    operands: list[Tensor | None] = []
+    for item in parameters:
+        root = node_of(item)
+        if isinstance(root, Root):
+            roots.append(root)
+            # To the bit as PyTorch adds them up, all gradients of a parameter meet at its alias.
+            operands.append(root.value if settings.exact else root.parameter)
+        elif item is None:
+            operands.append(None)
+        else:
+            return None
+    if (
+        torch.compiler.is_compiling()
+        # Autocast would keep its cast of a leaf, made where no gradient is recorded, for others.
+        or torch._C._is_any_autocast_enabled()
+        # Who packs saved tensors may unpack each but once, as checkpoints do.
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
+        return None
+    result = run(*operands)
+    if type(result.grad_fn) is not place.kind:
+        return None
+    node: Any = result.grad_fn  # whose metadata PyTorch's annotations take for a method
+    use = Hooked(roots, place, settings, factors_of, lookup)
+    node.metadata[KEY] = use
+    node.register_hook(use.after_backward)
+    tracker.note_followed(result, examples)
+    return result
+
+
+def hooked_on(node: Any) -> Hooked | None:
+    """Return the use that the hook of an operation's node reports; None for all other nodes."""
+    return node.metadata.get(KEY) if type(node) in KINDS else None
