@@ -1,4 +1,4 @@
-"""Linear layers with one row for each example: PyTorch's own nodes, and what hooks on them do."""
+"""Operations that stay PyTorch's own: the nodes that it makes, and what hooks on them do."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from gradstats.capture import _hooked
-from gradstats.capture.rules import _products
+from gradstats.capture.rules import _elementwise, _products
 
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 
@@ -36,6 +36,34 @@ class Product(nn.Module):
 def network(bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4, bias=bias), nn.Tanh(), Product(4, 3, bias)).double()
+
+
+class Affine(nn.Module):
+    """A table, a scale on either side of its data, a shift, and both kinds of normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.groups = nn.GroupNorm(2, 4)
+        self.left, self.right = (nn.Parameter(torch.randn(4)) for _ in range(2))
+        self.shift = nn.Parameter(torch.randn(3, 1))
+
+    def forward(self, ids):
+        h = self.left * self.table(ids)
+        h = self.norm(h * self.right) + self.shift
+        return self.groups(h.mT).flatten(1)
+
+
+def affine():
+    torch.manual_seed(0)
+    model = Affine().double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model, (torch.randint(7, (BATCH, 3)), torch.randint(12, (BATCH,)))
+
+
+KINDS = {"linear": lambda: (network(), data()), "affine": affine}
 
 
 def data():
@@ -73,6 +101,57 @@ def trained(model, batch):
     return list(model.parameters())
 
 
+def test_all_of_them_are_hooked():
+    model, batch = affine()
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses = losses_of(model, batch)
+        stack, found = [losses.grad_fn], []
+        while stack:
+            node = stack.pop()
+            use = _hooked.hooked_on(node)
+            found += [] if use is None else [root.name for root in use.roots]
+            stack += [child for child, _ in node.next_functions if child is not None]
+        tracker.backward(losses)
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+    check_model(*affine(), losses_of)
+
+
+def test_gradients_of_affine_operations_are_pytorchs():
+    model, batch = affine()
+    plain = [p.grad.clone() for p in trained(model, batch)]
+    model.zero_grad()
+    tracked(model, batch)
+    for parameter, grad in zip(model.parameters(), plain, strict=True):
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_large_data_are_read_once_beside_training():
+    """A second pass over them, for the norms, would take longer than an autograd Function."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(64))
+
+        def forward(self, x):
+            return x * self.scale
+
+    torch.manual_seed(0)
+    model, x = Scale(), torch.randn(BATCH, 100, 64)
+    assert x.numel() > _elementwise.SMALL
+    hooked = []
+
+    def losses(model, x):
+        result = model(x)
+        hooked.append(_hooked.hooked_on(result.grad_fn) is not None)
+        return result.sum((1, 2))
+
+    expected = x.double().sum(1).square().sum(1)
+    for stats in (gs.per_example_norms(model, x, losses), tracked(model, x, losses)):
+        torch.testing.assert_close(stats.sqnorm, expected, rtol=1e-5, atol=0)
+    assert hooked == [True, False]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_nodes_that_nobody_knows(bias, monkeypatch):
     """A PyTorch that computed linear layers otherwise would be served by an autograd Function."""
@@ -98,7 +177,8 @@ def test_norms_alone_form_no_weight_gradient():
     assert products.count == 3  # two layers forward, and the gradient of what lies between them
 
 
-def test_saved_tensors_are_taken_out_once():
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tensors_are_taken_out_once(kind):
     """As checkpoints demand, and whoever keeps saved tensors elsewhere may."""
     taken = []
 
@@ -113,7 +193,7 @@ def test_saved_tensors_are_taken_out_once():
         with saved_tensors_hooks(pack, unpack):
             return losses_of(model, batch)
 
-    model, batch = network(), data()
+    model, batch = KINDS[kind]()
     expected = oracle_sqnorms(model, batch, losses_of)
     assert_sqnorms(tracked(model, batch, losses), expected, 1e-12)
     assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-12)
@@ -227,6 +307,7 @@ def test_activations_are_freed_while_the_losses_live():
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_under_anomaly_detection():
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_anomaly_detection(kind):
     with torch.autograd.detect_anomaly(check_nan=False):
-        check_model(network(), data(), losses_of)
+        check_model(*KINDS[kind](), losses_of)

@@ -33,7 +33,7 @@ def test_under_modes_of_the_importer():
     )
     assert run(code).strip() == (
         "[3.0, 3.0, 3.0] AddBackward0 AddmmBackward0 EmbeddingBackward0 MmBackward0 MulBackward0 "
-        "NativeLayerNormBackward0"
+        "NativeGroupNormBackward0 NativeLayerNormBackward0"
     )
 
 

@@ -19,6 +19,7 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     ADDMM = type(functional.linear(_leaf, _leaf, torch.zeros(1)).grad_fn)
     MM = type(functional.linear(_leaf, _leaf).grad_fn)
     LAYER_NORM = type(functional.layer_norm(_leaf, (1,)).grad_fn)
+    GROUP_NORM = type(torch.group_norm(_leaf, 1).grad_fn)
     EMBEDDING = type(functional.embedding(torch.zeros(1, dtype=torch.int64), _leaf).grad_fn)
     MUL = type((_leaf * _leaf).grad_fn)
     ADD = type((_leaf + _leaf).grad_fn)

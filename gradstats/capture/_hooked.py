@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradstats._factors import Lookup
 from gradstats.capture._examples import Examples
-from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, LAYER_NORM, MM, MUL
+from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, GROUP_NORM, LAYER_NORM, MM, MUL
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Settings, Use, check_derivatives
@@ -43,12 +43,13 @@ class Place(NamedTuple):
 LINEAR = Place(ADDMM, ("_saved_mat1",), 1)
 LINEAR_WITHOUT_BIAS = Place(MM, ("_saved_self",), 0)
 NORMALISED = Place(LAYER_NORM, ("_saved_input",), 0)
+NORMALISED_IN_GROUPS = Place(GROUP_NORM, ("_saved_input",), 0)
 LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
 # By the position of the data.
 MULTIPLIED = Place(MUL, ("_saved_self",), 0), Place(MUL, ("_saved_other",), 1)
 ADDED = Place(ADD, (), 0), Place(ADD, (), 1)
 
-KINDS = frozenset({ADDMM, MM, LAYER_NORM, EMBEDDING, MUL, ADD})
+KINDS = frozenset({ADDMM, MM, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
 
 
 class Hooked(Use):

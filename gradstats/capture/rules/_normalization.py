@@ -18,7 +18,7 @@ from torch.nn import functional
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture._constants import check_batch_norm
-from gradstats.capture._hooked import NORMALISED, hooked
+from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
@@ -289,7 +289,7 @@ class LayerNormalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         # PyTorch takes twice as long without a weight.
-        return functional.layer_norm(x, self.shape, x.new_ones(self.shape), None, self.eps)
+        return torch.layer_norm(x, self.shape, x.new_ones(self.shape), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton_layers.layer_norm_sum(x, g, self.eps, False, offsets)
@@ -335,8 +335,8 @@ def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-
     def run(x, weight, bias):
         return func(x, num_groups, weight, bias, eps)
 
-    normalise = GroupNormalise(num_groups, eps)
-    return _attach(tracker, run, weight, bias, examples, normalise, 1, input)
+    normalise, place = GroupNormalise(num_groups, eps), NORMALISED_IN_GROUPS
+    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, place=place)
 
 
 @dataclass(frozen=True, eq=False)
