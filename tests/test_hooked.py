@@ -148,7 +148,7 @@ def test_large_data_are_read_once_beside_training():
 
     expected = x.double().sum(1).square().sum(1)
     for stats in (gs.per_example_norms(model, x, losses), tracked(model, x, losses)):
-        torch.testing.assert_close(stats.sqnorm, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(stats.sqnorm.double(), expected, rtol=1e-5, atol=0)
     assert hooked == [True, False]
 
 
