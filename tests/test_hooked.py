@@ -137,7 +137,7 @@ def test_large_data_are_read_once_beside_training():
             return x * self.scale
 
     torch.manual_seed(0)
-    model, x = Scale(), torch.randn(BATCH, 100, 64)
+    model, x = Scale(), torch.randn(BATCH, 200, 64)
     assert x.numel() > _elementwise.SMALL
     hooked = []
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstats._complex import as_real
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._examples import Examples
-from gradstats.capture._nodes import Node
+from gradstats.capture._nodes import Node, Root
 from gradstats.capture._uses import report, use_of
 
 
@@ -99,5 +99,7 @@ class ExampleLayout:
 def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
     use, probes = use_of([node])
-    value = node.value if use is not None else node.parameter  # type: ignore[attr-defined]
+    # A parameter enters as it is, save where all its gradients are to meet at its alias.
+    bare = use is None or (isinstance(node, Root) and not tracker.settings.exact)
+    value = node.parameter if bare else node.value  # type: ignore[attr-defined]
     return ExampleView.apply(use, tracker.settings, layout, value, *probes)

@@ -403,7 +403,7 @@ PRODUCTS = frozenset(function_variants("mul", "multiply"))
 PRODUCTS_AND_SUMS = PRODUCTS | frozenset(function_variants("add"))
 
 # Elements of data that are read once more sooner than an autograd Function is called.
-SMALL = 16384
+SMALL = 65536
 
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
