@@ -25,6 +25,10 @@ from gradstats.contractions._result import (
 )
 
 
+# Squares that one sum in the accumulation dtype takes without losing more than its terms have lost.
+SMALL = 4096
+
+
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     form = _cheapest_form(factor, guarded=guarded)
@@ -212,8 +216,12 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
         norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum)
     else:
         norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
-    # What is summed over rows of the gradient is summed in float64, once for all examples.
-    result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
+    result: Contraction
+    if norms.dim() == 1:
+        result = WellConditioned((norms,), dtype)
+    else:
+        # What is summed over rows of the gradient is summed in float64, once for all examples.
+        result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
     if total is None:
         return result, None
     return result, _arrange(total.mT.contiguous() if turned else total, factor)
@@ -245,6 +253,8 @@ def _form_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """As ``_form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
 
+    The norms are those of whole gradients, (B,), where these are small.
+
     Args:
         chunk: how many examples.
         rows: how many rows of their gradients.
@@ -254,21 +264,25 @@ def _form_chunks(
     scratch = None
     if chunk < batch and rows >= p and not torch.compiler.is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
+    small = rows >= p and groups * p * q <= SMALL
     norms, total = [], None
     # Once where there is nothing to form: sums over nothing are zeros.
     for start in range(0, max(1, batch), chunk):
-        a, b = left[start : start + chunk], right[start : start + chunk]
-        a, b = cast(a, dtype).mT, cast(b, dtype).flatten(0, 1)
+        a, b = left, right
+        if chunk < batch:
+            a, b = a[start : start + chunk], b[start : start + chunk]
+        count = len(a)
+        a, b = cast(a, dtype).flatten(0, 1).mT, cast(b, dtype).flatten(0, 1)
         lengths, sums = [], []
         for row in range(0, max(1, p), rows):
-            part = a if rows >= p else a[:, :, row : row + rows]
+            part = a if rows >= p else a[:, row : row + rows]
             out = None if scratch is None else scratch[: len(b)]
-            tile = torch.bmm(part.flatten(0, 1), b, out=out)
-            tile = tile.view(len(a), groups, tile.shape[1], q)
-            lengths.append(torch.linalg.vector_norm(tile, dim=-1))
+            tile = torch.bmm(part, b, out=out)
+            tile = tile.view(count, groups, tile.shape[1], q)
+            lengths.append(torch.linalg.vector_norm(tile, dim=(1, 2, 3) if small else -1))
             if with_sum:
                 sums.append(tile.sum(0))
-        norms.append(_joined(lengths, 2))
+        norms.append(lengths[0] if small else _joined(lengths, 2))
         if with_sum:
             formed = _joined(sums, 1)
             total = formed if total is None else total.add_(formed)
