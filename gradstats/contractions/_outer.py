@@ -24,7 +24,6 @@ from gradstats.contractions._result import (
     well_conditioned,
 )
 
-
 # Squares that one sum in the accumulation dtype takes without losing more than its terms have lost.
 SMALL = 4096
 
