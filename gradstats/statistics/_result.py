@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -190,7 +191,8 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         values: (parameters, B) squared norms.
         total: (B,) their sum.
     """
-    if not bool(total.isfinite().all()):
+    # Of what is not finite nor is the sum, and one number is soon looked at.
+    if not (math.isfinite(total.sum().item()) or bool(total.isfinite().all())):
         bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
         finite = values.isfinite().all(1).tolist()
         spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
