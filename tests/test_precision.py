@@ -132,6 +132,44 @@ def tiny_losses(model, batch):
 CONFIDENT = [10.0, 44, 48, 50, 52, 60, 70]
 
 
+class Affine(nn.Module):
+    """A scale and a shift."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.shift = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize("positions", [50, 6000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_positions_of_low_precision_data_accumulate_in_float32(dtype, positions):
+    """Rounded to the data's own precision, they would be off by a thousandth."""
+    torch.manual_seed(0)
+    weights, x = torch.randn(2, 4, positions, 3).to(dtype).unbind()
+    model = Affine(3).to(dtype)
+
+    def losses(model, batch):
+        x, weights = batch
+        return (model(x) * weights).float().sum((1, 2))
+
+    stats = gs.per_example_norms(model, (x, weights), losses)
+    with gs.track(model, batch_size=4) as tracker:
+        tracker.backward(losses(model, (x, weights)))
+    wide = weights.double(), x.double()
+    expected = {
+        "scale": (wide[0] * wide[1]).sum(1).square().sum(1),
+        "shift": wide[0].sum(1).square().sum(1),
+    }
+    for name, sqnorm in expected.items():
+        for found in (stats, tracker.stats):
+            got = found.by_parameter[name].double()
+            torch.testing.assert_close(got, sqnorm, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("positions", [None, 1, 5])
 @pytest.mark.parametrize("hidden", [False, True])
 def test_norms_whose_squares_float32_cannot_hold(positions, hidden):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._factors import cast, compute_dtype
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples, Whole
@@ -79,8 +80,10 @@ def _product_or_sum(tracker, func, layout: ExampleLayout, first: Tensor, second:
         return tap(tracker, [node], result, plan, *saved)
     if plan is not None:
         return broadcast_on_chip(tracker, node, plan, x, multiply=multiply)
-    # Beside training the data are read once more for the norms.
-    again = settings.weight_gradients and settings.fused and x.numel() > SMALL
+    # Beside training the data are read once more for the norms. In half precision PyTorch rounds
+    # the sums of one example, so that there is nothing to share.
+    large = x.numel() > SMALL and x.dtype.itemsize > 2
+    again = large and settings.weight_gradients and settings.fused
     if again or x.dim() < layout.dims or x.is_complex() or value.is_complex():
         return None
     shape = tuple(value.shape)
@@ -100,7 +103,8 @@ class MultipliedFactors(BroadcastFactors):
     """The factor of a parameter that multiplies data."""
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:  # type: ignore[override]
-        return super().__call__(grad * x)
+        dtype = compute_dtype(grad, x)
+        return super().__call__(cast(grad, dtype) * cast(x, dtype))
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
         """Return the gradient of the data as tracked operations compute it."""

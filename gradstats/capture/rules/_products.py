@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gradstats._complex import real_product
 from gradstats._cost import product
-from gradstats._factors import Outer, Ragged
+from gradstats._factors import Outer, Ragged, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
@@ -220,7 +220,8 @@ class BroadcastFactors:
         sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
         repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
         if repeated:
-            grad = grad.sum(repeated, keepdim=True)
+            dtype = None if grad.is_complex() else compute_dtype(grad)
+            grad = grad.sum(repeated, keepdim=True, dtype=dtype)
         return [self.layout.factor(grad, self.shape)]
 
 
