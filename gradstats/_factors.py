@@ -8,7 +8,7 @@ the training step has anyway; it never holds a (B, d) gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -217,7 +217,7 @@ class Segments:
 
     def filled_up(self, tensor: Tensor) -> Tensor:
         """Return (rows, *) with as many rows for each example, zeros where it has fewer."""
-        return filled_up(self.sorted(tensor), self.offsets)
+        return filled_up(self.sorted(tensor), *padding(self.offsets))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
@@ -226,20 +226,33 @@ class Segments:
         return segment_sum(self.sorted(tensor), self.counts)
 
 
-def filled_up(rows: Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """Return (n, *) with each example's rows filled up by zeros: (B, longest, *).
+def padding(
+    offsets: tuple[int, ...], examples: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return how examples' rows are filled up to one length: (n, longest) both.
 
     Args:
-        rows: sorted by example.
         offsets: (B + 1,) where each example's rows begin and end.
+        examples: those that are wanted; None for all.
+
+    Returns:
+        The rows to take, and which of them stand for rows that an example does not have.
     """
     bounds = torch.tensor(offsets)
-    place = torch.arange(max(1, int(bounds.diff().max())))
-    index = bounds[:-1].unsqueeze(1) + place
-    missing = index >= bounds[1:].unsqueeze(1)
+    starts, ends = bounds[:-1], bounds[1:]
+    if examples is not None:
+        starts, ends = starts[examples], ends[examples]
+    place = torch.arange(max(1, int((ends - starts).max())))
+    index = starts.unsqueeze(1) + place
+    missing = index >= ends.unsqueeze(1)
+    return index.masked_fill_(missing, 0), missing
+
+
+def filled_up(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
+    """Return (n, *), sorted by example, with zeros for ``missing`` rows: (B, longest, *)."""
     if not len(rows):
         return rows.new_zeros(*index.shape, *rows.shape[1:])
-    found = rows[index.masked_fill_(missing, 0).to(rows.device)]
+    found = rows[index.to(rows.device)]
     missing = missing.view(*index.shape, *(1 for _ in rows.shape[1:]))
     return found.masked_fill_(missing.to(rows.device), 0)
 
@@ -314,10 +327,15 @@ class Ragged:
         shape = (stop - start, *self.shape[1:])
         return replace(self, left=self.left[:, start:stop], shape=shape)
 
-    def padded(self) -> Outer:
-        """Return the same with each example's rows filled up by zeros to the longest's number."""
+    def padded(self, examples: Sequence[int] | None = None) -> Outer:
+        """Return the same with each example's rows filled up by zeros to the longest's number.
+
+        Args:
+            examples: those that are wanted; None for all.
+        """
+        index, missing = padding(self.offsets, examples)
         left, right = (
-            filled_up(side, self.offsets).unsqueeze(1) for side in (self.left, self.right)
+            filled_up(side, index, missing).unsqueeze(1) for side in (self.left, self.right)
         )
         return Outer(left, right, self.shape)
 

@@ -23,8 +23,8 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     value = factor.left.new_zeros(factor.batch, dtype=torch.float64)
     bound = torch.zeros_like(value)
     for examples in groups(factor, workspace):
+        result = _outer.sqnorm(factor.padded(examples), workspace, guarded=guarded)
         rows = torch.tensor(examples, device=value.device)
-        result = _outer.sqnorm(factor.select(rows).padded(), workspace, guarded=guarded)
         value[rows], bound[rows] = result.value, result.bound
     return Contraction(value, bound)
 
