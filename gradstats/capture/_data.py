@@ -202,7 +202,7 @@ class Data(Marks):
             result: what the rule returns.
             examples: where the examples lie in it.
         """
-        if examples is self._contract:
+        if examples is self._contract and not torch.compiler.is_compiling():
             self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:

@@ -91,7 +91,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     use, probes = use_of(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    return ConvolutionUse.apply(use, tracker.settings, (*tracked, data), call, *operands, *probes)
+    settings = tracker.settings
+    result = ConvolutionUse.apply(use, settings, (*tracked, data), call, *operands, *probes)
+    if len(nodes) == (1 if bias is None else 2):
+        tracker.note_followed(result, examples)
+    return result
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

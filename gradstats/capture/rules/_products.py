@@ -95,8 +95,11 @@ def _linear(
     if settings.exact:
         return tap(tracker, nodes, free_of_views(native(x)), layer, x)
     use, probes = use_of(nodes)
-    weight, bias = bare(weight, autocast), bare(bias, autocast)
-    return LinearUse.apply(use, settings, layer, x, weight, bias, *probes)
+    operands = bare(weight, autocast), bare(bias, autocast)
+    result = LinearUse.apply(use, settings, layer, x, *operands, *probes)
+    if len(nodes) == (1 if bias is None else 2):
+        tracker.note_followed(result, examples)
+    return result
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
