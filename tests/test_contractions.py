@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstats import _cost, contractions
 from gradstats._factors import ConvolutionGeometry, Experts, Outer, Patches, Ragged, Rows, Vector
-from gradstats.contractions import _outer, _patches, _tied
+from gradstats.contractions import _outer, _patches, _ragged, _tied
 
 WORKSPACE = 2**28
 TINY = 1
@@ -357,6 +357,30 @@ def test_nothing_larger_than_the_workspace_is_created():
         with Ledger() as ledger:
             call()
         assert 0 < ledger.largest <= workspace
+
+
+@pytest.mark.parametrize("alone", [0, 25, None], ids=["each alone", "some alone", "together"])
+def test_packed_examples(alone, monkeypatch):
+    """Long examples are contracted where they are, short ones side by side; none has no rows."""
+    if alone is not None:
+        monkeypatch.setattr(_ragged, "ALONE", alone)
+    lengths = [3, 1, 0, 9, 4, 5, 1]
+    offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
+    factor = Ragged(normal(offsets[-1], 3), normal(offsets[-1], 2), offsets, (3, 2))
+    dense = torch.stack(
+        [
+            factor.left[start:end].T @ factor.right[start:end]
+            for start, end in zip(offsets, offsets[1:], strict=False)
+        ]
+    )
+    torch.testing.assert_close(factor.dense(), dense)
+    sizes = [len(group) for group in _ragged.groups(factor, WORKSPACE)]
+    assert sizes == {0: [1] * 6, 25: [2, 2, 1, 1], None: [2, 3, 1]}[alone]
+    for workspace in (WORKSPACE, TINY):
+        assert_exact(contractions.sqnorm([factor], workspace), factor)
+        result, total = contractions.sqnorm_and_sum(factor, workspace)
+        assert_exact(result, factor)
+        torch.testing.assert_close(total, dense.sum(0))
 
 
 def experts(counts, p=3, q=2) -> Experts:
