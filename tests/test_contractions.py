@@ -1,5 +1,7 @@
 """Contractions against the definition: factor.dense(), squared and summed in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -368,10 +370,7 @@ def test_packed_examples(alone, monkeypatch):
     offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
     factor = Ragged(normal(offsets[-1], 3), normal(offsets[-1], 2), offsets, (3, 2))
     dense = torch.stack(
-        [
-            factor.left[start:end].T @ factor.right[start:end]
-            for start, end in zip(offsets, offsets[1:], strict=False)
-        ]
+        [factor.left[start:end].T @ factor.right[start:end] for start, end in pairwise(offsets)]
     )
     torch.testing.assert_close(factor.dense(), dense)
     sizes = [len(group) for group in _ragged.groups(factor, WORKSPACE)]

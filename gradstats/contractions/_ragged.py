@@ -12,7 +12,6 @@ from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import Contraction, product_roundoff, recompute_on_chip
 
-
 # Elements of both operands of an example that are copied for longer than contracting it alone adds
 # (60 µs on a core of an AMD EPYC).
 ALONE = 40_000
