@@ -259,6 +259,9 @@ def filled_up(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
     """Return the sums over consecutive rows of (rows, *), ``counts`` (n,) of them each: (n, *)."""
+    if values.is_cpu:  # where segment_reduce takes 5 to 10 times as long
+        index = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(values))
+        return added(values, index, len(counts))
     return torch.segment_reduce(values, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
 
 
