@@ -9,7 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
+from tests.oracle import (
+    assert_sqnorms,
+    assert_unchanged,
+    flat,
+    oracle_gradients,
+    oracle_sqnorms,
+    snapshot,
+)
 
 B = 5
 
@@ -263,6 +270,40 @@ def test_a_backward_after_the_context_closed(model, batch):
         tracker.backward(losses)
     with pytest.raises(gs.TrackingError, match="used before"), tracker:
         pass
+
+
+class NamedModule(nn.Module):
+    """A model that calls a part of its own as wrappers call what they wrap."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 3)
+        self.weight = nn.Parameter(torch.rand(3) + 0.5)
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.module(x) * self.weight + self.bias
+
+
+def test_a_part_called_module_is_no_wrapper(batch):
+    model = NamedModule()
+    expected = oracle_sqnorms(model, batch, per_example_cross_entropy)
+    assert len(expected) == 4
+    wrapped = torch.optim.swa_utils.AveragedModel(model), nn.DataParallel(model)
+    for each in (model, *wrapped, nn.DataParallel(wrapped[0])):
+        stats = gs.per_example_norms(each, batch, per_example_cross_entropy)
+        assert_sqnorms(stats, expected, 1e-4)
+    chosen = gs.per_example_norms(
+        model, batch, per_example_cross_entropy, parameters="module.*", exclude="*.bias"
+    )
+    assert chosen.names == ("module.weight",)
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    within = gs.alignment(model, batch, per_example_cross_entropy, direction)
+    wrapped_direction = {f"module.{name}": value for name, value in direction.items()}
+    same = gs.alignment(model, batch, per_example_cross_entropy, wrapped_direction)
+    gradients = oracle_gradients(model, batch, per_example_cross_entropy)
+    torch.testing.assert_close(within.double(), flat(gradients).sum(1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(within, same)
 
 
 def test_nested_contexts(model, batch):

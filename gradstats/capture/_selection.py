@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
-# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before parameter names.
+# Wrappers that hold the model that was given to them as ``module``; models may use that name too.
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
+
+# Prefixes that these and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -24,12 +28,14 @@ class Anatomy:
     Attributes:
         modules: each with its path, once, under its first path.
         parameters: name → parameter, each once, under its first name, in the model's order.
+        prefix: what wrappers around the model put before each of these names.
         tied: whether a trained parameter has several names.
         compiled: whether the model or a part of it was given to torch.compile.
     """
 
     modules: list[tuple[str, nn.Module]]
     parameters: dict[str, nn.Parameter]
+    prefix: str
     tied: bool
     compiled: bool
 
@@ -42,7 +48,7 @@ class Anatomy:
             parameters, exclude: fnmatch patterns over names of parameters that require grad.
         """
         trainable = {
-            clean_name(name): parameter
+            clean_name(name, self.prefix): parameter
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         }
@@ -105,7 +111,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         "_orig_mod" in module._modules or module._compiled_call_impl is not None
         for _, module in modules
     )
-    return Anatomy(modules, parameters, tied, compiled)
+    return Anatomy(modules, parameters, wrapper_prefix(model), tied, compiled)
 
 
 def select_parameters(
@@ -115,11 +121,44 @@ def select_parameters(
     return anatomy_of(model).select(parameters, exclude)
 
 
-def clean_name(name: str) -> str:
-    """Return a parameter's name as the unwrapped model knows it."""
-    while name.startswith(WRAPPER_PREFIXES):
-        name = name.partition(".")[2]
-    return name.replace("._orig_mod.", ".")
+def wrapper_prefix(model: nn.Module) -> str:
+    """Return what the wrappers around a whole model put before the names of what it holds."""
+    prefix, inner = "", model
+    while "_orig_mod" in inner._modules or isinstance(inner, WRAPPERS):
+        held = "_orig_mod" if "_orig_mod" in inner._modules else "module"
+        prefix, inner = f"{prefix}{held}.", inner.get_submodule(held)
+    return prefix
+
+
+def clean_name(name: str, prefix: str) -> str:
+    """Return the name of a parameter or module as the unwrapped model knows it.
+
+    Args:
+        prefix: the model's ``wrapper_prefix``.
+    """
+    return name.removeprefix(prefix).replace("._orig_mod.", ".")
+
+
+def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """Return each name of a file or mapping with that by which a model may know it.
+
+    Wrappers around the model that it was made of have put the same before every name, which is
+    left out where more names are the model's own without it.
+
+    Args:
+        given: names of a state dict, an optimizer, a direction.
+        own: the unwrapped model's.
+    """
+    names = {name: clean_name(name, "") for name in given}
+    candidates = [names]
+    while names:
+        prefixes = (p for p in WRAPPER_PREFIXES if all(n.startswith(p) for n in names.values()))
+        prefix = next(prefixes, None)
+        if prefix is None:
+            break
+        names = {name: bare.removeprefix(prefix) for name, bare in names.items()}
+        candidates.append(names)
+    return max(candidates, key=lambda names: sum(bare in own for bare in names.values()))
 
 
 def check_trackable(root: Root) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradstats.capture._selection import clean_name
+from gradstats.capture._selection import matching_names
 from gradstats.errors import CheckpointError
 
 # One learning rate, or one for each parameter by name.
@@ -73,11 +73,9 @@ def from_optimizer(
     """Return the rates that an optimizer's state says, or raise where it does not."""
     groups = _parameter_groups(optimizers, checkpoint)
     if all(group.names is not None for group in groups):
-        rates = {
-            clean_name(name): group.rate
-            for group in groups
-            for name in group.names  # type: ignore[union-attr]
-        }
+        held = {name: group.rate for group in groups for name in group.names or ()}
+        known = matching_names(held, names)
+        rates = {known[name]: rate for name, rate in held.items()}
         missing = [name for name in names if name not in rates]
         if missing:
             raise CheckpointError(
@@ -93,12 +91,12 @@ def from_optimizer(
             "belongs to which parameter is not known. Build the optimizer from "
             "model.named_parameters(), or pass lr={pattern: rate}."
         )
-    held = sum(group.count for group in groups)
+    count = sum(group.count for group in groups)
     every = len(list(model.parameters()))
     trainable = sum(parameter.requires_grad for parameter in model.parameters())
-    if held not in (every, trainable):
+    if count not in (every, trainable):
         raise CheckpointError(
-            f"{checkpoint}: the optimizer holds {held} parameters without names, the model has "
+            f"{checkpoint}: the optimizer holds {count} parameters without names, the model has "
             f"{trainable} that require grad, so which were trained is not known. Build the "
             "optimizer from model.named_parameters(), or pass lr={pattern: rate}."
         )

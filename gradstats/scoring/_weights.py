@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
-from gradstats.capture._selection import clean_name
+from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
@@ -71,11 +71,12 @@ def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> No
         for name, value in group.items():
             if same_bits(value, _local(held[name]).to(value)):
                 continue
-            others = _some([clean_name(other) for other in group if other != name])
+            prefix = wrapper_prefix(model)
+            others = _some([clean_name(other, prefix) for other in group if other != name])
             raise CheckpointError(
-                f"{checkpoint} holds other values for {clean_name(name)!r} than for {others}, "
-                "which share memory in the model. Expected equal values: pass a model that ties "
-                "its weights as the one that was trained does."
+                f"{checkpoint} holds other values for {clean_name(name, prefix)!r} than for "
+                f"{others}, which share memory in the model. Expected equal values: pass a model "
+                "that ties its weights as the one that was trained does."
             )
 
 
@@ -85,20 +86,21 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     A name may be missing where the model's tensor is another name's too: safetensors files hold
     tied weights once.
     """
-    values = {clean_name(name): value for name, value in checkpoint.weights.items()}
     state = model.state_dict()
-    held = {name: values[clean_name(name)] for name in state if clean_name(name) in values}
+    own = {name: clean_name(name, wrapper_prefix(model)) for name in state}
+    given = matching_names(checkpoint.weights, set(own.values()))
+    values = {given[name]: value for name, value in checkpoint.weights.items()}
+    held = {name: values[bare] for name, bare in own.items() if bare in values}
     places = {_place(state[name]): name for name in held}
     missing = []
     for name in state:
         if name not in held:
             other = places.get(_place(state[name]))
             if other is None:
-                missing.append(clean_name(name))
+                missing.append(own[name])
             else:
                 held[name] = held[other]
-    own = set(map(clean_name, state))
-    unexpected = [name for name in values if name not in own]
+    unexpected = [name for name in values if name not in own.values()]
     if missing or unexpected:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: it lacks {_some(missing)}, and holds "
@@ -153,16 +155,17 @@ def _some(names: list[str]) -> str:
 def weights_hash(model: nn.Module, checkpoint: Checkpoint) -> str:
     """Return a SHA-256 over names, shapes, dtypes and values of a checkpoint of a model."""
     content = ContentHash()
-    held = fitted(model, checkpoint)
-    content.add({clean_name(name): held[name] for name in sorted(held, key=clean_name)})
+    prefix = wrapper_prefix(model)
+    held = {clean_name(name, prefix): v for name, v in fitted(model, checkpoint).items()}
+    content.add(dict(sorted(held.items())))
     return content.hexdigest()
 
 
 def architecture_hash(model: nn.Module) -> str:
     """Return a SHA-256 over the model's modules and the shapes and dtypes of its tensors."""
-    digest = hashlib.sha256()
+    digest, prefix = hashlib.sha256(), wrapper_prefix(model)
     for name, module in model.named_modules():
-        digest.update(f"{clean_name(name)} {type(module).__qualname__}".encode())
+        digest.update(f"{clean_name(name, prefix)} {type(module).__qualname__}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{clean_name(name)} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{clean_name(name, prefix)} {tuple(tensor.shape)} {tensor.dtype}".encode())
     return digest.hexdigest()

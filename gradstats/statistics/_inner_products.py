@@ -25,7 +25,7 @@ from gradstats.capture._consumers import (
     storages_of,
 )
 from gradstats.capture._nodes import tensors_in
-from gradstats.capture._selection import clean_name, select_parameters
+from gradstats.capture._selection import matching_names, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import CoverageError, ExampleAxisError, NonFiniteGradientError, TrackingError
@@ -484,7 +484,8 @@ def check_direction(
             f"the direction is {type(direction).__name__}, expected a mapping from parameter names "
             'to tensors, or "mean".'
         )
-    named = {clean_name(name): value for name, value in direction.items()}
+    names = matching_names(direction, shapes)
+    named = {names[name]: value for name, value in direction.items()}
     missing = [name for name in shapes if name not in named]
     extra = [name for name in named if name not in shapes]
     if missing or extra:

@@ -117,6 +117,34 @@ def test_a_rate_for_each_parameter_group(setting):
     np.testing.assert_allclose(np.diag(np.asarray(scores)), want, rtol=1e-10)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_part_called_module_keeps_its_weights_and_rate(wrapped):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.weight = nn.Linear(4, 3), nn.Parameter(torch.rand(3) + 0.5)
+
+        def forward(self, x):
+            return self.module(x) * self.weight
+
+    trained, batch = Model().double(), (torch.randn(5, 4).double(), torch.randint(3, (5,)))
+    saved = nn.DataParallel(trained) if wrapped else trained
+    named = list(saved.named_parameters())
+    groups = [
+        {"params": [each for each in named if each[1] is trained.weight], "lr": 0.3},
+        {"params": [each for each in named if each[1] is not trained.weight], "lr": 0.02},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    content = {"model": saved.state_dict(), "optimizer": optimizer.state_dict()}
+    got = gs.self_influence(
+        Model().double(), [batch], loss_fn, gs.Checkpoints([content], lr="optimizer"),
+        progress=False,
+    )  # fmt: skip
+    norms = oracle_sqnorms(trained, batch, loss_fn)
+    want = sum((0.3 if name == "weight" else 0.02) * row for name, row in norms.items())
+    np.testing.assert_allclose(got.self_influence, want, rtol=1e-10)
+
+
 def optimizer_content(setting, groups, lr=0.1):
     optimizer = torch.optim.SGD(groups, lr=lr)
     return [{"model": setting.states[0], "optimizer": optimizer.state_dict()}]
