@@ -224,6 +224,37 @@ def test_examples_that_depend_on_their_batch_are_refused(batch, loss):
         gs.per_example_norms(model, batch, losses, fallback="vmap")
 
 
+class Scaled(nn.Module):
+    """Data divided by something of the whole batch while training."""
+
+    def forward(self, x):
+        return x / x.abs().amax(0) if self.training else x
+
+
+class ZeroHead(nn.Module):
+    """A head without a rule, zero as some initialise it: every loss is log 3, whatever it sees."""
+
+    def __init__(self, before: nn.Module):
+        super().__init__()
+        self.before = before
+        self.head = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x):
+        return torch.ops.aten.linear(self.before(x), self.head)
+
+
+@pytest.mark.parametrize("workspace", [None, 1])
+@pytest.mark.parametrize("before", [nn.Dropout(0.5), Scaled()])
+def test_equal_losses_do_not_hide_that_examples_depend_on_their_batch(batch, before, workspace):
+    model = ZeroHead(before).double().train()
+    options = {"fallback": "vmap", "workspace": workspace}
+    with pytest.raises(gs.CoupledExamplesError, match=r"gradients of 'head' .*eval"):
+        gs.per_example_norms(model, batch, classify, **options)
+    model.eval()
+    stats = gs.per_example_norms(model, batch, classify, **options)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
 def test_state_is_that_of_one_forward(batch):
     """Buffers that a forward changes, and the random generator, move on by one step."""
 

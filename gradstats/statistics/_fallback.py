@@ -7,8 +7,10 @@ holds, squared and let go; every other parameter goes the lean way.
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,9 +27,9 @@ from gradstats.statistics._batches import Division, State, map_tensors
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 
-# By how much a loss may differ between an example alone and in its batch, by the loss's dtype; a
-# float32 loss may come from half precision inside.
-LOSS_TOLERANCE = {
+# By how much a loss or a gradient may differ between an example alone and in its batch, by the
+# coarsest dtype; float32 may come from half precision inside.
+TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 1e-2,
     torch.float16: 3e-2,
@@ -45,6 +47,21 @@ class LossOfModel(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self.loss_fn(self.model, batch)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is known of the examples' gradients once they were formed.
+
+    Attributes:
+        losses: (B,).
+        total: name → the gradients' sum over the examples.
+        sqnorms: name → (B,) squared norms, float64; empty for examples that were not taken apart.
+    """
+
+    losses: Tensor
+    total: dict[str, Tensor]
+    sqnorms: dict[str, Tensor]
 
 
 def norms_with_fallback(
@@ -85,21 +102,19 @@ def norms_with_fallback(
             before.restore()
             served |= new | set(survey(model, batch, loss_fn, **options).refused)
             before.restore()
-    if stats is None:
-        with torch.enable_grad():
-            together = check_losses(loss_fn(model, batch), batch_size).detach()
-    else:
-        assert stats.loss is not None
-        together = stats.loss
     if stats is not None and not served:
         return stats
-    after = State(model)
     names = [name for name in selected if name in served]
-    alone, values = sqnorms_one_by_one(
+    before.restore()
+    with recurrence_differentiable(model):
+        together = gradients_together(model, batch, loss_fn, names, batch_size)
+    after = State(model)
+    alone = sqnorms_one_by_one(
         model, batch, loss_fn, names, division, workspace=workspace, state=before
     )
     after.restore()
-    check_same_losses(alone, together)
+    check_same(alone, together)
+    values = alone.sqnorms
     bound: Tensor | float = 0.0
     if stats is not None:
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
@@ -108,11 +123,25 @@ def norms_with_fallback(
     rows = torch.stack([values[name] for name in selected])
     total = rows.sum(0)
     relative = partial(_relative, bound, total)
-    return summarise(list(selected), rows, total, relative, together, nonfinite, wide)
+    return summarise(list(selected), rows, total, relative, together.losses, nonfinite, wide)
 
 
 def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
     return torch.where(total > 0, bound / total, 0.0)
+
+
+def gradients_together(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    names: Sequence[str],
+    batch_size: int,
+) -> Gradients:
+    """Return the losses of the whole batch, and the named parameters' gradients of their sum."""
+    parameters = _inner(model, names)
+    with torch.enable_grad(), SettledFormats():
+        losses = check_losses(loss_fn(model, batch), batch_size)
+        return Gradients(losses.detach(), _gradients(losses, parameters, names), {})
 
 
 def sqnorms_one_by_one(
@@ -124,7 +153,7 @@ def sqnorms_one_by_one(
     *,
     workspace: int,
     state: State,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Gradients:
     """Return the losses (B,) and the squared norms (B,) of the named parameters' gradients.
 
     Args:
@@ -162,10 +191,35 @@ def recurrence_differentiable(model: nn.Module) -> Iterator[None]:
         torch.backends.cudnn.enabled = True
 
 
-def check_same_losses(alone: Tensor, together: Tensor) -> None:
-    """Raise if examples have another loss alone than in their batch."""
-    tolerance = LOSS_TOLERANCE[together.dtype]
-    alone, together = alone.double(), together.detach().double()
+def check_same(alone: Gradients, together: Gradients) -> None:
+    """Raise if examples have other losses alone than in their batch, or gradients of other sums."""
+    dtypes = {together.losses.dtype, *(total.dtype.to_real() for total in together.total.values())}
+    tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
+    _check_same_losses(alone.losses.double(), together.losses.double(), tolerance)
+    sizes = {name: row.sum().item() ** 0.5 for name, row in alone.sqnorms.items()}
+    whole = sum(size**2 for size in sizes.values()) ** 0.5
+    for name, size in sizes.items():
+        expected = together.total[name]
+        gap = sqnorm_of(alone.total[name] - expected).item() ** 0.5
+        allowed = tolerance * (size + sqnorm_of(expected).item() ** 0.5 + tolerance * whole)
+        # Nothing can be said where a gradient is not finite.
+        if gap > allowed and math.isfinite(gap):
+            raise CoupledExamplesError(
+                f"the gradients of {name!r} computed one example at a time add up to another "
+                f"gradient than that of the batch: {gap:.6g} apart, where {allowed:.2g} is "
+                f"expected at most. So {_NOT_ALONE}"
+            )
+
+
+_NOT_ALONE = (
+    'gradients cannot be computed one example at a time (fallback="vmap"). Is the forward random '
+    "(dropout: call model.eval()), do examples depend on each other, is the loss divided by "
+    "something of the whole batch, or does the batch hold a tensor whose length equals the number "
+    "of examples by accident?"
+)
+
+
+def _check_same_losses(alone: Tensor, together: Tensor, tolerance: float) -> None:
     finite = together.isfinite()
     typical = together[finite].abs().mean()
     allowed = tolerance * (together.abs() + typical)
@@ -174,17 +228,11 @@ def check_same_losses(alone: Tensor, together: Tensor) -> None:
         worst = int(different.nonzero()[0])
         raise CoupledExamplesError(
             f"the loss of example {worst} is {alone[worst].item():.6g} when it is computed alone "
-            f"and {together[worst].item():.6g} in its batch, so its gradient cannot be computed "
-            'one example at a time (fallback="vmap"). Is the forward random (dropout: call '
-            "model.eval()), do examples depend on each other, is the loss divided by something of "
-            "the whole batch, or does the batch hold a tensor whose length equals the number of "
-            "examples by accident?"
+            f"and {together[worst].item():.6g} in its batch, so {_NOT_ALONE}"
         )
 
 
-def _in_chunks(
-    model, batch, loss_fn, names, division, *, workspace, state
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> Gradients:
     module = LossOfModel(model, loss_fn)
     parameters = _inner(model, names)
     if any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
@@ -211,14 +259,44 @@ def _in_chunks(
             raise TypeError("a batch of one did not give one loss")
         return losses.sum(), losses.sum().detach()
 
-    def sqnorms_of_one(*items):
-        gradients, loss = torch.func.grad(loss_of_one, has_aux=True)(keys, *items)
-        return loss, [sqnorm_of(gradient) for gradient in gradients.values()]
-
+    every = torch.func.vmap(torch.func.grad(loss_of_one, has_aux=True), in_dims=(None, *dims))
+    losses: list[Tensor] = []
+    rows: list[list[Tensor]] = []
+    totals: list[Tensor] = []
     state.restore()
     with torch.no_grad():
-        losses, values = torch.func.vmap(sqnorms_of_one, in_dims=dims, chunk_size=chunk)(*tensors)
-    return losses, dict(zip(names, values, strict=True))
+        for start in range(0, division.batch_size, chunk):
+            stop = min(start + chunk, division.batch_size)
+            part = (
+                tensor if dim is None else tensor.narrow(dim, start, stop - start)
+                for tensor, dim in zip(tensors, dims, strict=True)
+            )
+            gradients, loss = every(keys, *part)
+            losses.append(loss)
+            found = list(gradients.values())
+            rows.append([torch.func.vmap(sqnorm_of)(gradient) for gradient in found])
+            sums = [gradient.sum(0) for gradient in found]
+            totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
+            del gradients, found
+    sqnorms = (torch.cat(column) for column in zip(*rows, strict=True))
+    return Gradients(
+        torch.cat(losses),
+        dict(zip(names, totals, strict=True)),
+        dict(zip(names, sqnorms, strict=True)),
+    )
+
+
+def _gradients(
+    losses: Tensor, parameters: dict[str, nn.Parameter], names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return name → gradient of the sum of losses, zeros where they use no parameter."""
+    leaves = list(parameters.values())
+    with _without_hooks(leaves):
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient.detach()
+        for name, leaf, gradient in zip(names, leaves, gradients, strict=True)
+    }
 
 
 @contextmanager
@@ -234,28 +312,22 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = own
 
 
-def _singly(model, batch, loss_fn, names, division, *, state) -> tuple[Tensor, dict[str, Tensor]]:
-    parameters = list(_inner(model, names).values())
+def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:
+    parameters = _inner(model, names)
     losses: list[Tensor] = []
     rows: list[list[Tensor]] = []
+    total: dict[str, Tensor] = {}
     for number in range(division.batch_size):
         state.restore()
         with torch.enable_grad(), SettledFormats():
             example = division.take(batch, [number])
             loss = check_losses(loss_fn(model, example), 1)
-            with _without_hooks(parameters):
-                gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
+            gradients = _gradients(loss, parameters, names)
         losses.append(loss.detach().reshape(()))
-        zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-        rows.append(
-            [
-                zero if gradient is None else sqnorm_of(gradient).to(zero.device)
-                for gradient in gradients
-            ]
-        )
-    return torch.stack(losses), {
-        name: torch.stack([row[column] for row in rows]) for column, name in enumerate(names)
-    }
+        rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
+        total = {name: total[name] + g for name, g in gradients.items()} if total else gradients
+    sqnorms = {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}
+    return Gradients(torch.stack(losses), total, sqnorms)
 
 
 def sqnorm_of(gradient: Tensor) -> Tensor:

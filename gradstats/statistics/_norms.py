@@ -72,8 +72,9 @@ def per_example_norms(
         default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
         fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
-            examples at a time as the workspace allows, or one at a time where that cannot run; by
-            default they are an error.
+            examples at a time as the workspace allows, or one at a time where that cannot run. One
+            more forward and backward of the whole batch checks that their gradients add up to its
+            own. By default such parameters are an error.
         alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
             the cost of the weight gradients and one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
