@@ -113,7 +113,7 @@ class Data:
             pairs = ((number, self._loader[number]) for number in wanted)
         else:
             members = set(wanted)
-            pairs = ((n, batch) for n, batch in enumerate(self._loader) if n in members)
+            pairs = ((n, batch) for n, batch in enumerate(self._begun()) if n in members)
         count = 0
         for number, batch in pairs:
             size = infer_batch_size(batch, self._batch_dim)
@@ -156,7 +156,21 @@ class Data:
     def _all(self) -> Iterable[Any]:
         if self._index_lists is not None:
             return _again(self._loader, self._index_lists)
-        return self._loader
+        return self._begun()
+
+    def _begun(self) -> Iterator[Any]:
+        """Return the loader's batches from the start."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return iter(loader)
+        # As it begins it draws a seed for its workers: not from the caller's random numbers, and
+        # another one in each pass, so that what is random in them shows.
+        own, loader.generator = loader.generator, torch.Generator()
+        loader.generator.seed()
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = own
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:

@@ -99,6 +99,8 @@ def test_random_numbers_stay_as_they_would_be(setting):
         DataLoader(data, 4, shuffle=True, generator=own),
         DataLoader(data, 4, sampler=Own(data, generator=own)),
         DataLoader(data, batch_sampler=BatchSampler(Own(data), 4, drop_last=False)),
+        DataLoader(list(DataLoader(data, 4)), batch_size=None),
+        DataLoader(Stream([data[number] for number in range(11)]), 4, generator=own),
     ):
         before = torch.get_rng_state(), own.get_state(), np.random.get_state(), random.getstate()
         score(setting, loader, dict_loss, ids="number")
