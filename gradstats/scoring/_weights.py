@@ -24,8 +24,13 @@ def borrowed(model: nn.Module) -> Iterator[None]:
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
     memory in the meantime. So a state dict of the model as it was still says what it said.
+
+    Raises:
+        CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
+            a checkpoint's weights would not be computed with as they were.
     """
     modes = [(module, module.training) for module in model.modules()]
+    overridden = any(map(_overrides_mode, model.modules()))
     tensors = _tensors(model)
     memory = [tensor.data for tensor in tensors]
     # A forward may assign other tensors to them.
@@ -33,17 +38,43 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
+            # What a forward writes are buffers, and code of the user's that changes the mode may
+            # write to all; else parameters move when a checkpoint is loaded.
+            written = tensors if overridden else [_local(buffer) for buffer in model.buffers()]
+            _move(tensors, set(map(id, written)))
             model.eval()
-            # What a forward writes are buffers; parameters move when a checkpoint is loaded.
-            _move(tensors, {id(_local(buffer)) for buffer in model.buffers()})
+            if overridden:
+                _check_unchanged(model, tensors, memory)
             yield
         finally:
-            for tensor, own in zip(tensors, memory, strict=True):
-                tensor.data = own
-            for module, named in buffers:
-                module._buffers.update(named)
-            for module, training in modes:
-                module.training = training
+            try:
+                # From the outside in: what a module sets for its parts, they set anew.
+                for module, training in modes:
+                    if module.training != training:
+                        module.train(training)
+            finally:
+                for tensor, own in zip(tensors, memory, strict=True):
+                    tensor.data = own
+                for module, named in buffers:
+                    module._buffers.update(named)
+
+
+def _overrides_mode(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+
+
+def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+    """Raise where tensors are not what they were, each in its memory then."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    pairs = zip(names, tensors, memory, strict=True)
+    changed = [name for name, tensor, own in pairs if not same_bits(tensor.detach(), own)]
+    if changed:
+        raise CheckpointError(
+            f"model.eval() changes {_some(changed)}, so that a checkpoint's weights would not be "
+            "computed with as they were. Expected weights that do not depend on the mode: have "
+            "adapters not merged into them (loralib: merge_weights=False)."
+        )
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -351,6 +351,53 @@ def test_the_estimate_is_printed(setting, tmp_path, capsys):
     assert "about " in printed
 
 
+class Merging(nn.Linear):
+    """Adds its adapter to its weight in eval mode, as loralib's layers do, and takes it off."""
+
+    def __init__(self, *args, merges):
+        super().__init__(*args)
+        self.adapter = nn.Parameter(torch.full_like(self.weight, 0.5))
+        self.merges, self.merged = merges, False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merges and self.merged == mode:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+        self.merged = not mode
+        return self
+
+    def forward(self, x):
+        weight = self.weight if self.merges and self.merged else self.weight + self.adapter
+        return functional.linear(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("training", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_mode_of_the_users_own(setting, merges, training):
+    """What changes weights is refused; what keeps a note of the mode is told of it both times."""
+    layers = [Merging(5, 5, merges=merges), Merging(5, 3, merges=merges)]
+    model = nn.Sequential(*layers).double()
+    expected = oracle_sqnorms(model, setting.train, loss_fn)
+    states = [{name: value.clone() for name, value in model.state_dict().items()}]
+    for layer, mode in zip(layers, training, strict=True):
+        layer.train(mode)
+    state, output = snapshot(model), model(setting.train[0])
+
+    def run():
+        return gs.self_influence(
+            model, setting.train_batches, loss_fn, gs.Checkpoints(states, lr=1.0), progress=False
+        ).self_influence
+
+    if merges and any(training):
+        with pytest.raises(gs.CheckpointError, match=r"eval\(\) changes '\d.weight'.*merge"):
+            run()
+    elif not merges:
+        np.testing.assert_allclose(run(), sum(expected.values()), rtol=1e-10)
+    assert_unchanged(model, state)
+    assert [not layer.merged for layer in layers] == list(training)
+    assert torch.equal(model(setting.train[0]), output)
+
+
 def test_non_finite_gradients(setting):
     setting.train[0][9, 0] = float("nan")
     with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.*ids \[9\] are not finite"):
