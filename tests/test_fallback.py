@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,39 @@ def test_rows_in_an_order_of_their_own():
         gs.per_example_norms(model, batch, classify)
     stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+def test_a_batch_that_cannot_be_taken_apart(batch):
+    class Unknown:
+        x, y = batch
+
+    losses = lambda model, batch: classify(model, (batch.x, batch.y))  # noqa: E731
+    bounds = torch.arange(B + 1)
+    with pytest.raises(gs.ExampleAxisError, match=r"holds a Unknown.*cannot be taken apart.*vmap"):
+        gs.per_example_norms(
+            Awkward(hidden=True).double(), Unknown(), losses, cu_seqlens=bounds, fallback="vmap"
+        )
+
+
+def test_fields_that_are_not_given_when_a_batch_is_made(batch):
+    """A dataclass may compute some of its tensors, here the first."""
+
+    @dataclass
+    class Batch:
+        doubled: torch.Tensor = field(init=False)
+        x: torch.Tensor
+        target: torch.Tensor
+
+        def __post_init__(self):
+            self.doubled = 2 * self.x
+
+    def squares(model, batch):
+        return (model(batch[0]) - batch[1][:, :3]).square().sum(1)
+
+    losses = lambda model, batch: squares(model, (batch.doubled - batch.x, batch.target))  # noqa: E731
+    model, pair = Awkward(hidden=False).double(), (batch[0], batch[0].flip(0) + 1)
+    stats = gs.per_example_norms(model, Batch(*pair), losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, pair, squares), 1e-9)
 
 
 def test_packed_examples():

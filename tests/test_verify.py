@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy
@@ -417,6 +418,92 @@ def test_packed_examples(leaks):
     assert report.check("coupling").ok is not leaks
     if not leaks:
         assert max(row.error for row in report.rows) < 1e-12
+
+
+class Graphs(nn.Module):
+    """Packed examples that sum their rows by a tensor that says whose each row is."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x, owner, size):
+        rows = self.rows(x).tanh()
+        return self.head(rows.new_zeros(size, 6).index_add(0, owner.flatten(), rows))
+
+
+class Unknown:
+    """A batch that nobody can look into, as those of torch_geometric are."""
+
+    def __init__(self, *held):
+        self.held = held
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", ["owner", "edges", "unknown", "partly unknown", "array"])
+def test_batches_that_cannot_be_taken_apart(kind, coupled):
+    """Nothing is said of what was not checked, and owners of rows are counted anew."""
+    bounds = torch.tensor([0, 3, 3, 5])
+    x, y, owner = torch.randn(5, 4), torch.randint(3, (3,)), torch.tensor([[0, 0, 0, 2, 2]])
+    edges = torch.tensor([[0, 1, 4, 3], [1, 2, 3, 4]])
+    batch = {
+        "owner": (x, owner, y),
+        "edges": (x, owner, y, edges),
+        "unknown": Unknown(x, owner, y),
+        "partly unknown": (Unknown(x, owner), y),
+        "array": (x, owner.numpy(), y),
+    }[kind]
+
+    def losses(model, batch):
+        held = batch.held if isinstance(batch, Unknown) else batch
+        if isinstance(held[0], Unknown):
+            held = (*held[0].held, *held[1:])
+        x, owner, y, *edges = held
+        if edges:
+            x = x + x[edges[0][0]].sum() / len(x) * 0
+        outputs = model(x, torch.as_tensor(owner), len(y))
+        values = functional.cross_entropy(outputs, y, reduction="none")
+        return values * (1 + outputs.detach().std()) if coupled else values
+
+    report = gs.verify(Graphs(), batch, losses, cu_seqlens=bounds)
+    assert report.check("exactness").ok
+    check = report.check("coupling")
+    if kind == "owner":
+        assert check.ok is not coupled
+    else:
+        what = {"edges": r"integers of shape \(2, 4\)", "array": "ndarray"}.get(kind, "Unknown")
+        assert check.ok is None
+        assert re.search(f"not checked: the batch holds .*{what}", check.detail)
+
+
+class Shared(MutableMapping):
+    """A mapping whose copies hold the same dict."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __setitem__(self, key, value):
+        self.held[key] = value
+
+    def __delitem__(self, key):
+        del self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+def test_a_mapping_of_the_users_own_is_left_alone(batch):
+    held = {"x": batch[0], "y": batch[1]}
+    shared = Shared(dict(held))
+    report = gs.verify(network(), shared, lambda m, b: classify(m, (b["x"], b["y"])))
+    assert report.ok and report.check("coupling").ok
+    assert all(shared[name] is tensor for name, tensor in held.items())
 
 
 def test_a_batch_that_does_not_work_alone(batch):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import itertools
+import numbers
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
+from gradstats.capture._nodes import tensors_in
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -28,7 +32,12 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         again: Any = copy.copy(batch)
         try:
             for key, item in changed.items():
+                held = batch[key]
                 again[key] = item
+                if batch[key] is not held:
+                    # A copy that is no copy: the batch itself was written to.
+                    again[key] = held
+                    return changed
         except TypeError:
             return changed
         return again
@@ -40,6 +49,35 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         values = {name: map_tensors(getattr(batch, name), change) for name in fields}
         return dataclasses.replace(batch, **values)
     return batch
+
+
+# What holds no examples.
+PLAIN = (str, bytes, numbers.Number, type(None), torch.dtype, torch.device, enum.Enum)
+
+
+def opaque_in(batch: Any) -> Iterator[Any]:
+    """Yield what a batch holds that may hold examples and cannot be looked into."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from opaque_in(item)
+    elif not isinstance(batch, (Tensor, *PLAIN)):
+        yield batch
+
+
+def leaves_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch in the order in which ``map_tensors`` changes them."""
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +110,35 @@ class Division:
             return self.batch_dim
         return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
 
+    def obstacle(self, batch: Any) -> str | None:
+        """Return why examples of a batch may not be what ``take`` returns, None if they are."""
+        for item in opaque_in(batch):
+            return f"the batch holds a {type(item).__name__}, which cannot be taken apart"
+        if self.bounds is None:
+            return None
+        for tensor in tensors_in(batch):
+            known = self._is_owner(tensor) or _holds(tensor, self.bounds)
+            axis = self.axis(tensor) if self.packed_axis(tensor) is None else 0
+            if not known and axis is None and tensor.dim() > 0 and not tensor.is_floating_point():
+                return (
+                    f"the batch holds integers of shape {tuple(tensor.shape)}, which may be "
+                    "numbers of rows or examples (edges of graphs) that are others in another batch"
+                )
+        return None
+
+    def _is_owner(self, tensor: Tensor) -> bool:
+        """Whether a tensor says whose each row is."""
+        if self.bounds is None or max(self._lengths) < 2 or tensor.is_floating_point():
+            return False
+        return tuple(tensor.shape) in ((self.bounds[-1],), (1, self.bounds[-1])) and (
+            tensor.flatten().tolist() == _owners(self._lengths)
+        )
+
+    @property
+    def _lengths(self) -> list[int]:
+        assert self.bounds is not None
+        return [end - start for start, end in itertools.pairwise(self.bounds)]
+
     def take(self, batch: Any, examples: list[int]) -> Any:
         """Return the batch of some of the examples, in the order given."""
         rows, bounds = list(examples), [0]
@@ -84,6 +151,9 @@ class Division:
         def pick(tensor: Tensor) -> Tensor:
             if self.bounds is not None and _holds(tensor, self.bounds):
                 return tensor.new_tensor(bounds)
+            if self._is_owner(tensor):
+                owners = _owners([self._lengths[i] for i in examples])
+                return tensor.new_tensor(owners).view(*tensor.shape[:-1], -1)
             axis, indices = self.packed_axis(tensor), rows
             if axis is None:
                 axis, indices = self.axis(tensor), examples
@@ -93,6 +163,10 @@ class Division:
             return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
 
         return map_tensors(batch, pick)
+
+
+def _owners(lengths: Sequence[int]) -> list[int]:
+    return [number for number, length in enumerate(lengths) for _ in range(length)]
 
 
 def _holds(tensor: Tensor, numbers: tuple[int, ...]) -> bool:

@@ -19,11 +19,15 @@ from torch import Tensor, nn
 
 from gradstats._complex import any_double
 from gradstats.capture._formats import SettledFormats
-from gradstats.capture._nodes import tensors_in
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
-from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
-from gradstats.statistics._batches import Division, State, map_tensors
+from gradstats.errors import (
+    CoupledExamplesError,
+    ExampleAxisError,
+    LossShapeError,
+    UnsupportedOperationError,
+)
+from gradstats.statistics._batches import Division, State, leaves_of, map_tensors
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 
@@ -242,7 +246,7 @@ def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> G
     # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
     numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
     chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))
-    tensors = list(tensors_in(batch))
+    tensors = leaves_of(batch)
     dims = tuple(map(division.axis, tensors))
     keys = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
 
@@ -321,13 +325,27 @@ def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:
         state.restore()
         with torch.enable_grad(), SettledFormats():
             example = division.take(batch, [number])
-            loss = check_losses(loss_fn(model, example), 1)
+            loss = _loss_of_one(loss_fn(model, example), division, batch)
             gradients = _gradients(loss, parameters, names)
         losses.append(loss.detach().reshape(()))
         rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
         total = {name: total[name] + g for name, g in gradients.items()} if total else gradients
     sqnorms = {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}
     return Gradients(torch.stack(losses), total, sqnorms)
+
+
+def _loss_of_one(losses: Any, division: Division, batch: Any) -> Tensor:
+    try:
+        return check_losses(losses, 1)
+    except LossShapeError as error:
+        obstacle = division.obstacle(batch)
+        if obstacle is None:
+            raise
+        raise ExampleAxisError(
+            f"{obstacle}, so gradients cannot be computed one example at a time "
+            '(fallback="vmap"). Expected nested tuples, lists, mappings or dataclasses of tensors; '
+            "or leave the parameters without a rule out by name with exclude=."
+        ) from error
 
 
 def sqnorm_of(gradient: Tensor) -> Tensor:

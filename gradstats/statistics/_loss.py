@@ -15,6 +15,7 @@ from gradstats.capture._tensors import DerivedTensor
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
+from gradstats.statistics._batches import opaque_in
 
 
 def differentiate_losses(
@@ -162,6 +163,8 @@ def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
 
 def check_packed(batch, batch_dim: int, segments: Segments) -> None:
     """Raise where a batch that can be looked into holds other rows than its segments say."""
+    if next(opaque_in(batch), None) is not None:
+        return
     for tensor in tensors_in(batch):
         if tensor.dim() > batch_dim:
             sizes = tuple(tensor.shape[batch_dim : batch_dim + 2])

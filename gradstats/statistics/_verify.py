@@ -286,29 +286,24 @@ class Verification:
     def _examples(self, random: bool) -> tuple[list[Example], Check]:
         """Return the reference of each chosen example, and whether the examples are coupled."""
         parameters = self.subject.parameters(self.selected)
-        found, problems, remarks = [], [], []
+        found: list[Example] = []
+        checks: list[Check] = []
         for number in self.examples:
             # A forward of its own: restoring buffers spoils the graph of an earlier one.
             loss = self.subject.losses(self.loss_fn)[number]
             example = Example(number, loss.detach(), gradients_of(loss, parameters))
             found.append(example)
             if self.batch_size > 1:
-                problem, remark = self._coupled(example, parameters, random)
-                problems += [problem] if problem else []
-                remarks += [remark] if remark else []
+                checks.append(self._coupling(example, parameters, random))
             # Only one example's whole gradient is kept: the padding check makes its own again.
             example.release()
         if self.batch_size == 1:
             return found, Check("coupling", None, "a batch of one example: nothing to couple with")
-        if problems:
-            return found, Check("coupling", False, problems[0])
-        how = remarks[0] if remarks else "each checked loss and gradient alone is that in the batch"
-        return found, Check("coupling", True, how)
+        # What is known to fail says most, then what is not known.
+        return found, min(checks, key=lambda check: (check.ok is not False, check.ok is not None))
 
-    def _coupled(
-        self, example: Example, parameters: list[nn.Parameter], random: bool
-    ) -> tuple[str | None, str | None]:
-        """Return what couples an example to its batch, and a remark on how that was found out."""
+    def _coupling(self, example: Example, parameters: list[nn.Parameter], random: bool) -> Check:
+        """Return whether an example is the same without its batch."""
         number, reason = example.number, "the forward is random"
         if not random:
             try:
@@ -316,19 +311,26 @@ class Verification:
             except Exception as error:
                 reason = f"a batch of one failed with {_short(error)}"
             else:
-                return example.difference(alone, self._same, "alone"), None
+                problem = example.difference(alone, self._same, "alone")
+                how = "each checked loss and gradient alone is that in the batch"
+                return Check("coupling", problem is None, problem or how)
+        obstacle = self.division.obstacle(self.subject.batch)
+        if obstacle is not None:
+            return Check("coupling", None, f"not checked: {obstacle} ({reason})")
         # The random numbers of an example's place in the batch stay the same, so its neighbours
         # are exchanged for copies of itself.
         try:
             among = self._elsewhere([number] * self.batch_size, number, parameters)
         except Exception as error:
-            return f"example {number} among copies of itself failed with {_short(error)}", None
+            detail = f"example {number} among copies of itself failed with {_short(error)}"
+            return Check("coupling", False, detail)
         problem = example.difference(among, self._same, "among copies of itself")
-        return problem, (
+        how = (
             f"each checked example among copies of itself is as in the batch ({reason}, so a "
             "constant factor that comes from the size of the batch cannot be seen; call "
             "model.eval() to check that too)"
         )
+        return Check("coupling", problem is None, problem or how)
 
     def _elsewhere(self, rows: list[int], place: int, parameters: list[nn.Parameter]) -> Example:
         """Return what the loss at ``place`` of a batch of some of the examples is."""
