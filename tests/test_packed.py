@@ -185,6 +185,13 @@ def test_inner_products_of_packed_examples():
     torch.testing.assert_close(got, first @ second.T, rtol=1e-9, atol=1e-12)
     got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=bounds)
     torch.testing.assert_close(got, first @ first.T, rtol=1e-9, atol=1e-12)
+    # One batch given twice with bounds of its own for either side is two batches.
+    both = bounds, torch.tensor([0, 1, 4, 9])
+    got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=both)
+    copied = tuple(tensor.clone() for tensor in batch)
+    want = gs.inner_products(one, batch, one, copied, loss_fn, cu_seqlens=both)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(got, got.T)
     direction = {name: torch.randn_like(p) for name, p in one.named_parameters()}
     flat = torch.cat([value.flatten() for value in direction.values()])
     got = gs.alignment(one, batch, loss_fn, direction, cu_seqlens=bounds)

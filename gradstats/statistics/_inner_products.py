@@ -296,7 +296,7 @@ def inner_products(
         "workspace": workspace,
     }
     parts: Mapping[str, Tensor] | None
-    if model_a is model_b and batch_a is batch_b:
+    if model_a is model_b and batch_a is batch_b and bounds[0] is bounds[1]:
         together = Together(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
         tracker, _ = run(model_a, batch_a, loss_fn, together, cu_seqlens=bounds[0], **options)
         reports = check_finite(tracker, nonfinite)
