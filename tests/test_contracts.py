@@ -315,6 +315,27 @@ def test_nested_contexts(model, batch):
     gs.per_example_norms(model, batch, per_example_cross_entropy)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_contexts_of_two_models_at_once(model, batch, apart):
+    """Their backward reaches one of them: the way on is one context of both."""
+    (x, y), other = batch, nn.Linear(4, 3)
+    with pytest.raises(gs.TrackingError, match=r"several models.*torch.nn.ModuleList"):
+        with gs.track(model, batch_size=B) as outer, gs.track(other, batch_size=B):
+            losses = [functional.cross_entropy(m(x), y) for m in (model, other)]
+            for loss in losses if apart else [losses[0] + losses[1]]:
+                loss.backward()
+        assert outer.stats
+    model.zero_grad()
+    both = nn.ModuleList([model, other])
+
+    def joint(both, batch):
+        return sum(per_example_cross_entropy(m, batch) for m in both)
+
+    with gs.track(both, batch_size=B) as tracker:
+        joint(both, batch).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(both, batch, joint), 1e-4)
+
+
 def test_a_loss_without_data(model):
     with (
         gs.track(model, batch_size=B) as tracker,

@@ -69,6 +69,11 @@ STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 # What fills long containers that hold no tensors, as vocabularies do.
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
+ONE_OF_SEVERAL = (
+    "Where contexts of several models are open at once, the innermost takes every backward: track "
+    "one torch.nn.ModuleList of the models instead."
+)
+
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
@@ -359,7 +364,7 @@ class Tracker(Data):
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "
                 "batch and one backward; to accumulate gradients, open one context for each "
-                "micro-batch."
+                f"micro-batch. {ONE_OF_SEVERAL}"
             )
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         coverage = check_coverage(self, nodes)
@@ -411,7 +416,8 @@ class Tracker(Data):
         if not self.reported:
             raise TrackingError(
                 "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
-                "own loss.backward(), inside the context, on losses computed inside it."
+                "own loss.backward(), inside the context, on losses computed inside it. "
+                f"{ONE_OF_SEVERAL}"
             )
         values = stack([root.result for root in self.roots], self.batch_size, self.device)
         compiled = self._compiled_reports()
