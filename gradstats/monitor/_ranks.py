@@ -67,7 +67,11 @@ def gradient_sqnorms(parameters: Sequence[nn.Parameter]) -> Tensor | None:
             continue
         if hasattr(gradient, "to_local"):
             gradient = gradient.to_local()
-        gradient = as_real(gradient.detach())
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            # As embeddings with sparse=True leave it: a row may stand there several times.
+            gradient = gradient.coalesce().values()
+        gradient = as_real(gradient)
         if gradient.dim() > 1:
             # Row by row: one float32 sum over all elements would lose digits.
             dtype = torch.promote_types(gradient.dtype, torch.float32)

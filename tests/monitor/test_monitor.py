@@ -685,6 +685,29 @@ def test_a_gradient_from_before_is_refused(model, factor, alignment):
     assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sparse_gradients(count, set_to_none, alignment):
+    """As embeddings leave them with sparse=True, read before, in and after a step."""
+    model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
+    dense = copy.deepcopy(model)
+    dense[0].sparse = False
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    for _ in range(2):
+        model.zero_grad(set_to_none=set_to_none)
+        rows = []
+        for number in range(count):
+            batch = torch.randint(7, (B, 3)), torch.randint(3, (B,))
+            rows.append(gradient_rows(dense, batch, losses_of))
+            with monitor.step(batch_size=B, accumulation=(number, count)):
+                (losses_of(model, batch).mean() / count).backward()
+        expected, metrics = metrics_of(np.concatenate(rows)), monitor.metrics()
+        for name in ("grad_norm", "example_grad_norm/mean", "gns/g2", "gns/tr_sigma"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-9), name
+    assert model[0].weight.grad.is_sparse
+
+
 def test_hooks_that_change_gradients(model):
     """With alignments statistics are those before hooks; where gradients are read, a warning."""
     batch = batch_of()
