@@ -38,10 +38,9 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
-            # What a forward writes are buffers, and code of the user's that changes the mode may
-            # write to all; else parameters move when a checkpoint is loaded.
-            written = tensors if overridden else [_local(buffer) for buffer in model.buffers()]
-            _move(tensors, set(map(id, written)))
+            # Code of the user's that changes the mode may write to all; else parameters move when
+            # a checkpoint is loaded.
+            _move(tensors, set(map(id, tensors if overridden else _written(model))))
             model.eval()
             if overridden:
                 _check_unchanged(model, tensors, memory)
@@ -57,6 +56,16 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                     tensor.data = own
                 for module, named in buffers:
                     module._buffers.update(named)
+
+
+def _written(model: nn.Module) -> list[Tensor]:
+    """Return what a forward writes to: buffers, and tables whose rows it shortens to max_norm."""
+    tables = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    return [_local(tensor) for tensor in (*model.buffers(), *tables)]
 
 
 def _overrides_mode(module: nn.Module) -> bool:

@@ -398,6 +398,20 @@ def test_a_mode_of_the_users_own(setting, merges, training):
     assert torch.equal(model(setting.train[0]), output)
 
 
+def test_weights_that_a_forward_writes(setting):
+    """An embedding with max_norm shortens rows where it looks them up: in a copy."""
+    model = nn.Sequential(nn.Embedding(9, 5, max_norm=0.5), nn.Flatten(), nn.Linear(20, 3)).double()
+    batch = torch.randint(9, (7, 4)), torch.randint(3, (7,))
+    expected, state = oracle_sqnorms(model, batch, loss_fn), snapshot(model)
+    # The memory of the model itself, and another.
+    for weights in (model.state_dict(), {n: v.clone() for n, v in model.state_dict().items()}):
+        table = gs.self_influence(
+            model, [batch], loss_fn, gs.Checkpoints([weights], lr=1.0), progress=False
+        )
+        np.testing.assert_allclose(table.self_influence, sum(expected.values()), rtol=1e-10)
+        assert_unchanged(model, state)
+
+
 def test_non_finite_gradients(setting):
     setting.train[0][9, 0] = float("nan")
     with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.*ids \[9\] are not finite"):
