@@ -166,6 +166,15 @@ def test_fields_that_are_not_given_when_a_batch_is_made(batch):
     assert_sqnorms(stats, oracle_sqnorms(model, pair, squares), 1e-9)
 
 
+def test_a_loss_that_takes_from_the_batch(batch):
+    held = {"x": batch[0], "labels": batch[1]}
+    losses = lambda model, batch: classify(model, (batch["x"], batch.pop("labels")))  # noqa: E731
+    model = Awkward(hidden=True).double()
+    stats = gs.per_example_norms(model, held, losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+    assert set(held) == {"x", "labels"}
+
+
 def test_packed_examples():
     class Distances(nn.Module):
         def __init__(self):

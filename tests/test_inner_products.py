@@ -252,6 +252,30 @@ def test_a_mean_gradient_of_another_batch_is_a_direction():
     torch.testing.assert_close(own, rows_of(model, batch) @ rows_of(model, batch).mean(0))
 
 
+def test_a_loss_that_takes_from_the_batch():
+    """One batch for two checkpoints: the second finds what the first took."""
+    model, batch = mlp(), labelled(B, 4)
+    other = perturbed(model)
+
+    def losses(model, batch):
+        return classification(model, (batch["x"], batch.pop("y")))
+
+    held = dict(zip("xy", batch, strict=True))
+    expected = rows_of(model, batch) @ rows_of(other, batch).T
+    torch.testing.assert_close(gs.inner_products(model, held, other, held, losses), expected)
+
+    class Two(tuple):
+        """Made of two tensors, not of a list."""
+
+        def __new__(cls, x, y):
+            return super().__new__(cls, (x, y))
+
+    pair = Two(*batch)
+    got = gs.inner_products(model, pair, other, pair, classification)
+    torch.testing.assert_close(got, expected)
+
+
+# What is kept.
 # What is kept.
 
 

@@ -506,6 +506,18 @@ def test_a_mapping_of_the_users_own_is_left_alone(batch):
     assert all(shared[name] is tensor for name, tensor in held.items())
 
 
+def test_a_loss_that_takes_from_the_batch(batch):
+    """As losses around models of Hugging Face do."""
+    held = {"x": batch[0], "labels": batch[1]}
+
+    def losses(model, batch):
+        labels = batch.pop("labels")
+        return functional.cross_entropy(model(batch["x"]), labels, reduction="none")
+
+    report = gs.verify(network(), held, losses)
+    assert report.ok and report.check("coupling").ok and set(held) == {"x", "labels"}
+
+
 def test_a_batch_that_does_not_work_alone(batch):
     """The model wants two examples at least: compared among copies of itself instead."""
 

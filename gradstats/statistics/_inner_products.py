@@ -35,6 +35,7 @@ from gradstats.statistics._arguments import (
     check_model,
     check_workspace,
 )
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._loss import differentiate_losses, examples_in
 from gradstats.statistics._result import check_finite
 
@@ -306,6 +307,7 @@ def inner_products(
             result = tracker.sqnorm
             parts = {root.name: row for root, row in zip(tracker.roots, reports, strict=True)}
     else:
+        loss_fn = on_a_copy(loss_fn)
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, cu_seqlens=bounds[0], **options)
         found = products(
             kept, model_b, batch_b, loss_fn, nonfinite=nonfinite, pairs=pairs,

@@ -21,7 +21,7 @@ from gradstats.statistics._arguments import (
     check_scaler,
     check_workspace,
 )
-from gradstats.statistics._batches import State
+from gradstats.statistics._batches import State, on_a_copy
 from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
@@ -107,6 +107,9 @@ def per_example_norms(
         "exclude": exclude,
     }
     workspace = check_workspace(workspace)
+    compiled = is_compiled(model)
+    if compiled or fallback is not None:
+        loss_fn = on_a_copy(loss_fn)  # it may be called again
 
     def lean(**options: Any) -> GradientNorms:
         settings = Settings(
@@ -120,7 +123,7 @@ def per_example_norms(
         return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
     if fallback is None:
-        before = State(model) if is_compiled(model) else None
+        before = State(model) if compiled else None
         try:
             return lean(**options)
         except SharedInGraphError:

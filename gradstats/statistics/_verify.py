@@ -20,6 +20,7 @@ from gradstats.statistics._batches import (
     State,
     map_tensors,
     model_to_float64,
+    on_a_copy,
     state_kept,
     to_float64,
 )
@@ -110,7 +111,7 @@ def verify(
     }
     with state_kept(model) as state, torch.enable_grad():
         verification = Verification(
-            model, batch, loss_fn, options, selected, division, chosen, tolerance, state
+            model, batch, on_a_copy(loss_fn), options, selected, division, chosen, tolerance, state
         )
         return verification.run()
 
