@@ -128,7 +128,8 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     """
     state = model.state_dict()
     own = {name: clean_name(name, wrapper_prefix(model)) for name in state}
-    given = matching_names(checkpoint.weights, set(own.values()))
+    known = set(own.values())
+    given = matching_names(checkpoint.weights, known)
     values = {given[name]: value for name, value in checkpoint.weights.items()}
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     places = {_place(state[name]): name for name in held}
@@ -140,7 +141,7 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
                 missing.append(own[name])
             else:
                 held[name] = held[other]
-    unexpected = [name for name in values if name not in own.values()]
+    unexpected = [name for name in values if name not in known]
     if missing or unexpected:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: it lacks {_some(missing)}, and holds "
