@@ -340,3 +340,68 @@ def test_a_reused_module_in_the_first_graph_is_refused():
     with pytest.raises(gs.CoverageError, match=r"'layer.weight', 'layer.bias'.*more than once"):
         step()
     assert_sqnorms(step(), expected, 1e-5)
+
+
+class Halved(torch.autograd.Function):
+    """A weight made of a parameter, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Scaled(torch.autograd.Function):
+    """Data and a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class UsesFunction(nn.Module):
+    """A parameter that an operation uses beside a Function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("derived", [False, True])
+def test_a_function_of_a_parameter_in_a_graph(twice, derived):
+    def apply(layer, x):
+        weight = Halved.apply(layer.weight * 2 if derived else layer.weight)
+        x = functional.linear(x, weight).tanh()
+        return functional.linear(x, layer.weight) if twice else x + layer.bias
+
+    torch._dynamo.reset()
+    model, batch = UsesFunction(apply), (torch.randn(B, 5), torch.randint(5, (B,)))
+    compiled = torch.compile(model, backend="aot_eager")
+    expected = oracle_sqnorms(model, batch, losses_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+
+
+def test_a_function_of_data_and_a_parameter_in_a_graph_is_refused():
+    """The graph takes the parameter, and reports its other use alone."""
+    torch._dynamo.reset()
+    model = UsesFunction(lambda layer, x: layer(Scaled.apply(x, layer.bias)).tanh())
+    batch = torch.randn(B, 5), torch.randint(5, (B,))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"ScaledBackward.*'layer.bias'"):
+            gs.per_example_norms(compiled, batch, losses_of)

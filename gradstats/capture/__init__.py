@@ -2,6 +2,8 @@
 
 _nodes       what is tracked: parameters (roots) and what is computed from them alone (derived)
 _tensors     the tensor classes whose operations are seen
+_functions   custom autograd Functions of parameters alone, made visible as operations
+_replay      a derived tensor computed again, to pull gradients back through it
 _lineage     pulling a derived tensor's factors back to its parameters
 _constants   which other tensors belong to no example
 _data        whose every row of a tensor of data is, followed with the rules of

@@ -24,6 +24,7 @@ from torch.utils._device import _device_constructors
 
 from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, TRANSPOSING_GETTERS
 from gradstats.capture._formats import NORMALISATIONS, settle_format
+from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
     CHANGES,
     FOLLOWED,
@@ -355,9 +356,10 @@ CHECKS: dict[Any, Callable[..., None]] = {
 def prepare_for_compiler() -> None:
     """Have the mode taken in where a graph is traced, and left alone where it runs itself.
 
-    Traced by itself it would believe that it stands in a graph.
+    Traced by itself it would believe that it stands in a graph. So would what shows Functions.
     """
-    torch._dynamo.eval_frame.skip_code(ConstantTracking.__torch_function__.__code__)
+    for function in (ConstantTracking.__torch_function__, show_function):
+        torch._dynamo.eval_frame.skip_code(function.__code__)
     # What is not in this table makes tensors behind the mode's back while a graph is traced: with
     # PyTorch 2.11 torch.arange and most of what else makes tensors, with any version the rest.
     shown = torch._dynamo.variables.torch.get_overridable_functions()

@@ -38,7 +38,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
 
     Also where losses depend on operations in which examples met.
 
-    Operations that PyTorch does not report (a custom autograd Function that takes a parameter)
+    Operations that PyTorch does not report (a custom autograd Function of data and a parameter)
     show in the autograd graph as an edge to the parameter that does not come from its alias, or to
     a derived tensor as the user's code has it.
     """

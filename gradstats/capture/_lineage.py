@@ -23,9 +23,9 @@ from gradstats._factors import (
     Path,
     Rows,
     Vector,
-    compute_dtype,
 )
 from gradstats.capture._nodes import Derived, Node, Root, flatten, same_storage
+from gradstats.capture._replay import FunctionReplay, Replay
 from gradstats.contractions import Contraction, lean, sqnorm
 
 
@@ -60,6 +60,11 @@ class Pulled:
         """How the root's elements were rearranged, None if anything else was done to them."""
         return rearrangement(self.node)
 
+    @property
+    def can_push(self) -> bool:
+        """Whether a direction can be pushed forward: the way back has a derivative."""
+        return not self.node.has_function
+
     def select(self, rows) -> Pulled:
         return replace(self, inner=self.inner.select(rows))
 
@@ -77,7 +82,8 @@ class Pulled:
 
     def replay(self, copies: bool = False) -> Replay:
         """Compute the derived tensor again; from copies it outlives changes of the weights."""
-        return Replay(*self.node.replay_from(self.root, copies))
+        kind = FunctionReplay if self.node.has_function else Replay
+        return kind(self.node, self.root, copies)
 
     def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
         """Return the same factor independent of what becomes of the model.
@@ -125,46 +131,6 @@ class Frozen:
 
     def dense(self) -> Tensor:
         return self.replay.pull_each(self.inner)
-
-
-class Replay:
-    """A derived tensor computed again from its root, to be differentiated any number of times.
-
-    Attributes:
-        leaf: the root's value, in real numbers.
-        value: the derived tensor, in real numbers.
-    """
-
-    def __init__(self, leaf: Tensor, value: Tensor):
-        self.leaf = leaf
-        self.value = value
-
-    def pull_each(self, factor: Factor) -> Tensor:
-        """Return the root's per-example gradients that a factor of the derived tensor induces."""
-        cotangents = factor.dense().to(self.value)
-        # Anomaly detection looks for NaN in each gradient, which it cannot in a batch of them.
-        with torch.autograd.set_detect_anomaly(False):
-            (pulled,) = torch.autograd.grad(
-                self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
-            )
-        return pulled.to(compute_dtype(pulled))
-
-    def pull(self, cotangent: Tensor) -> Tensor:
-        """Return the root's gradient that one gradient of the derived tensor induces."""
-        cotangent = cotangent.to(self.value)
-        (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
-        return pulled.to(compute_dtype(pulled))
-
-    def push(self, direction: Tensor) -> Tensor:
-        """Return how the derived tensor changes when the root changes by ``direction``.
-
-        It is the derivative of ``pull``, which is linear in its cotangent.
-        """
-        with torch.enable_grad():
-            cotangent = torch.zeros_like(self.value, requires_grad=True)
-            (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, create_graph=True)
-            (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
-        return pushed.to(compute_dtype(pushed))
 
 
 def pull_back(factor: Factor, node: Node, root: Root) -> Factor:

@@ -229,6 +229,13 @@ class Derived(Node):
             )
         return self._value
 
+    @property
+    def has_function(self) -> bool:
+        """Whether a custom autograd Function is among the operations that it was computed by."""
+        return function_class_of(self.function) is not None or any(
+            parent.has_function for parent in self.parents if isinstance(parent, Derived)
+        )
+
     def is_alone(self) -> bool:
         """Whether no other tensor that is still in use shows the same memory."""
         if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
@@ -251,7 +258,8 @@ class Derived(Node):
             copies: take copies of everything else, which may change later.
         """
 
-        clones = copies or self.function in UPDATES
+        updates = self.function in UPDATES or function_class_of(self.function) is not None
+        clones = copies or updates
 
         def resolve(item):
             if not isinstance(item, Node):
@@ -366,8 +374,19 @@ def rebuild(items, change: Callable[[Any], Any]):
     return change(items)
 
 
+def function_class_of(function: Any) -> type[torch.autograd.Function] | None:
+    """Return the custom autograd Function whose ``apply`` a function is; None if it is none."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner
+    return None
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """Return the name under which a user knows an operation."""
+    owner = function_class_of(function)
+    if owner is not None:
+        return f"{owner.__module__}.{owner.__qualname__}.apply"
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{function}"
     name = getattr(function, "__name__", repr(function))

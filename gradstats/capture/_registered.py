@@ -10,7 +10,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._nodes import function_name
+from gradstats.capture._nodes import function_class_of, function_name
 from gradstats.capture.rules import RULES
 from gradstats.errors import TrackingError
 
@@ -85,7 +85,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
             f"the decomposition is {type(decomposition).__name__}, expected a function of the same "
             "arguments as the operation, written with PyTorch's own operations."
         )
-    function_class = _function_class(function)
+    # The class itself, or its ``apply``.
+    function_class = function_class_of(getattr(function, "apply", function))
     keys: list[Any]
     undo: list[Callable[[], Any]]
     if function_class is not None:
@@ -106,17 +107,10 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     return RuleHandle(undo)
 
 
-def _function_class(function: Any) -> type[torch.autograd.Function] | None:
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return owner
-    return None
-
-
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
     """Let contexts see the calls of an autograd Function's ``apply``, and return how to undo it."""
     inner = function_class.apply
-    if getattr(inner, "_gradstats_visible", False):
+    if inner in RULES:
         raise TrackingError(
             f"{function_class.__name__} has a rule already. Expected an operation without one: "
             "take the registered rule back with its handle's remove()."
@@ -127,9 +121,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
             return handle_torch_function(apply, args, *args, **kwargs)
         return inner(*args, **kwargs)
 
-    apply.__name__ = f"{function_class.__name__}.apply"
-    apply.__module__ = function_class.__module__
-    apply._gradstats_visible = True  # type: ignore[attr-defined]
+    apply.__self__ = function_class  # type: ignore[attr-defined]
     before = function_class.__dict__.get("apply")
     function_class.apply = staticmethod(apply)
 

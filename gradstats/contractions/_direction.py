@@ -58,6 +58,8 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
         rule = DIRECTION.get(type(factor))
         if rule is not None:
             result += rule(factor, direction, workspace)
+        elif not factor.can_push:  # type: ignore[attr-defined]
+            result += _formed_direction(factor, direction, workspace)
         else:
             # The factor of a derived tensor: the direction is pushed forward to that tensor.
             result += direction_inner([factor.inner], factor.push(direction), workspace)  # type: ignore[attr-defined]
@@ -192,6 +194,19 @@ def _elementwise_direction(factor: Elementwise, direction: Tensor, workspace: in
 
 def _elementwise_total(factor: Elementwise) -> Tensor:
     return _vector_total(summed(factor))
+
+
+def _formed_direction(factor: Factor, direction: Tensor, workspace: int) -> Tensor:
+    """Return products with per-example gradients, formed for a few examples at a time."""
+    result = _tiles.zeros([factor], factor.batch)
+    flat = direction.flatten()
+    size = 2 * flat.numel() * direction.dtype.itemsize
+    for here in _tiles.chunks(
+        factor.batch, _cost.examples_per_chunk(size, factor.batch, workspace)
+    ):
+        formed = _tiles.gradients([factor], here)
+        result[here] = (formed * flat.to(formed)).sum(1, dtype=torch.float64)
+    return result
 
 
 def _outer_total(factor: Outer) -> Tensor:

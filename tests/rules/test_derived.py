@@ -309,32 +309,36 @@ def test_overlapping_parts_of_one_parameter():
     )
 
 
-class Rounded(torch.autograd.Function):
-    """Rounds, with the gradient of the identity."""
+class Product(torch.autograd.Function):
+    """Takes data beside a weight."""
 
     @staticmethod
-    def forward(ctx, w):
-        return w.round()
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
 
 
 # What takes a derived tensor past the classes that show its operations.
 UNSEEN = {
-    "autograd Function": lambda w: Rounded.apply(w * 2),
-    "one of several parts": lambda w: Rounded.apply((w * 2).chunk(2, 0)[0]),
-    "vmap": lambda w: torch.func.vmap(torch.exp)(w + 1),
-    "reentrant checkpoint": lambda w: checkpoint(torch.exp, w + 1, use_reentrant=True),
+    "autograd Function": lambda x, w: Product.apply(x, w[:WIDTH] * 2),
+    "one of several parts": lambda x, w: Product.apply(x, (w * 2).chunk(2, 0)[0]),
+    "vmap": lambda x, w: x @ torch.func.vmap(torch.exp)(w + 1)[:WIDTH],
+    "reentrant checkpoint": lambda x, w: (
+        x @ checkpoint(torch.exp, w + 1, use_reentrant=True)[:WIDTH]
+    ),
 }
 
 
-@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
-def test_a_derived_tensor_used_out_of_sight_is_refused(make):
+@pytest.mark.parametrize("use", UNSEEN.values(), ids=UNSEEN)
+def test_a_derived_tensor_used_out_of_sight_is_refused(use):
     """A parameter that other operations use too: it would report those alone."""
     check_refused(
-        lambda m, x: x @ make(m.w)[:WIDTH, :2] + m.w[0, 0],
+        lambda m, x: use(x, m.w) + m.w[0, 0],
         {"w": (2 * WIDTH, 2)},
         normal(BATCH, POSITIONS, WIDTH),
         error=gs.UnsupportedOperationError,
@@ -344,7 +348,7 @@ def test_a_derived_tensor_used_out_of_sight_is_refused(make):
 
 def test_a_derived_tensor_used_out_of_sight_with_the_fallback():
     model = Operation(
-        lambda m, x: x @ Rounded.apply(m.w * 2) + m.b, {"w": (WIDTH, 2), "b": (2,)}, False
+        lambda m, x: Product.apply(x, m.w * 2) + m.b, {"w": (WIDTH, 2), "b": (2,)}, False
     )
     batch = (normal(BATCH, POSITIONS, WIDTH),)
     stats = gs.per_example_norms(model, batch, uneven_loss, fallback="vmap")

@@ -1,0 +1,150 @@
+"""Derived tensors computed again, to pull gradients back to the parameters they were made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradstats._factors import Factor, compute_dtype
+from gradstats.capture._nodes import Derived, Root
+from gradstats.errors import UnsupportedOperationError
+
+# By how much the backward of a custom Function may miss linearity, relative to the norms of what it
+# returns. It may compute in lower precision than its results show.
+LINEAR_TOLERANCE = {torch.float64: 1e-6}
+OTHER_TOLERANCE = 2e-2
+
+# The sum that linearity is looked at in weights examples by about this much: losses that are
+# averaged over a batch have gradients as much smaller.
+LARGEST_WEIGHT = 1024
+
+
+class Replay:
+    """A derived tensor computed again from its root, to be differentiated any number of times.
+
+    Attributes:
+        leaf: the root's value, in real numbers.
+        value: the derived tensor, in real numbers.
+    """
+
+    def __init__(self, node: Derived, root: Root, copies: bool = False):
+        """Compute ``node`` again from ``root``; from copies it outlives changes of the weights."""
+        self.leaf, self.value = node.replay_from(root, copies)
+
+    def pull_each(self, factor: Factor) -> Tensor:
+        """Return the root's per-example gradients that a factor of the derived tensor induces."""
+        cotangents = factor.dense().to(self.value)
+        # Anomaly detection looks for NaN in each gradient, which it cannot in a batch of them.
+        with torch.autograd.set_detect_anomaly(False):
+            (pulled,) = torch.autograd.grad(
+                self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
+            )
+        return pulled.to(compute_dtype(pulled))
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Return the root's gradient that one gradient of the derived tensor induces."""
+        cotangent = cotangent.to(self.value)
+        (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
+        return pulled.to(compute_dtype(pulled))
+
+    def push(self, direction: Tensor) -> Tensor:
+        """Return how the derived tensor changes when the root changes by ``direction``.
+
+        It is the derivative of ``pull``, which is linear in its cotangent.
+        """
+        with torch.enable_grad():
+            cotangent = torch.zeros_like(self.value, requires_grad=True)
+            (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, create_graph=True)
+            (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
+        return pushed.to(compute_dtype(pushed))
+
+
+class FunctionReplay(Replay):
+    """The same where a custom autograd Function stands on the way.
+
+    Its backward is run as autograd runs it, for one gradient at a time: it need not know batches of
+    gradients, nor have a derivative.
+    """
+
+    def __init__(self, node: Derived, root: Root, copies: bool = False):
+        super().__init__(node, root, copies)
+        self.described = node.describe()
+        self.name = root.name
+
+    def pull_each(self, factor: Factor) -> Tensor:
+        cotangents = factor.dense().to(self.value)
+        pulled = torch.stack([self.pull(cotangent) for cotangent in cotangents])
+        self._check_linear(cotangents, pulled)
+        return pulled
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        # A copy: a backward may change the gradient that it is given.
+        given = cotangent.to(self.value, copy=True)
+        with (
+            torch._C._EnableTorchFunction(),
+            torch._C.DisableTorchFunctionSubclass(),
+            OneBackward(self),
+        ):
+            # torch.autograd.grad would put the mode aside.
+            (pulled,) = torch.autograd.Variable._execution_engine.run_backward(
+                (self.value,),
+                (given,),
+                True,  # keep the graph
+                False,  # create none
+                (self.leaf,),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        if pulled is None:  # the Function gives this operand no gradient
+            pulled = torch.zeros_like(self.leaf)
+        return pulled.to(compute_dtype(pulled))
+
+    def _check_linear(self, cotangents: Tensor, pulled: Tensor) -> None:
+        """Raise unless the backward of a sum is the sum of the backwards.
+
+        The gradients of the examples would not add up to that of the batch, and would depend on how
+        the losses are scaled.
+        """
+        count = len(cotangents)
+        weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(pulled)
+        expected = torch.tensordot(weights, pulled, 1)
+        together = self.pull(torch.tensordot(weights.to(cotangents), cotangents, 1))
+        size = (weights * pulled.flatten(1).norm(dim=1)).sum()
+        difference = (together - expected).norm() / size.clamp(min=1e-300)
+        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
+        if bool(difference > tolerance):  # not so where it is not a number
+            raise UnsupportedOperationError(
+                f"the backward of an autograd Function in {self.described} is not linear: of a "
+                f"weighted sum of gradients it differs by {float(difference):.1e} from the sum of "
+                "what it returns for each, relative to their norms. Expected a backward that "
+                "multiplies the gradient by what the forward left, and leaves that as it was: "
+                "clip or round gradients after the backward (parameter.register_hook), or leave "
+                f"the parameter out by name with exclude={[self.name]!r}.",
+                [self.name],
+            )
+
+
+class OneBackward(TorchFunctionMode):
+    """Refuses a backward inside the backward of a Function that is pulled back.
+
+    It would add to gradients once for each example, and reach parameters that nobody saw.
+    """
+
+    def __init__(self, replay: FunctionReplay):
+        super().__init__()
+        self.replay = replay
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if func in (Tensor.backward, torch.autograd.backward):
+            raise UnsupportedOperationError(
+                f"an autograd Function in {self.replay.described} runs a backward of its own in "
+                "its backward, which may reach parameters that were not seen, so that per-example "
+                "gradients are not known. Expected torch.autograd.grad there, or "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) where it saves "
+                f"memory; or leave the parameter out by name with exclude={[self.replay.name]!r}.",
+                [self.replay.name],
+            )
+        return func(*args, **(kwargs or {}))

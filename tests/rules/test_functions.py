@@ -1,0 +1,493 @@
+"""Custom autograd Functions of parameters and constants alone, pulled back by their backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradstats as gs
+from gradstats.capture._functions import SHARED_APPLY
+from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+BATCH, POSITIONS, WIDTH = 4, 3, 5
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Binarised(torch.autograd.Function):
+    """Signs times a scale; numbers beyond one have no gradient, as in binarised networks."""
+
+    @staticmethod
+    def forward(ctx, w, scale):
+        ctx.save_for_backward(w, scale)
+        return w.sign() * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        w, scale = ctx.saved_tensors
+        inside = grad * scale * (w.abs() <= 1)
+        return inside, torch.from_numpy((grad * w.sign()).numpy().sum(1, keepdims=True))
+
+
+class LearnedStep(torch.autograd.Function):
+    """Quantised to learned steps, with bounds that are no tensors."""
+
+    @staticmethod
+    def forward(ctx, w, step, factor, low, high):
+        ctx.save_for_backward(w / step)
+        ctx.others = factor, low, high
+        return (w / step).round().clamp(low, high) * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        factor, low, high = ctx.others
+        below, above = w < low, w > high
+        inside = ~(below | above)
+        slope = below * low + above * high + inside * (w.round() - w)
+        return grad * inside, (grad * slope).sum().view(1) * factor, None, None, None
+
+
+class Hadamard(torch.autograd.Function):
+    """The product of two products, as LoHa has it."""
+
+    @staticmethod
+    def forward(ctx, a, b, c, d, scale):
+        ctx.save_for_backward(a, b, c, d, scale)
+        return (a @ b) * (c @ d) * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, c, d, scale = ctx.saved_tensors
+        first, second = grad * scale * (c @ d), grad * scale * (a @ b)
+        return first @ b.T, a.T @ first, second @ d.T, c.T @ second, None
+
+
+class Setup(torch.autograd.Function):
+    """In the newer form, with a default."""
+
+    @staticmethod
+    def forward(w, power=2):
+        return w**power
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.power = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return 3 * grad * w ** (ctx.power - 1), None
+
+
+class Halves(torch.autograd.Function):
+    """Several results: one without gradient, one that is no tensor, one of some operands only."""
+
+    @staticmethod
+    def forward(ctx, w, v):
+        codes = (w > 0).to(w.dtype)
+        ctx.mark_non_differentiable(codes)
+        ctx.save_for_backward(v)
+        return w[:2] * 2, codes, w[2:] * v, 3
+
+    @staticmethod
+    def backward(ctx, first, _codes, second, _count):
+        (v,) = ctx.saved_tensors
+        return torch.cat([first * 2, second * v]), None  # v is given nothing
+
+
+kept = Rounded.apply
+
+SHAPES = {"w": (2, WIDTH), "v": (2, WIDTH)}
+FUNCTIONS = {
+    "a weight": lambda m, x: functional.linear(x, Rounded.apply(m.w * 2)),
+    "a parameter itself": lambda m, x: functional.linear(x, Rounded.apply(m.w)),
+    "kept from before": lambda m, x: functional.linear(x, kept(m.w)),
+    "transposed": lambda m, x: x @ Rounded.apply(m.w * 2).t(),
+    "element by element": lambda m, x: x * Rounded.apply(m.w * 2)[0] + Rounded.apply(m.v)[1],
+    "numpy, once differentiable": lambda m, x: functional.linear(
+        x, Binarised.apply(m.w, m.v[:, :1])
+    ),
+    "one after another": lambda m, x: functional.linear(
+        x, Rounded.apply(Setup.apply(m.w * Rounded.apply(m.v + 1)))
+    ),
+    "used twice": lambda m, x: (
+        functional.linear(functional.linear(x, Rounded.apply(m.w)), Rounded.apply(m.w).t().exp())
+        + x * m.w[0]
+    ),
+    "one result used twice": lambda m, x: (
+        lambda w: functional.linear(functional.linear(x, w), w.t()) + x * m.w[0] * m.v[0]
+    )(Rounded.apply(3 * m.w)),
+    "learned steps": lambda m, x: functional.linear(
+        x, LearnedStep.apply(m.w, m.v[0, :1].abs() / 4, 0.3, -2, 3)
+    ),
+    "the newer form": lambda m, x: (
+        functional.linear(x, Setup.apply(m.w)) + (x * Setup.apply(m.v[0], power=3))[..., :2]
+    ),
+    "constants beside": lambda m, x: functional.linear(
+        x, Hadamard.apply(m.w[:, :2], m.v[:, :2], m.w[:, 2:4], m.v[:, 2:4], torch.tensor(0.5))
+        @ torch.ones(2, WIDTH).double()
+    ),
+    "several results": lambda m, x: several_results(m, x),
+    "rows as many as examples": lambda m, x: (
+        x + Rounded.apply(m.w[:1].expand(BATCH, WIDTH) * m.v[0])
+        if x.dim() == 2
+        else x + Rounded.apply(m.w[:1].expand(POSITIONS, WIDTH) * m.v[0])
+    ),
+}  # fmt: skip
+
+
+def several_results(m, x):
+    first, codes, second, count = Halves.apply(torch.cat([m.w, m.w.exp()]), m.v)
+    assert count == 3
+    return functional.linear(x, first * codes[:2]) * functional.linear(x, second)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_weight_made_by_a_function(function, positions):
+    shape = (BATCH, POSITIONS, WIDTH) if positions else (BATCH, WIDTH)
+    data = normal(*shape)
+    check_operation(
+        lambda m, x: function(m, x) + (x * m.v[0] * m.w[1]).sum(-1, keepdim=True), SHAPES, data
+    )
+    used = {name: shape for name, shape in SHAPES.items() if name in names_used(function)}
+    check_operation(function, used, data)
+
+
+def names_used(function):
+    """Return the parameters that a function reads."""
+    model = Operation(None, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, False)
+    read = set()
+
+    class Watched:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(model, name)
+
+    function(Watched(), normal(BATCH, WIDTH))
+    return read
+
+
+@pytest.mark.parametrize("workspace", [1, 1000])
+def test_in_chunks(workspace):
+    check_operation(FUNCTIONS["learned steps"], SHAPES, normal(BATCH, WIDTH), workspace=workspace)
+
+
+class Quantised(nn.Module):
+    """A network of which every forward quantises the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+        self.step = nn.Parameter(torch.tensor([0.1]))
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            weight = LearnedStep.apply(layer.weight, self.step, 0.5, -8, 7)
+            x = torch.tanh(functional.linear(x, weight, Rounded.apply(layer.bias * 8) / 8))
+        return x
+
+
+def test_a_network_that_quantises_its_weights():
+    torch.manual_seed(0)
+    model, batch = Quantised().double(), (normal(BATCH, WIDTH),)
+    check_model(model, batch, uneven_loss)
+    check_products(model, batch, uneven_loss)
+    report = gs.verify(model, batch, uneven_loss)
+    assert report.ok, report
+    assert any("LearnedStep.apply" in name for row in report.rows for name in row.operations)
+
+
+def test_in_single_precision_and_under_autocast():
+    torch.manual_seed(0)
+    model, batch = Quantised(), (torch.randn(BATCH, WIDTH),)
+    check_model(model, batch, uneven_loss, rtol=1e-4, gradient_rtol=1e-5)
+
+    def losses(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return uneven_loss(model, batch).float()
+
+    stats = gs.per_example_norms(model, batch, losses)
+    expected = []
+    for row in batch[0]:
+        model.zero_grad()
+        losses(model, (row[None],)).sum().backward()
+        expected.append(sum(p.grad.double().square().sum() for p in model.parameters()))
+    torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.05, atol=0)
+
+
+def test_checkpoints():
+    def function(m, x):
+        return checkpoint(FUNCTIONS["learned steps"], m, x, use_reentrant=False)
+
+    check_operation(function, SHAPES, normal(BATCH, WIDTH))
+
+
+def test_with_the_monitor():
+    torch.manual_seed(0)
+    model, x = Quantised().double(), normal(BATCH, WIDTH)
+    plain = copy.deepcopy(model)
+    expected = oracle_sqnorms(model, (x,), uneven_loss)
+    monitor = gs.Monitor(model, every=1, alignment=True)
+    for network in (model, plain):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            if network is model:
+                with monitor.step(batch_size=BATCH):
+                    uneven_loss(network, (x,)).mean().backward()
+            else:
+                uneven_loss(network, (x,)).mean().backward()
+            optimizer.step()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-14)
+    largest = monitor.examples(1)
+    assert largest[0].norm == pytest.approx(sum(expected.values()).max().sqrt().item())
+
+
+def test_derivatives_of_the_network():
+    def penalised(model, batch):
+        x = batch[0].clone().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.sum(1) + slope.square().sum(1)
+
+    torch.manual_seed(0)
+    check_model(Quantised().double(), (normal(BATCH, WIDTH),), penalised, fusing=(True,))
+
+
+def test_nothing_is_left_of_a_context():
+    assert "apply" not in vars(SHARED_APPLY)
+    model = Quantised()
+    with gs.track(model, batch_size=BATCH), gs.track(Quantised(), batch_size=BATCH):
+        assert "apply" in vars(SHARED_APPLY)
+    assert "apply" not in vars(SHARED_APPLY)
+    with pytest.raises(ZeroDivisionError), gs.track(model, batch_size=BATCH):
+        raise ZeroDivisionError
+    assert "apply" not in vars(SHARED_APPLY)
+
+
+def test_the_function_runs_once_in_the_forward_and_once_in_the_training_backward():
+    calls = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            calls.append("forward")
+            return 2 * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append("backward")
+            return 2 * grad
+
+    model = Operation(lambda m, x: functional.linear(x, Counted.apply(m.w)), {"w": (2, 3)}, False)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses = uneven_loss(model, (normal(BATCH, 3),))
+        assert calls == ["forward"]
+        tracker.backward(losses)
+    # Once more for the statistic, whose backward runs for every example, and once for their sum.
+    assert calls.count("forward") == 2
+    assert calls.count("backward") == 1 + BATCH + 1
+
+
+# What a Function must not do.
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-1, 1)
+
+
+class Signs(Clipped):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sign()
+
+
+class Decaying(torch.autograd.Function):
+    """Remembers how often it was differentiated."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.scale = 1.0
+        return w * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.scale /= 2
+        return grad * ctx.scale
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("function", [Clipped, Signs, Decaying])
+def test_a_backward_that_is_not_linear_is_refused(function, batch):
+    check_refused(
+        lambda m, x: functional.linear(x, function.apply(m.w)),
+        {"w": (2, 3)},
+        normal(batch, 3),
+        match=rf"{function.__name__}\.apply.*'w'.*linear.*exclude",
+    )
+
+
+class Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.mask = torch.rand_like(w) > 0.5
+        return w * ctx.mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.mask
+
+
+def test_a_random_function_is_refused():
+    check_refused(
+        lambda m, x: functional.linear(x, Dropped.apply(m.w)),
+        {"w": (20, 20)},
+        normal(BATCH, 20),
+        match=r"Dropped\.apply.*'w'.*random",
+    )
+
+
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.mark_dirty(w)
+        return w.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_a_function_that_changes_its_operand_is_refused():
+    check_refused(
+        lambda m, x: functional.linear(x, DoubledInPlace.apply(m.w * 3)),
+        {"w": (2, 3)},
+        normal(BATCH, 3),
+        match=r"DoubledInPlace\.apply.*'w'.*in place",
+    )
+
+
+class ScalesItsGradient(torch.autograd.Function):
+    """Changes the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(1.5)
+
+
+def test_a_backward_that_changes_its_gradient():
+    def function(m, x):
+        return functional.linear(x, ScalesItsGradient.apply(m.w * 2))
+
+    check_operation(function, {"w": (2, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+class Rematerialised(torch.autograd.Function):
+    """A checkpoint of somebody's own: its backward runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, function, w):
+        ctx.function, ctx.operand = function, w.detach()
+        return function(w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            operand = ctx.operand.clone().requires_grad_()
+            torch.autograd.backward(ctx.function(operand), grad)
+        return None, operand.grad
+
+
+def test_a_function_that_runs_a_backward_of_its_own_is_refused():
+    model = Operation(
+        lambda m, x: x * Rematerialised.apply(lambda w: w * m.hidden, m.w),
+        {"w": (3,), "hidden": (3,)},
+        False,
+    )
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"Rematerialised\.apply.*'w'.*backward of its own"
+    ):
+        gs.per_example_norms(model, (normal(BATCH, 3),), uneven_loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+def test_a_function_of_data_and_a_parameter_is_refused():
+    for function in (
+        lambda m, x: Mixed.apply(x, m.w),
+        lambda m, x: Mixed.apply(x, Rounded.apply(m.w)),
+    ):
+        check_refused(function, {"w": (3,)}, normal(BATCH, 3), match=r"MixedBackward.*'w'.*rule")
+
+
+def test_what_a_function_does_without_gradients_is_constant():
+    def function(m, x):
+        with torch.no_grad():
+            steps = Rounded.apply(m.w * 4)[0]
+        return functional.linear(x * steps, m.w)
+
+    check_operation(function, {"w": (2, WIDTH)}, normal(WIDTH, WIDTH))
+
+
+def test_a_direction_needs_no_second_derivative():
+    torch.manual_seed(0)
+    model = Operation(FUNCTIONS["numpy, once differentiable"], SHAPES, False)
+    batch = (normal(BATCH, WIDTH),)
+    direction = {name: normal(*p.shape) for name, p in model.named_parameters()}
+    expected = []
+    for row in range(BATCH):
+        model.zero_grad()
+        uneven_loss(model, (batch[0][row : row + 1],)).sum().backward()
+        pairs = [(p.grad, direction[name]) for name, p in model.named_parameters()]
+        expected.append(sum((grad * other).sum() for grad, other in pairs))
+    model.zero_grad()
+    got = gs.alignment(model, batch, uneven_loss, direction)
+    torch.testing.assert_close(got.double(), torch.stack(expected), rtol=1e-10, atol=0)
+    assert_sqnorms(
+        gs.per_example_norms(model, batch, uneven_loss),
+        oracle_sqnorms(model, batch, uneven_loss),
+        1e-10,
+    )
