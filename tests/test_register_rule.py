@@ -82,13 +82,12 @@ def test_apply_names_the_function_and_a_handle_is_enough(batch):
     handle.remove()
 
 
-def test_an_apply_that_was_kept_from_before_is_still_refused(batch):
+def test_an_apply_that_was_kept_from_before(batch):
     kept = ScaledSiLU.apply
-    model = Model(lambda x, w: kept(x, w)).double()
-    with (
-        gs.register_rule(ScaledSiLU, scaled_silu),
-        pytest.raises(gs.UnsupportedOperationError, match="ScaledSiLU"),
-    ):
+    model = Model(lambda x, w: kept(kept(x, w), 1 + w)).double()
+    with gs.register_rule(ScaledSiLU, scaled_silu):
+        check_model(model, batch, classify)
+    with pytest.raises(gs.UnsupportedOperationError, match="ScaledSiLU"):
         gs.per_example_norms(model, batch, classify)
 
 

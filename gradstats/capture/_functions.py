@@ -71,12 +71,12 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     operands = operands_of(args, kwargs)
     nodes = [node for node in map(node_of, operands) if node is not None]
     tracker = nodes[0].tracker if nodes else None
-    if (
-        tracker is None
-        or tracker.closed
-        or (cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION))
-        or any(node_of(item) is None and tracker.is_data(item) for item in operands)
-    ):
+    if tracker is None or tracker.closed:
+        return inner(*args, **kwargs)
+    if tracker.registered(cls.apply) is not None:  # and somebody kept what was there before
+        return handle_torch_function(cls.apply, args, *args, **kwargs)
+    own = cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION)
+    if own or any(node_of(item) is None and tracker.is_data(item) for item in operands):
         return inner(*args, **kwargs)
     before = [node.value._version for node in nodes]
     result = handle_torch_function(inner, args, *args, **kwargs)

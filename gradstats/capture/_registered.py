@@ -39,7 +39,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     Inside a context, wherever ``function`` meets a tracked parameter and data, it runs as always:
     its values and its gradients are what they were. Beside it ``decomposition`` runs on the same
     arguments, and the per-example gradients are those of its PyTorch operations for the gradient
-    that reaches the result.
+    that reaches the result. A ``torch.autograd.Function`` of parameters and constants alone needs
+    no rule: it is pulled back by its own backward.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
