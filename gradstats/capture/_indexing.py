@@ -105,6 +105,12 @@ def _is_number(item) -> bool:
     return isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool
 
 
+def axis_of(items: list, index: Tensor) -> int:
+    """Return the first axis that one of the items, as ``items_of`` gives them, is taken along."""
+    place = next(place for place, item in enumerate(items) if item is index)
+    return sum(map(_axes_taken, items[:place]))
+
+
 def argument_of(args, kwargs, position: int, name: str):
     """Return an operation's argument, given by name or by place."""
     return kwargs[name] if name in kwargs else args[position]

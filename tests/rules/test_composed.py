@@ -155,3 +155,30 @@ def test_tensor_products(positions):
 
 def test_products_with_vectors():
     check_operation(lambda m, x: x.mv(m.w) + torch.mv(x, m.w) ** 2, {"w": (4,)}, normal(BATCH, 4))
+
+
+@pytest.mark.parametrize("rows", [1, 2, BATCH])
+def test_kronecker_products(rows):
+    def last(m, x):
+        return torch.kron(x, m.w).unflatten(0, (BATCH, rows))
+
+    def first(m, x):
+        return torch.kron(m.w, x).unflatten(0, (rows, BATCH)).transpose(0, 1)
+
+    for function in (last, first):
+        check_operation(function, {"w": (rows, 3)}, normal(BATCH, WIDTH))
+    for shape in ((3,), (1, 3), (2, 1, 3)):
+        check_operation(
+            lambda m, x: torch.kron(m.w, x[:, None, :]).unflatten(0, (-1, BATCH)).transpose(0, 1),
+            {"w": shape},
+            normal(BATCH, WIDTH),
+        )
+
+
+def test_elements_selected_by_a_mask():
+    def function(m, x):
+        result = torch.zeros_like(x)
+        result[x > 0] = m.w.masked_select(x > 0) * torch.masked_select(x, x > 0)
+        return result + (x * m.w).masked_fill(x > 0, 0)
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))

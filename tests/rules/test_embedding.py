@@ -305,11 +305,58 @@ def test_parameter_indexed_along_axes_that_lie_apart(shape):
 
 def test_parameter_indexed_in_other_ways_is_refused():
     check_refused(
-        lambda m, ids: m.w[ids > 2].expand(3, 3),
-        {"w": (3, 3)},
+        lambda m, ids: m.w[ids.double()[:2] > 2].expand(3, 3),
+        {"w": (2, 3)},
         integers(3, 3),
-        match="__getitem__.*'w'",
+        match=r"__getitem__ with 2 slices along axis 0 for 2 rows of 3 examples.*'w'",
     )
+
+
+def spline(m, x, parameters):
+    """Serves what lies inside an interval, and leaves the rest as it is."""
+    inside = x.abs() < 1
+    result = torch.zeros_like(x)
+    result[~inside] = x[~inside]
+    result[inside] = (x[inside][:, None] * parameters(m)[inside, :].softmax(-1)).square().sum(-1)
+    return result
+
+
+REPEATED = {
+    "expanded": lambda m: m.w.expand(3, 4, 2),
+    "repeated": lambda m: m.w[None].repeat(3, 1, 1),
+    "made of it": lambda m: (m.w[None].expand(3, -1, -1) * 2).exp(),
+}
+
+
+@pytest.mark.parametrize("repeated", REPEATED.values(), ids=REPEATED)
+def test_masks_of_data_on_what_was_repeated(repeated):
+    torch.manual_seed(0)
+    check_operation(lambda m, x: spline(m, x, repeated), {"w": (4, 2)}, normal(3, 4))
+
+
+def test_masks_of_data_in_other_places():
+    def function(m, x):
+        first, second = torch.zeros_like(x), torch.zeros_like(x)
+        first[x > 0] = m.w.expand(2, -1, 3, 4)[1, :, x > 0].sum(0)
+        second[x > 1] = m.v.expand(3, 4).masked_select(x > 1)
+        rows = x.sum(1) > 0
+        first[rows] *= m.u.expand(3, -1)[rows]
+        return first + second
+
+    torch.manual_seed(0)
+    parameters = {"w": (1, 2, 1, 4), "v": (4,), "u": (4,)}
+    check_operation(function, parameters, normal(3, 4))
+
+
+def test_a_table_as_long_as_the_batch_under_a_mask():
+    """Each example finds elements of its own rows."""
+
+    def function(m, x):
+        chosen = torch.zeros_like(x)
+        chosen[x > 0] = m.w[x > 0] * m.w.sum()
+        return chosen
+
+    check_operation(function, {"w": (3, 4)}, normal(3, 4))
 
 
 @pytest.mark.parametrize("positions", [3, 4])

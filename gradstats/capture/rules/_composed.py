@@ -146,6 +146,24 @@ def cholesky_solve(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
     return torch.cholesky_inverse(L, upper=upper) @ B
 
 
+def masked_select(input: Tensor, mask: Tensor) -> Tensor:
+    """The elements of both, broadcast, where the mask is true."""
+    input, mask = torch.broadcast_tensors(input, mask)
+    return input[mask]
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    """The products of all elements of both, the second's running faster along every axis."""
+    dims = max(input.dim(), other.dim())
+    input, other = (item[(None,) * (dims - item.dim())] for item in (input, other))
+    for axis in range(dims):
+        input, other = input.unsqueeze(2 * axis + 1), other.unsqueeze(2 * axis)
+    result = input * other
+    for axis in range(dims):
+        result = result.flatten(axis, axis + 1)
+    return result
+
+
 RULES = {
     torch.tensordot: Composed(tensordot),
     torch.inner: Composed(inner),
@@ -159,5 +177,7 @@ RULES = {
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),
+    **dict.fromkeys(variants("kron"), Composed(kron)),
+    **dict.fromkeys(variants("masked_select"), Composed(masked_select)),
     torch.einsum: einsum,
 }

@@ -13,9 +13,9 @@ from torch.nn import functional
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._hooked import LOOKED_UP, hooked
-from gradstats.capture._indexing import found_at, items_of
+from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
-from gradstats.capture._nodes import Root, operands_of
+from gradstats.capture._nodes import Node, Root, operands_of
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
@@ -140,6 +140,9 @@ def index(tracker, func, input, indices):
         # A number picks the slice, wherever the number comes from.
         return derive(tracker, func, (input, indices), {})
     items = [_as_index(tracker, item, given) for item in items_of(input, indices)]
+    mask = next((index for index in given if index.dtype == torch.bool and index.dim()), None)
+    if tracked and mask is not None and tracker.is_data(mask):
+        return _masked(tracker, func, node, input, indices, axis_of(items, mask), mask)
     places = [place for place, item in enumerate(items) if isinstance(item, Tensor)]
     chosen = [items[place] for place in places]
     if (
@@ -155,6 +158,22 @@ def index(tracker, func, input, indices):
     before, _ = found_at(items)
     factors = IndexFactors(examples, tuple(table.shape), before)
     return tap(tracker, [first_node(table)], result, factors, ids)
+
+
+def _masked(tracker, func, node: Node, input, indices, axis: int, mask: Tensor) -> Tensor:
+    """Elements that a mask of data picks of a tensor with a slice for each example.
+
+    Args:
+        tracker, func, node, input, indices: the operation.
+        axis: the first of the input's axes that the mask covers.
+        mask: of data.
+    """
+    examples = locate(tracker, func, node, mask, folds=True)
+    own = as_data(tracker, func, node, input, examples.along(axis + examples.axis))
+    # Data indexed by data, which the mode follows.
+    with torch._C._EnableTorchFunction(), tracker.watching():
+        tracker.followed = func(own, indices)
+    return tracker.followed
 
 
 def _as_index(tracker, item, given: Sequence[Tensor]):
