@@ -22,7 +22,12 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from gradstats.capture._dispatch import IN_PLACE, READS_ONLY_FIRST, TRANSPOSING_GETTERS
+from gradstats.capture._dispatch import (
+    IN_PLACE,
+    MOVES_IN_PLACE,
+    READS_ONLY_FIRST,
+    TRANSPOSING_GETTERS,
+)
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
@@ -104,11 +109,6 @@ FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
 
 # Types of operands whose operations nobody else has a say in.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
-
-MOVES_IN_PLACE = frozenset(
-    getattr(Tensor, f"{name}_")
-    for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze", "resize")
-)
 
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
@@ -310,7 +310,7 @@ class ConstantTracking(TorchFunctionMode):
             tracker.mark_data(target)
         if func in OVER_AXES:
             tracker.follow_layout(func, args, kwargs, [target], target)
-        elif func in MOVES_IN_PLACE:
+        elif func in MOVES_IN_PLACE or func is Tensor.resize_:
             tracker.follow_move(target)
         elif func in CHANGES_IN_PLACE:
             tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data)

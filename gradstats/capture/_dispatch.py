@@ -82,6 +82,12 @@ IN_PLACE = frozenset(
     )
 )
 
+# Those of them that change its shape alone, with what returns the same as a view.
+MOVES_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")
+}
+
 
 def dispatch(
     tracker,
@@ -223,9 +229,12 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
             if whole is not target and isinstance(part, Derived):
                 _stand_for(part, target)
         return _returned(func, target)
-    if isinstance(own, Derived) and own.is_alone():
-        changed = node_of(derive(tracker, Changed(func), args, kwargs))
-        if isinstance(changed, Derived) and same_form(changed.value, own.value):
+    moves = func in MOVES_IN_PLACE
+    if isinstance(own, Derived) and (moves or own.is_alone()):
+        # No number changes that other tensors show where axes are moved.
+        function = MOVES_IN_PLACE[func] if moves else Changed(func)
+        changed = node_of(derive(tracker, function, args, kwargs))
+        if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
             own.shown = lambda: None
             if same_storage(target, own.value):
                 target.data = changed.value.detach()  # for who looks at the numbers alone

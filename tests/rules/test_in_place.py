@@ -298,3 +298,73 @@ def test_what_another_tensor_shows_is_not_changed_in_place(function):
         normal(BATCH, POSITIONS, WIDTH),
         match=r"in place.*'w'.*out of place",
     )
+
+
+def added_axis(m, x):
+    position = m.w * 2
+    position.unsqueeze_(1)
+    flat = (m.w * 3).unsqueeze_(0).squeeze_()
+    return x * position.squeeze(1) * flat
+
+
+def turned(m, x):
+    weight = m.v * 2
+    return x @ weight.t_() + x @ (m.v + 1).transpose_(0, 1).swapaxes_(0, -1).swapdims_(0, 1)
+
+
+def moved_while_shown(m, x):
+    position = m.w * 2
+    part = position[:]
+    return x * position.unsqueeze_(0) * part
+
+
+def moved_and_changed(m, x):
+    position = m.w * 2
+    position.mul_(3)
+    position.unsqueeze_(0)
+    position += m.v[:1]
+    return x * position
+
+
+def constant_moved(m, x):
+    position = torch.zeros(WIDTH).double()
+    position += m.w
+    position.unsqueeze_(0)
+    return x * position
+
+
+@pytest.mark.parametrize(
+    "function", [added_axis, turned, moved_while_shown, moved_and_changed, constant_moved]
+)
+@pytest.mark.parametrize("batch", [1, WIDTH, BATCH, POSITIONS])
+def test_axes_moved_in_place(function, batch):
+    shapes = {"w": (WIDTH,), "v": (WIDTH, WIDTH)}
+    used = shapes if function is moved_and_changed else {"v": shapes["v"]}
+    used = used if function in (turned, moved_and_changed) else {"w": shapes["w"]}
+    check_operation(function, used, normal(batch, POSITIONS, WIDTH))
+
+
+def moved_then_changed_while_shown(m, x):
+    tensor = m.w * 2
+    part = tensor[1:]
+    tensor.unsqueeze_(0)
+    tensor.mul_(3)
+    return x * tensor * part
+
+
+def part_changed_after_a_move(m, x):
+    tensor = m.w * 2
+    part = tensor[1:]
+    tensor.unsqueeze_(0)
+    part.mul_(3)
+    return x * tensor * part
+
+
+@pytest.mark.parametrize("function", [moved_then_changed_while_shown, part_changed_after_a_move])
+def test_what_was_moved_is_not_changed_in_place_where_others_show_it(function):
+    check_refused(
+        function,
+        {"w": (WIDTH,)},
+        normal(BATCH, POSITIONS, WIDTH),
+        match=r"in place.*'w'.*out of place",
+    )
