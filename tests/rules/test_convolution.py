@@ -206,6 +206,40 @@ def test_a_kernel_for_each_example(batch, kind):
     check_operation(function, parameters, normal(batch, 2, 5, 4))
 
 
+@pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_kernel_that_was_repeated_for_the_batch(batch, kind):
+    """Filters that take a kernel for each image: a learned one is expanded to them."""
+    convolve = getattr(functional, f"{kind}2d")
+
+    def function(m, x):
+        rows, channels = x.shape[:2]
+        folded = x.reshape(1, rows * channels, *x.shape[2:])
+        blurred = m.blur.softmax(0).expand(rows, channels, 3).reshape(-1, 1, 1, 3)
+        folded = functional.conv2d(folded, blurred, padding="same", groups=len(blurred))
+        kernels = m.kernels[None].expand(rows, -1, -1, -1, -1)
+        if kind == "conv_transpose":
+            kernels = kernels.transpose(1, 2)
+        shift = m.shift.repeat(rows)
+        out = convolve(folded, kernels.flatten(0, 1), shift, 2, groups=rows)
+        return m.last(out.view(rows, 4, *out.shape[2:]))
+
+    parameters = {
+        "blur": (3,), "kernels": (4, 2, 2, 2), "shift": (4,), "last": nn.Conv2d(4, 2, 1),
+    }  # fmt: skip
+    check_operation(function, parameters, normal(batch, 2, 5, 4))
+
+
+def test_a_kernel_of_which_each_example_has_its_part():
+    """As many groups of kernels as examples: each meets its own."""
+
+    def function(m, x):
+        folded = x.reshape(1, 6, 5)
+        return functional.conv1d(folded, m.w, m.b, groups=3).view(3, 4, -1)
+
+    check_operation(function, {"w": (12, 2, 2), "b": (12,)}, normal(3, 2, 5))
+
+
 # Convolutions of which a network makes the kernel or the bias, each example its own.
 MADE_OF_DATA = {
     "kernel": lambda m, x, made: functional.conv1d(x, made.view(2, 3, 2), m.b),

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
-from gradstats.capture._dispatch import refuse
+from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._grafted import Composed
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap, use_of
 from gradstats.capture.rules._common import (
     Examples,
+    as_data,
     bare,
     cast_for_autocast,
     locate,
@@ -75,6 +76,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if input.dim() != dims + 2:
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
+    if len(input) == 1 < tracker.batch_size:
+        layout = tracker.layout_of(input)
+        if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):
+            if call[-1] % tracker.batch_size == 0:
+                return _in_groups(tracker, func, input, weight, bias, call)
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
     if examples.segments is not None or (examples.fold != 1 and dims == 3):
         if call == (call[0], (0,) * dims, (1,) * dims, False, (0,) * dims, 1):
@@ -96,6 +102,29 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
+
+
+def _in_groups(tracker, func, input, weight, bias, call):
+    """A convolution of examples folded into channels, with groups of channels for each of them.
+
+    A kernel that was repeated for the batch has a slice for each example.
+    """
+
+    def own(item):
+        node = node_of(item)
+        if node is None:
+            return item
+        slices = derive(tracker, Tensor.unflatten, (item, 0, (tracker.batch_size, -1)), {})
+        return as_data(tracker, func, node, slices, Examples(tracker.batch_size, 0)).flatten(0, 1)
+
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = dict(zip(names, call, strict=True))
+    if not options.pop("transposed"):
+        del options["output_padding"]
+    # Data convolved with data, which the mode follows.
+    with torch._C._EnableTorchFunction(), tracker.watching():
+        tracker.followed = func(input, own(weight), own(bias), **options)
+    return tracker.followed
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
