@@ -147,4 +147,6 @@ class OneBackward(TorchFunctionMode):
                 f"memory; or leave the parameter out by name with exclude={[self.replay.name]!r}.",
                 [self.replay.name],
             )
-        return func(*args, **(kwargs or {}))
+        # What is pulled back here is no part of the user's step: other modes need not see it.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))

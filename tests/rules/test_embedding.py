@@ -132,7 +132,7 @@ def test_scale_by_frequency_is_refused():
 @given(
     st.integers(1, 4),
     st.integers(1, 5),
-    st.sampled_from(["sum", "mean"]),
+    st.sampled_from(["sum", "mean", "max"]),
     st.sampled_from([None, 0, -1]),
 )
 def test_bags_of_equal_size(batch, count, mode, padding_idx):
@@ -143,7 +143,7 @@ def test_bags_of_equal_size(batch, count, mode, padding_idx):
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    st.sampled_from(["sum", "mean"]),
+    st.sampled_from(["sum", "mean", "max"]),
     st.sampled_from([None, 0, -1]),
     st.booleans(),
     st.sampled_from([torch.int32, torch.int64]),
@@ -204,10 +204,22 @@ def test_weights_for_each_sample():
     )
 
 
-def test_maximum_over_a_bag_is_refused():
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+@pytest.mark.parametrize("equal", [False, True])
+def test_the_largest_of_equal_rows_are_those_that_pytorch_chooses(padding_idx, equal):
+    layer = nn.EmbeddingBag(ROWS, 3, mode="max", padding_idx=padding_idx)
+    if equal:
+        layer.weight.data.round_().clamp_(-1, 1)
+    check_operation(lambda m, ids: m.layer(ids).sin(), {"layer": layer}, integers(3, 4))
+    check_operation(
+        lambda m, ids: m.layer(ids) * m.layer.weight.sum(), {"layer": layer}, integers(3, 3)
+    )
+
+
+def test_maximum_with_renormalised_rows_is_refused():
     check_refused(
         lambda m, ids: m.layer(ids),
-        {"layer": nn.EmbeddingBag(ROWS, 3, mode="max")},
+        {"layer": nn.EmbeddingBag(ROWS, 3, mode="max", max_norm=1.0)},
         integers(3, 4),
         match=r"max.*'layer\.weight'",
     )

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
@@ -91,7 +92,12 @@ def embedding_bag(
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     if mode == "max":
-        refuse(func, node, "with mode='max' has no rule")
+        if max_norm is not None:
+            refuse(func, node, "with mode='max' and max_norm has no rule")
+        begins = {"offsets": offsets, "include_last_offset": include_last_offset}
+        return Composed(partial(largest_of_bags, tracker))(
+            tracker, func, input, weight, mode=mode, padding_idx=padding_idx, **begins
+        )
     if input.dim() == 2:
         locate(tracker, func, node, input, axis=0)
         bag = torch.arange(input.shape[0], device=input.device).repeat_interleave(input.shape[1])
@@ -115,6 +121,22 @@ def embedding_bag(
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
     return tap(tracker, [node], result, BagFactors(tuple(weight.shape)), ids, bag, share)
+
+
+def largest_of_bags(
+    tracker, input, weight, *, mode, padding_idx, offsets, include_last_offset
+) -> Tensor:
+    """The largest numbers of each bag's rows: of equal ones that which PyTorch chooses."""
+    if offsets is None:
+        bags, count = input.shape
+        offsets = torch.arange(bags, dtype=input.dtype, device=input.device) * count
+    _, _, sizes, chosen = torch.embedding_bag(
+        weight.detach(), input.flatten(), offsets, False, 2, False, None, include_last_offset,
+        padding_idx,
+    )  # fmt: skip
+    tracker.place(chosen, Examples(tracker.batch_size, 0))
+    columns = torch.arange(weight.shape[1], device=input.device)
+    return weight[chosen, columns].masked_fill(sizes[: len(chosen), None] == 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
