@@ -275,7 +275,13 @@ class Derived(Node):
         device, dtype = self._autocast
         with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
             result = self.function(*args, **kwargs)
-        return result if self.index is None else result[self.index]
+        if self.index is None:
+            return result
+        if function_class_of(self.function) is None:
+            return result[self.index]
+        chosen = result[self.index]
+        others = [item for item in result if isinstance(item, Tensor) and item is not chosen]
+        return OneOfSeveral.apply(chosen, *others)
 
     def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Return a fresh leaf with the root's value and this tensor computed from it.
@@ -297,6 +303,22 @@ class Derived(Node):
                 "without randomness."
             )
         return leaf, seen
+
+
+class OneOfSeveral(torch.autograd.Function):
+    """One of a custom Function's results, beside which the others have zeros for gradients.
+
+    As they have in the backward of a batch; with none at all a Function may take another way.
+    """
+
+    @staticmethod
+    def forward(ctx, chosen, *others):
+        ctx.others = [other.detach() for other in others]
+        return chosen.view_as(chosen)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *map(torch.zeros_like, ctx.others)
 
 
 def same_storage(first: Tensor, second: Tensor) -> bool:

@@ -466,10 +466,10 @@ def test_operations_without_a_gradient_pass():
 
 def test_an_operation_without_a_rule_is_refused():
     check_refused(
-        lambda m, x: torch.kron(x, m.w),
-        {"w": (4, 2)},
+        lambda m, x: torch.linalg.multi_dot((x, m.w)),
+        {"w": (2, 4)},
         normal(3, 2),
-        match=r"kron.*'w'.*exclude=\['w'\]",
+        match=r"multi_dot.*'w'.*exclude=\['w'\]",
     )
 
 

@@ -115,6 +115,19 @@ class Halves(torch.autograd.Function):
         return torch.cat([first * 2, second * v]), None  # v is given nothing
 
 
+class Unforgiving(torch.autograd.Function):
+    """Gives up where one of its results was not used."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.set_materialize_grads(False)
+        return w * 2, w * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return None if first is None or second is None else first * 2 + second * 3
+
+
 kept = Rounded.apply
 
 SHAPES = {"w": (2, WIDTH), "v": (2, WIDTH)}
@@ -148,6 +161,9 @@ FUNCTIONS = {
         @ torch.ones(2, WIDTH).double()
     ),
     "several results": lambda m, x: several_results(m, x),
+    "results that are used together": lambda m, x: (
+        lambda first, second: functional.linear(x, first.exp()) + functional.linear(x, second)
+    )(*Unforgiving.apply(m.w)),
     "rows as many as examples": lambda m, x: (
         x + Rounded.apply(m.w[:1].expand(BATCH, WIDTH) * m.v[0])
         if x.dim() == 2
