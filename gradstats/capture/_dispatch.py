@@ -106,7 +106,7 @@ def dispatch(
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             # The forward of an autograd Function perhaps, whose use of a parameter no graph shows.
-            leave_graph(f"{function_name(func)} of a parameter where gradients are not recorded")
+            leave_graph("a parameter where gradients are not recorded")
             return _note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex = [], False, False
         for item in operands:
