@@ -445,6 +445,27 @@ def test_gradients_that_are_not_finite(side):
     assert kept.isnan().tolist() == [i == 3 for i in range(B)]
 
 
+@pytest.mark.parametrize("pairs", ["all", "diagonal"])
+@pytest.mark.parametrize("same", [True, False])
+def test_products_that_float32_does_not_hold(pairs, same):
+    """Each parameter's share is a float32 number, the sum of all of them is none."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    x = torch.tensor([[1.5e19], [1.0]])
+    other = x if same else x.clone()
+
+    def losses(model, x):
+        return model(x).sum(1)
+
+    with pytest.raises(gs.NonFiniteGradientError, match=r"4\.5e\+38.*model\.double"):
+        gs.inner_products(model, x, model, other, losses, pairs=pairs)
+    kept = gs.inner_products(model, x, model, other, losses, pairs=pairs, nonfinite="keep")
+    assert kept.flatten()[-1].item() == pytest.approx(2)
+    with pytest.raises(gs.NonFiniteGradientError, match=r"direction .*example \[0\]"):
+        gs.alignment(model, x, losses, {"0.weight": x[:1] * 2, "1.weight": x[:1]})
+
+
 def test_errors_in_the_loss_leave_the_models_as_they_were():
     models = [mlp(), mlp()]
     states = list(map(snapshot, models))

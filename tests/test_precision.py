@@ -232,6 +232,19 @@ def test_squares_that_overflow_are_not_called_infinite_gradients():
     assert wide.norm[0].item() == pytest.approx(6**0.5 * 1e20, rel=1e-6)
 
 
+def test_a_sum_over_parameters_that_overflows():
+    """Each parameter's squared norm is a float32 number, that of all of them is none."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    x = torch.tensor([[1.5e19], [1.0]])
+    with pytest.raises(gs.NonFiniteGradientError, match=r"example \[0\].*sum over all parameters"):
+        gs.per_example_norms(model, x, lambda model, x: model(x).sum(1))
+    kept = gs.per_example_norms(model, x, lambda m, x: m(x).sum(1), nonfinite="keep")
+    assert kept.norm[0].item() == pytest.approx(2**0.5 * 1.5e19, rel=1e-6)
+    assert kept.norm[1].item() == pytest.approx(2**0.5, rel=1e-6)
+
+
 class Product(nn.Module):
     """A layer whose weight is a product of two parameters, which is computed again in backward."""
 

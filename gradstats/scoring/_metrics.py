@@ -1,4 +1,8 @@
-"""How well a score finds flipped labels. Ties count as if broken at random, in expectation."""
+"""How well a score finds flipped labels.
+
+Examples of equal scores are inspected together. Read off between two such steps, areas and
+fractions are those in expectation of ties that are broken at random.
+"""
 
 from __future__ import annotations
 

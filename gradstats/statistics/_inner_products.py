@@ -315,8 +315,15 @@ def inner_products(
         )  # fmt: skip
         result, parts = found.values, found.by_parameter
     dtype = result_dtype(model_a, model_b)
+    narrow = result.to(dtype)
+    if nonfinite == "raise" and not bool(narrow.isfinite().all()):
+        raise NonFiniteGradientError(
+            f"an inner product comes to {result.abs().max().item():.3g}, expected what {dtype} "
+            "holds. Divide the losses by a constant, use model.double(), or pass "
+            'nonfinite="keep" to have the values returned.'
+        )
     if not per_parameter or parts is None:
-        return result.to(dtype)
+        return narrow
     unused = torch.zeros_like(result)
     shapes = shapes_of(model_a, parameters, exclude)
     return {name: parts.get(name, unused).to(dtype) for name in shapes}
@@ -388,7 +395,8 @@ def alignment(
     scale = 1 / len(losses) if isinstance(consumer, Together) else 1.0
     unused = torch.zeros(len(losses), dtype=torch.float64, device=device)
     by_parameter = {name: scale * values.get(name, unused).to(device) for name in shapes}
-    whole = torch.stack(list(by_parameter.values())).sum(0)
+    dtype = result_dtype(model)
+    whole = torch.stack(list(by_parameter.values())).sum(0).to(dtype)
     if nonfinite == "raise" and not bool(whole.isfinite().all()):
         bad = (~whole.isfinite()).nonzero().squeeze(1).tolist()
         raise NonFiniteGradientError(
@@ -396,10 +404,9 @@ def alignment(
             f"{'s' if len(bad) > 1 else ''} {bad}. Look at these examples' losses and at the "
             'direction, or pass nonfinite="keep" to have the values returned.'
         )
-    dtype = result_dtype(model)
     if per_parameter:
         return {name: value.to(dtype) for name, value in by_parameter.items()}
-    return whole.to(dtype)
+    return whole
 
 
 def run(

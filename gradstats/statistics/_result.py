@@ -159,16 +159,17 @@ def summarise(
         nonfinite: "raise" or "keep".
         wide: the model is in float64, and so are the results.
     """
-    if nonfinite == "raise":
-        check_total(names, values, total)
     dtype = torch.float64 if wide else torch.float32
+    sqnorm, rows = total.to(dtype), values.to(dtype)
+    if nonfinite == "raise":
+        check_total(names, rows, sqnorm)
     return GradientNorms(
         total.sqrt().to(dtype),
-        total.to(dtype),
+        sqnorm,
         None if loss is None else loss.detach(),
         relative,
         tuple(names),
-        values.to(dtype),
+        rows,
     )
 
 
@@ -197,6 +198,7 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         finite = values.isfinite().all(1).tolist()
         spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
         listed = ", ".join(map(repr, spoilt[:3])) + (", …" if len(spoilt) > 3 else "")
+        where = f"{len(spoilt)} of {len(names)} parameters ({listed})"
         infinite = bool((total[bad] == torch.inf).all())
         what = (
             "the squared norm of {} is infinite: it overflowed float32, in which squares are "
@@ -210,7 +212,7 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         raise NonFiniteGradientError(
             what.format(
                 f"example{'s' if len(bad) > 1 else ''} {bad}",
-                f"{len(spoilt)} of {len(names)} parameters ({listed})",
+                where if spoilt else "the sum over all parameters",
             )
             + 'pass nonfinite="keep" to have the values returned.'
         )
