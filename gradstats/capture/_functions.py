@@ -1,7 +1,7 @@
 """Custom autograd Functions of parameters and constants alone, made visible as operations.
 
-PyTorch shows no mode and no subclass what is handed to a ``torch.autograd.Function``. For the
-duration of a context every ``apply`` comes by here: one whose tensors are parameters, what was
+PyTorch shows no mode and no subclass what is handed to a ``torch.autograd.Function``. From the
+first context on every ``apply`` comes by here: one whose tensors are tracked parameters, what was
 made of them and constants is an operation like others, whose result is derived. It is pulled back
 by the Function's own backward (see ``_replay``). A Function that takes data as well runs as
 always, and shows in the autograd graph as a use that was not seen (see ``_coverage``).
@@ -9,9 +9,7 @@ always, and shows in the autograd graph as a use that was not seen (see ``_cover
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,24 +27,15 @@ SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 # of its quantisation are like anybody's. Those of gradstats say what they do with a parameter.
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
-_lock = threading.Lock()
-_contexts = 0
 
+@cache
+def show_functions() -> None:
+    """Let custom Functions of tracked parameters alone be seen.
 
-@contextmanager
-def functions_seen() -> Iterator[None]:
-    """Let custom Functions of parameters alone be seen."""
-    global _contexts
-    with _lock:
-        _contexts += 1
-        SHARED_APPLY.apply = classmethod(show_function)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        with _lock:
-            _contexts -= 1
-            if not _contexts:
-                del SHARED_APPLY.apply  # type: ignore[attr-defined]
+    For good: Python looks up what it knows of all subclasses anew whenever this changes, and with
+    nothing tracked ``apply`` takes a third of a microsecond longer.
+    """
+    SHARED_APPLY.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
 
 def show_function(cls, *args, **kwargs):

@@ -20,7 +20,7 @@ from gradstats.capture._consumers import Arrival
 from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._functions import functions_seen
+from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import (
@@ -170,7 +170,7 @@ class Tracker(Data):
         if self._model is not None and not self._compiled:
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)
-        self._undo.enter_context(functions_seen())
+        show_functions()
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture._functions import SHARED_APPLY
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
@@ -292,15 +291,20 @@ def test_derivatives_of_the_network():
     check_model(Quantised().double(), (normal(BATCH, WIDTH),), penalised, fusing=(True,))
 
 
-def test_nothing_is_left_of_a_context():
-    assert "apply" not in vars(SHARED_APPLY)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functions_outside_of_contexts_are_pytorchs(compiled):
     model = Quantised()
-    with gs.track(model, batch_size=BATCH), gs.track(Quantised(), batch_size=BATCH):
-        assert "apply" in vars(SHARED_APPLY)
-    assert "apply" not in vars(SHARED_APPLY)
-    with pytest.raises(ZeroDivisionError), gs.track(model, batch_size=BATCH):
-        raise ZeroDivisionError
-    assert "apply" not in vars(SHARED_APPLY)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(model(torch.randn(BATCH, WIDTH)).sum(1))
+
+    def steps(w):
+        return (w * Rounded.apply(w)).sum()
+
+    w = torch.tensor([0.6, -1.2, 2.5], requires_grad=True)
+    run = torch.compile(steps, backend="aot_eager", fullgraph=True) if compiled else steps
+    run(w).backward()
+    # That of what is rounded passes straight through.
+    assert torch.equal(w.grad, w.detach() + w.detach().round())
 
 
 def test_the_function_runs_once_in_the_forward_and_once_in_the_training_backward():
