@@ -14,14 +14,20 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
 from gradstats.capture._nodes import Derived, Node, function_name, operands_of
 from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.errors import UnsupportedOperationError
 
-# What ``Function.apply`` hands over to, also where somebody kept it from before a context.
+# What ``Function.apply`` hands over to, also where somebody kept it from before all contexts.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
+
+# Where ``apply`` is looked up: from PyTorch 2.14 on ``Function`` has PyTorch's innermost itself. An
+# ``apply`` that was kept from before all contexts is then not seen, and refused.
+INNERMOST = torch._C._FunctionBase.__dict__["apply"]
+HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 
 # PyTorch's own Functions run code of the caller's, graphs or communication between processes; those
 # of its quantisation are like anybody's. Those of gradstats say what they do with a parameter.
@@ -35,7 +41,7 @@ def show_functions() -> None:
     For good: Python looks up what it knows of all subclasses anew whenever this changes, and with
     nothing tracked ``apply`` takes a third of a microsecond longer.
     """
-    SHARED_APPLY.apply = classmethod(show_function)  # type: ignore[attr-defined]
+    HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
 
 def show_function(cls, *args, **kwargs):

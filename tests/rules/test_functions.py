@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture._functions import HOST, INNERMOST, SHARED_APPLY
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
@@ -127,13 +128,10 @@ class Unforgiving(torch.autograd.Function):
         return None if first is None or second is None else first * 2 + second * 3
 
 
-kept = Rounded.apply
-
 SHAPES = {"w": (2, WIDTH), "v": (2, WIDTH)}
 FUNCTIONS = {
     "a weight": lambda m, x: functional.linear(x, Rounded.apply(m.w * 2)),
     "a parameter itself": lambda m, x: functional.linear(x, Rounded.apply(m.w)),
-    "kept from before": lambda m, x: functional.linear(x, kept(m.w)),
     "transposed": lambda m, x: x @ Rounded.apply(m.w * 2).t(),
     "element by element": lambda m, x: x * Rounded.apply(m.w * 2)[0] + Rounded.apply(m.v)[1],
     "numpy, once differentiable": lambda m, x: functional.linear(
@@ -153,7 +151,7 @@ FUNCTIONS = {
         x, LearnedStep.apply(m.w, m.v[0, :1].abs() / 4, 0.3, -2, 3)
     ),
     "the newer form": lambda m, x: (
-        functional.linear(x, Setup.apply(m.w)) + (x * Setup.apply(m.v[0], power=3))[..., :2]
+        functional.linear(x, Setup.apply(m.w)) + (x * Setup.apply(m.v[0], 3))[..., :2]
     ),
     "constants beside": lambda m, x: functional.linear(
         x, Hadamard.apply(m.w[:, :2], m.v[:, :2], m.w[:, 2:4], m.v[:, 2:4], torch.tensor(0.5))
@@ -187,6 +185,21 @@ def test_a_weight_made_by_a_function(function, positions):
     )
     used = {name: shape for name, shape in SHAPES.items() if name in names_used(function)}
     check_operation(function, used, data)
+
+
+def test_an_apply_that_was_kept_from_before_all_contexts():
+    """From PyTorch 2.14 on it is PyTorch's innermost, in which nothing can be seen: refused."""
+    seen = HOST is SHARED_APPLY
+    kept = Rounded.apply if seen else INNERMOST.__get__(None, Rounded)
+
+    def function(m, x):
+        return functional.linear(x, kept(m.w))
+
+    shapes, data = {"w": SHAPES["w"]}, normal(BATCH, WIDTH)
+    if seen:
+        check_operation(function, shapes, data)
+    else:
+        check_refused(function, shapes, data, match=r"RoundedBackward uses parameter 'w'")
 
 
 def names_used(function):
