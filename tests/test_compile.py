@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import gradstats as gs
 import gradstats.capture.rules
+from tests.functions import Kernel
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
@@ -354,20 +355,6 @@ class Halved(torch.autograd.Function):
         return grad * 3
 
 
-class Scaled(torch.autograd.Function):
-    """Data and a parameter."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
-
-
 class UsesFunction(nn.Module):
     """A parameter that an operation uses beside a Function."""
 
@@ -399,9 +386,9 @@ def test_a_function_of_a_parameter_in_a_graph(twice, derived):
 def test_a_function_of_data_and_a_parameter_in_a_graph_is_refused():
     """The graph takes the parameter, and reports its other use alone."""
     torch._dynamo.reset()
-    model = UsesFunction(lambda layer, x: layer(Scaled.apply(x, layer.bias)).tanh())
+    model = UsesFunction(lambda layer, x: layer(Kernel.apply(x, layer.bias)).tanh())
     batch = torch.randn(B, 5), torch.randint(5, (B,))
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        with pytest.raises(gs.UnsupportedOperationError, match=r"ScaledBackward.*'layer.bias'"):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"KernelBackward.*'layer.bias'"):
             gs.per_example_norms(compiled, batch, losses_of)

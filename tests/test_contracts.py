@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from tests.functions import Kernel
 from tests.oracle import (
     assert_sqnorms,
     assert_unchanged,
@@ -97,20 +98,6 @@ def test_batch_norm_in_training_mode(affine, frozen):
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert norm.num_batches_tracked == 0  # the module counts before its operation is refused
     assert norm.running_mean.tolist() == [0] * 6
-
-
-class Kernel(torch.autograd.Function):
-    """A user's own Function that takes a parameter: no PyTorch operation sees it."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
 
 
 class UsesKernel(nn.Module):

@@ -125,6 +125,18 @@ def test_gradients_of_affine_operations_are_pytorchs():
         assert torch.equal(parameter.grad, grad)
 
 
+def test_one_parameter_as_scale_and_as_shift():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+        def forward(self, x):
+            return functional.layer_norm(x, (5,), self.both, self.both)
+
+    check_model(Both(), data(), losses_of)
+
+
 def test_large_data_are_read_once_beside_training():
     """A second pass over them, for the norms, would take longer than an autograd Function."""
 

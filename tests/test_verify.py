@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
+from tests.functions import Kernel
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
@@ -203,17 +204,6 @@ def test_a_run_that_differs_is_named(batch, monkeypatch):
 def test_a_wrong_rule_is_found(batch):
     """A rule with the right value and a gradient twice too large, as a user may register one."""
 
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            return grad * weight, (grad * x).sum(0)
-
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -221,18 +211,18 @@ def test_a_wrong_rule_is_found(batch):
             self.scale = nn.Parameter(torch.rand(3) + 0.5)
 
         def forward(self, x):
-            return Scale.apply(self.body(x), self.scale)
+            return Kernel.apply(self.body(x), self.scale)
 
     wrong = lambda x, weight: x * (2 * weight - weight.detach())  # noqa: E731
-    with gs.register_rule(Scale, wrong):
+    with gs.register_rule(Kernel, wrong):
         report = gs.verify(Scaled(), batch, classify)
     assert failed(report) == ["exactness"] and not report.ok
     detail = report.check("exactness").detail
-    assert "scale" in detail and "Scale.apply" in detail and "not coupled" in detail
+    assert "scale" in detail and "Kernel.apply" in detail and "not coupled" in detail
     rows = {row.name: row for row in report.rows}
     assert not rows["scale"].ok and 2.9 < rows["scale"].error <= 3
     assert rows["body.weight"].ok
-    with gs.register_rule(Scale, torch.mul):
+    with gs.register_rule(Kernel, torch.mul):
         assert gs.verify(Scaled(), batch, classify).ok
 
 

@@ -184,7 +184,14 @@ class Composed:
         if tracker.settings.exact:
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
         leave_graph(f"{function_name(func)}, which is written with other operations")
-        # Here the operation is being handled, and nothing would be seen of the composition.
-        with torch._C._EnableTorchFunction(), tracker.watching():
-            tracker.followed = self.composition(*args, **kwargs)
-        return tracker.followed
+        return watched(tracker, self.composition, *args, **kwargs)
+
+
+def watched(tracker, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return a function's result, of whose operations each is handled as the user's own are.
+
+    In the rule that calls this an operation is being handled, and nothing would be seen of others.
+    """
+    with torch._C._EnableTorchFunction(), tracker.watching():
+        tracker.followed = function(*args, **kwargs)
+    return tracker.followed

@@ -100,7 +100,7 @@ class Hooked(Use):
         return [getattr(node, name) for name in self.place.saved]
 
     def _report(self, grad: Tensor, *saved: Tensor) -> None:
-        if self.settings.consumer is None and all([root.has_one_use for root in self.roots]):
+        if self.settings.consumer is None and self.all_sole:
             norms = self.factors_of.norms(grad, *saved)
             if norms is not None:
                 for root, result in zip(self.roots, norms, strict=True):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture._functions import HOST, INNERMOST, SHARED_APPLY
+from tests.functions import Kernel
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
@@ -476,24 +477,12 @@ def test_a_function_that_runs_a_backward_of_its_own_is_refused():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Mixed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
 def test_a_function_of_data_and_a_parameter_is_refused():
     for function in (
-        lambda m, x: Mixed.apply(x, m.w),
-        lambda m, x: Mixed.apply(x, Rounded.apply(m.w)),
+        lambda m, x: Kernel.apply(x, m.w),
+        lambda m, x: Kernel.apply(x, Rounded.apply(m.w)),
     ):
-        check_refused(function, {"w": (3,)}, normal(BATCH, 3), match=r"MixedBackward.*'w'.*rule")
+        check_refused(function, {"w": (3,)}, normal(BATCH, 3), match=r"KernelBackward.*'w'.*rule")
 
 
 def test_what_a_function_does_without_gradients_is_constant():

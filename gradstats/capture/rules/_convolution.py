@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._grafted import Composed
+from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap, use_of
 from gradstats.capture.rules._common import (
@@ -121,10 +121,12 @@ def _in_groups(tracker, func, input, weight, bias, call):
     options = dict(zip(names, call, strict=True))
     if not options.pop("transposed"):
         del options["output_padding"]
+
+    def convolve(data):
+        return func(data, own(weight), own(bias), **options)
+
     # Data convolved with data, which the mode follows.
-    with torch._C._EnableTorchFunction(), tracker.watching():
-        tracker.followed = func(input, own(weight), own(bias), **options)
-    return tracker.followed
+    return watched(tracker, convolve, input)
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

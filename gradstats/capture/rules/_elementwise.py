@@ -61,18 +61,19 @@ def broadcast(tracker, func, *args, **kwargs):
     layout = lined_up(tracker, func, nodes[0], operands)
     if func in PRODUCTS_AND_SUMS and not kwargs and len(args) == 2:
         if len(nodes) == len(data) == 1:
-            result = _product_or_sum(tracker, func, layout, *args)
+            result = _product_or_sum(tracker, func, nodes[0], layout, *args)
             if result is not None:
                 return result
     return per_example(tracker, func, layout, args, kwargs)
 
 
-def _product_or_sum(tracker, func, layout: ExampleLayout, first: Tensor, second: Tensor):
+def _product_or_sum(
+    tracker, func, node: Node, layout: ExampleLayout, first: Tensor, second: Tensor
+):
     """Return x ∘ w or x + b with its statistics attached; None where there is no short way."""
     settings, multiply = tracker.settings, func in PRODUCTS
     position = 0 if node_of(second) is not None else 1
     x, value = (first, second) if position == 0 else (second, first)
-    node = first_node(value)
     plan = on_chip(layout, x, value, multiply=multiply)
     if plan is not None and settings.exact:
         result = func(plain(first), plain(second))

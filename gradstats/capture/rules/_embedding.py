@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
-from gradstats.capture._grafted import Composed
+from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lineage import embedding_rows, rows_looked_up
@@ -193,9 +193,7 @@ def _masked(tracker, func, node: Node, input, indices, axis: int, mask: Tensor) 
     examples = locate(tracker, func, node, mask, folds=True)
     own = as_data(tracker, func, node, input, examples.along(axis + examples.axis))
     # Data indexed by data, which the mode follows.
-    with torch._C._EnableTorchFunction(), tracker.watching():
-        tracker.followed = func(own, indices)
-    return tracker.followed
+    return watched(tracker, func, own, indices)
 
 
 def _as_index(tracker, item, given: Sequence[Tensor]):
