@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 
 def run(code: str) -> str:
@@ -46,3 +47,11 @@ def test_what_is_imported():
     assert "gradstats.statistics._norms" in imported
     for package in ("triton", "matplotlib", "sklearn", "transformers", "torch._inductor"):
         assert not any(name.split(".")[0] == package or name == package for name in imported)
+
+
+def test_every_package_is_installed():
+    root = Path(__file__).parents[1]
+    folders = {path.parent.relative_to(root) for path in (root / "gradstats").rglob("__init__.py")}
+    declared = (root / "pyproject.toml").read_text()
+    for folder in folders:
+        assert f'    "{".".join(folder.parts)}",\n' in declared

@@ -1,0 +1,28 @@
+"""Factors: lean descriptions of one use's per-example gradient of one parameter.
+
+Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``right`` the two
+operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
+the training step has anyway; it never holds a (B, d) gradient.
+"""
+
+from gradstats._factors._factor import Factor as Factor
+from gradstats._factors._factor import cast as cast
+from gradstats._factors._factor import compute_dtype as compute_dtype
+from gradstats._factors._factor import map_tensors as map_tensors
+from gradstats._factors._factor import tensors_of as tensors_of
+from gradstats._factors._outer import Outer as Outer
+from gradstats._factors._patches import ConvolutionGeometry as ConvolutionGeometry
+from gradstats._factors._patches import Patches as Patches
+from gradstats._factors._path import Path as Path
+from gradstats._factors._ragged import Experts as Experts
+from gradstats._factors._ragged import Ragged as Ragged
+from gradstats._factors._rows import Lookup as Lookup
+from gradstats._factors._rows import Rows as Rows
+from gradstats._factors._segments import Segments as Segments
+from gradstats._factors._segments import add_at as add_at
+from gradstats._factors._segments import added as added
+from gradstats._factors._segments import filled_up as filled_up
+from gradstats._factors._segments import padding as padding
+from gradstats._factors._segments import segment_sum as segment_sum
+from gradstats._factors._vector import Elementwise as Elementwise
+from gradstats._factors._vector import Vector as Vector

@@ -1,0 +1,70 @@
+"""What every factor offers, and what is common to them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Factor(Protocol):
+    """What every description of per-example gradients of one parameter offers."""
+
+    @property
+    def batch(self) -> int:
+        """The number of examples it describes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+
+    def select(self, rows) -> Factor:
+        """Return the same restricted to some examples: a slice or ascending indices."""
+
+    def dense(self) -> Tensor:
+        """Return the per-example gradients themselves, (B, *shape).
+
+        This is the definition that every contraction agrees with, called on a few examples.
+        """
+
+    @property
+    def granule(self) -> int:
+        """How many neighbouring rows of the parameter ``narrow`` must keep together; 0 for all."""
+
+    def narrow(self, start: int, stop: int) -> Factor:
+        """Return the factor of rows start … stop of the parameter, multiples of the granule."""
+
+
+def tensors_of(factor) -> list[Tensor]:
+    """Return the tensors that a factor holds."""
+    values = [getattr(factor, field.name) for field in fields(factor)]
+    nested = [tensor for value in values if is_dataclass(value) for tensor in tensors_of(value)]
+    return [value for value in values if isinstance(value, Tensor)] + nested
+
+
+def map_tensors(factor, change: Callable[[Tensor], Tensor]):
+    """Return a factor with every tensor that it holds replaced by ``change(tensor)``."""
+    changed = {}
+    for field in fields(factor):
+        value = getattr(factor, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = change(value)
+        elif is_dataclass(value):
+            changed[field.name] = map_tensors(value, change)
+    return replace(factor, **changed)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``; nothing is asked of PyTorch where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the accumulation dtype: float64 where any input is float64, else float32."""
+    for tensor in tensors:
+        if tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32

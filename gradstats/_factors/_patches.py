@@ -1,0 +1,134 @@
+"""Image patches: convolutions of all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import patches_are_cheap, product
+from gradstats._factors._factor import compute_dtype
+from gradstats._factors._outer import Outer
+
+
+@dataclass(frozen=True)
+class ConvolutionGeometry:
+    """Stride, padding and dilation per spatial axis, and the number of groups."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Patches:
+    """G_i = Σ_t grad[i,·,t] patch_t(input_i)ᵀ: convolutions, patches addressed implicitly.
+
+    A transposed convolution is the same with its input and its output gradient exchanged.
+
+    Attributes:
+        input: (B, C, *spatial).
+        grad: (B, O, *positions), the gradient with respect to the convolution's output.
+        shape: (O, C / groups, *kernel).
+        geometry: how patches are cut; it may have one more axis in front of the kernel's own, over
+            frames that are convolved one by one.
+    """
+
+    input: Tensor
+    grad: Tensor
+    shape: tuple[int, ...]
+    geometry: ConvolutionGeometry
+
+    @property
+    def batch(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return product(self.grad.shape[2:])
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The kernel's size along each axis of the geometry."""
+        own = self.shape[2:]
+        return (1,) * (len(self.geometry.stride) - len(own)) + own
+
+    def select(self, rows) -> Patches:
+        return replace(self, input=self.input[rows], grad=self.grad[rows])
+
+    @property
+    def cheap(self) -> bool:
+        """Whether gradients are best formed of patches written out."""
+        return patches_are_cheap(self.shape[1], product(self.kernel), self.geometry.groups)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the patches are the input as it stands, so that none need be written."""
+        geometry = self.geometry
+        return {*self.kernel, *geometry.stride} == {1} and not any(geometry.padding)
+
+    def dense(self) -> Tensor:
+        if self.cheap:
+            return self.unfolded().dense()
+        # The examples become the groups of one grouped convolution, so that the backend's own
+        # weight-gradient kernel produces all per-example gradients without unfolding the input.
+        dtype = compute_dtype(self.input, self.grad)
+        examples, geometry = self.batch, self.geometry
+        spatial = self.input.shape[2:]
+        x = self.input.to(dtype).reshape(1, examples * self.input.shape[1], *spatial)
+        g = self.grad.to(dtype).reshape(1, examples * self.shape[0], *self.grad.shape[2:])
+        # Only the weight's shape is read: one number stands for all of it.
+        weight = x.new_empty(1).expand(examples * self.shape[0], self.shape[1], *self.kernel)
+        gradient = torch.ops.aten.convolution_backward(
+            g,
+            x,
+            weight,
+            None,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            False,
+            [0] * len(spatial),
+            examples * geometry.groups,
+            [False, True, False],
+        )[1]
+        return gradient.view(examples, *self.shape)
+
+    @property
+    def granule(self) -> int:
+        # The rows of one group share their input channels.
+        return 1 if self.geometry.groups == 1 else self.shape[0] // self.geometry.groups
+
+    def narrow(self, start: int, stop: int) -> Patches:
+        grad, shape = self.grad[:, start:stop], (stop - start, *self.shape[1:])
+        if self.geometry.groups == 1:
+            return replace(self, grad=grad, shape=shape)
+        first, last = start // self.granule, stop // self.granule
+        channels = self.input[:, first * self.shape[1] : last * self.shape[1]]
+        geometry = replace(self.geometry, groups=last - first)
+        return Patches(channels, grad, shape, geometry)
+
+    def unfolded(self) -> Outer:
+        """Return the same factor with its patches written out: T·q numbers an example."""
+        geometry, kernel = self.geometry, self.kernel
+        pad = [amount for side in reversed(geometry.padding) for amount in (side, side)]
+        x = torch.nn.functional.pad(self.input, pad) if any(pad) else self.input
+        examples, channels = x.shape[:2]
+        groups, positions = geometry.groups, self.grad.shape[2:]
+        apart, between, *steps = x.stride()
+        sizes = (channels // groups, *kernel)
+        strides = (between, *map(mul, steps, geometry.dilation))
+        jumps = tuple(map(mul, steps, geometry.stride))
+        # What is copied in one go is longer along the longer of the two last axes.
+        rows_last = positions[-1] > kernel[-1]
+        order = (sizes, positions) if rows_last else (positions, sizes)
+        step = (*strides, *jumps) if rows_last else (*jumps, *strides)
+        windows = x.as_strided(
+            (examples, groups, *order[0], *order[1]), (apart, between * sizes[0], *step)
+        )
+        right = windows.reshape(examples, groups, product(order[0]), product(order[1]))
+        left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
+        return Outer(left, right.mT if rows_last else right, self.shape)

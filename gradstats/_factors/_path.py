@@ -1,0 +1,28 @@
+"""Where in a parameter the elements of a tensor lie that was derived from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Path(NamedTuple):
+    """How a tensor picks and arranges elements of the parameter it is derived from.
+
+    Attributes:
+        steps: (operation, its arguments, which of its results) for each step from the parameter.
+        first, last: between these places in the parameter's memory lie all the elements.
+    """
+
+    steps: tuple[tuple, ...]
+    first: int
+    last: int
+
+    def is_disjoint(self, other: Path) -> bool:
+        """Whether the two tensors share no element, as far as can be told."""
+        if self.last < other.first or other.last < self.first:
+            return True
+        for step, its in zip(self.steps, other.steps, strict=False):
+            if step != its:
+                # Different pieces of the same split.
+                return step[:2] == its[:2] and None not in (step[2], its[2])
+        return False

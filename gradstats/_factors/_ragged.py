@@ -1,0 +1,129 @@
+"""Outer products of packed examples and of experts, whose rows differ in number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradstats._factors._outer import Outer
+from gradstats._factors._segments import filled_up, padding
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products on packed examples.
+
+    Attributes:
+        left: (rows, p), sorted by example, and right: (rows, q).
+        offsets: (B + 1,) where each example's rows begin and end.
+        shape: shape of the parameter, (p, q), or (p, …) with q elements to each of the p.
+    """
+
+    left: Tensor
+    right: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    def select(self, rows) -> Ragged:
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        bounds = torch.tensor(self.offsets)
+        lengths = bounds.diff()[chosen]
+        offsets = (0, *lengths.cumsum(0).tolist())
+        place = torch.arange(offsets[-1])
+        index = place + (bounds[chosen] - torch.tensor(offsets[:-1])).repeat_interleave(lengths)
+        index = index.to(self.left.device)
+        return Ragged(self.left[index], self.right[index], offsets, self.shape)
+
+    def dense(self) -> Tensor:
+        return self.padded().dense()
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Ragged:
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, left=self.left[:, start:stop], shape=shape)
+
+    def padded(self, examples: Sequence[int] | None = None) -> Outer:
+        """Return the same with each example's rows filled up by zeros to the longest's number.
+
+        Args:
+            examples: those that are wanted; None for all.
+        """
+        if examples is not None and len(examples) == 1:
+            start, end = self.offsets[examples[0] : examples[0] + 2]
+            left, right = (side[None, None, start:end] for side in (self.left, self.right))
+            return Outer(left, right, self.shape)
+        index, missing = padding(self.offsets, examples)
+        left, right = (
+            filled_up(side, index, missing).unsqueeze(1) for side in (self.left, self.right)
+        )
+        return Outer(left, right, self.shape)
+
+    def transposed(self) -> Ragged:
+        """Return the factor of the transpose of a two-dimensional parameter."""
+        return Ragged(self.right, self.left, self.offsets, (self.shape[1], self.shape[0]))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """G_i[e] = Σ_t left_t right_tᵀ over the rows t of example i that expert e takes.
+
+    Attributes:
+        pairs: the products of each expert with each example's rows, E·B of them: the first
+            expert's with all examples, then the next one's.
+        batch: number of examples B.
+        shape: shape of the parameter, (E, p, q).
+    """
+
+    pairs: Ragged
+    batch: int
+    shape: tuple[int, ...]
+
+    @property
+    def busy(self) -> list[int]:
+        """The experts that take any rows."""
+        bounds = self.pairs.offsets[:: self.batch]
+        return [number for number, (a, b) in enumerate(pairwise(bounds)) if b > a]
+
+    def of_expert(self, number: int) -> Ragged:
+        """Return the factor of one expert's slice."""
+        first = number * self.batch
+        offsets = self.pairs.offsets[first : first + self.batch + 1]
+        own = slice(offsets[0], offsets[-1])
+        relative = tuple(offset - offsets[0] for offset in offsets)
+        return Ragged(self.pairs.left[own], self.pairs.right[own], relative, self.shape[1:])
+
+    def select(self, rows) -> Experts:
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        experts = torch.arange(self.shape[0]).unsqueeze(1) * self.batch
+        return Experts(self.pairs.select((experts + chosen).flatten()), len(chosen), self.shape)
+
+    def dense(self) -> Tensor:
+        return self.pairs.dense().unflatten(0, (-1, self.batch)).transpose(0, 1)
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Experts:
+        pairs = self.pairs.select(slice(start * self.batch, stop * self.batch))
+        return Experts(pairs, self.batch, (stop - start, *self.shape[1:]))
+
+    def transposed(self) -> Experts:
+        """Return the factor of the parameter with its last two axes exchanged."""
+        experts, p, q = self.shape
+        return Experts(self.pairs.transposed(), self.batch, (experts, q, p))

@@ -1,0 +1,95 @@
+"""Rows of a table: embeddings and integer indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradstats._factors._factor import cast, compute_dtype
+from gradstats._factors._segments import added
+
+
+class Lookup:
+    """One look-up of a table, by ids that are known in the forward pass.
+
+    Attributes:
+        ids: (N,) row of each, and example: (N,) whose each is, ascending.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Tensor, Tensor]]):
+        self._find = find
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._find()
+
+    @property
+    def ids(self) -> Tensor:
+        return self._rows[0]
+
+    @property
+    def example(self) -> Tensor:
+        return self._rows[1]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """G_i = Σ_n e_{ids[n]} grad[n]ᵀ over the rows n of example i: embeddings and integer indexing.
+
+    Attributes:
+        ids: (N,) row of the parameter that each gradient row belongs to.
+        grad: (N, width).
+        example: (N,) example of each row, ascending.
+        examples: number of examples B.
+        shape: shape of the parameter, (rows, ...) with width = product of the rest.
+        longest: most rows that one example has, None where only ``example`` knows.
+        lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
+    """
+
+    ids: Tensor
+    grad: Tensor
+    example: Tensor
+    examples: int
+    shape: tuple[int, ...]
+    longest: int | None = None
+    lookup: Lookup | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.examples
+
+    def select(self, rows) -> Rows:
+        number = torch.full((self.examples,), -1, device=self.ids.device)
+        chosen = torch.arange(self.examples, device=self.ids.device)[rows]
+        number[chosen] = torch.arange(chosen.numel(), device=self.ids.device)
+        keep = (number[self.example] >= 0).nonzero().squeeze(1)
+        # Ascending order of examples survives: callers select ascending rows.
+        return Rows(
+            self.ids[keep],
+            self.grad[keep],
+            number[self.example[keep]],
+            chosen.numel(),
+            self.shape,
+            self.longest,
+        )
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        keep = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)
+        shape = (stop - start, *self.shape[1:])
+        return Rows(
+            self.ids[keep] - start, self.grad[keep], self.example[keep], self.examples, shape
+        )
+
+    def dense(self) -> Tensor:
+        place = self.example * self.shape[0] + self.ids
+        values = cast(self.grad, compute_dtype(self.grad))
+        gradient = added(values, place, self.examples * self.shape[0])
+        return gradient.view(self.examples, *self.shape)

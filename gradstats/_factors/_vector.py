@@ -1,0 +1,124 @@
+"""Biases, scales and everything else that broadcasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors._factor import compute_dtype
+
+
+@dataclass(eq=False)
+class Vector:
+    """G_i = values[i]: biases, scales and everything that broadcasts.
+
+    Attributes:
+        values: (B, *shape) without ``axis``; with it (B, *shape without that axis).
+        shape: shape of the parameter.
+        axis: the parameter's own example axis, where each example touches only its own slice: then
+            G_i is ``values[i]`` at that slice and zero elsewhere.
+        slices: (B,) index along ``axis`` of each example's slice; None for 0, 1, …, B − 1.
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    axis: int | None = None
+    slices: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def select(self, rows) -> Vector:
+        slices = self.slices
+        if self.axis is not None:
+            if slices is None:
+                slices = torch.arange(self.batch, device=self.values.device)
+            slices = slices[rows]
+        return replace(self, values=self.values[rows], slices=slices)
+
+    @property
+    def granule(self) -> int:
+        return 0 if self.axis == 0 or not self.shape else 1
+
+    def narrow(self, start: int, stop: int) -> Vector:
+        values = self.values
+        if self.axis is None:
+            values = values.reshape(self.batch, *self.shape)
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, values=values[:, start:stop], shape=shape)
+
+    def dense(self) -> Tensor:
+        if self.axis is None:
+            return self.values.to(compute_dtype(self.values)).reshape(self.batch, *self.shape)
+        slices = self.slices
+        if slices is None:
+            slices = torch.arange(self.batch, device=self.values.device)
+        gradient = self.values.new_zeros(self.batch, *self.shape, dtype=compute_dtype(self.values))
+        own = torch.arange(self.batch, device=self.values.device)
+        gradient.movedim(self.axis + 1, 1)[own, slices] = self.values.to(gradient.dtype)
+        return gradient
+
+
+@dataclass(eq=False)
+class Elementwise:
+    """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast; without input shifts and biases.
+
+    It is made where kernels contract it, which write neither products nor sums; elsewhere, and
+    where it must be kept, ``Vector`` with the sum over positions is the leaner description.
+
+    Attributes:
+        grad: (B, T, C), or packed (rows, C) with offsets.
+        input: of the same shape; None for ones.
+        shape: shape of the parameter, of C elements, or of one that all channels share.
+        offsets: (B + 1,) where each example's rows begin and end; None where all have T.
+    """
+
+    grad: Tensor
+    input: Tensor | None
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.grad.shape[0] if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether all channels share one element of the parameter."""
+        return product(self.shape) != self.grad.shape[-1]
+
+    def select(self, rows) -> Elementwise:
+        if self.offsets is None:
+            chosen = None if self.input is None else self.input[rows]
+            return replace(self, grad=self.grad[rows], input=chosen)
+        # As many positions for all: rows past the end are zero.
+        lengths = torch.tensor([end - start for start, end in pairwise(self.offsets)])
+        starts = torch.tensor(self.offsets[:-1])
+        place = torch.arange(max([1, *lengths.tolist()]))
+        inside = (place < lengths[:, None])[rows].to(self.grad.device)
+        index = (starts[:, None] + place)[rows].to(self.grad.device)
+        index = torch.where(inside, index, 0)
+        grad = torch.where(inside[..., None], self.grad[index], 0)
+        chosen = None if self.input is None else self.input[index]
+        return Elementwise(grad, chosen, self.shape)
+
+    @property
+    def granule(self) -> int:
+        return 0
+
+    def narrow(self, start: int, stop: int) -> Elementwise:
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        if self.offsets is not None:
+            return self.select(slice(None)).dense()
+        values = self.grad.to(compute_dtype(self.grad))
+        if self.input is not None:
+            values = values * self.input.to(values.dtype)
+        values = values.sum((1, 2) if self.shared else 1)
+        return values.reshape(self.batch, *self.shape)
