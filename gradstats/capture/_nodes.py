@@ -146,7 +146,7 @@ class Root(Node):
         kept: Factor | Fused | Projected = factor
         others = self.counted - len(self.lookups)
         if self.lookups and others == parts == 1 and not self.postponed:
-            kept = self.tracker.shrink(self, factor)
+            kept = self.tracker.reports.shrink(self, factor)
         self._delivered = (*self._delivered, kept)
 
     def settle(self) -> None:
@@ -164,7 +164,7 @@ class Root(Node):
         """Contract what has been delivered."""
         if self._delivered:
             delivered, self._delivered = self._delivered, ()
-            self.finish(self.tracker.contract(self, delivered))
+            self.finish(self.tracker.reports.contract(self, delivered))
 
     def finish(self, result: Contraction) -> None:
         """Take the squared norms of all uses together."""

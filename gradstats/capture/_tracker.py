@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,67 +11,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gradstats._factors import Factor, Outer, Ragged, Rows, Segments
+from gradstats._factors import Segments
+from gradstats.capture._attributes import STANDARD_ATTRIBUTES, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking, run_backward
-from gradstats.capture._consumers import Arrival
 from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import (
-    BOUND,
-    COUNT,
-    VALUE,
-    Derived,
-    Root,
-    rebuild,
-    tensors_in,
-)
-from gradstats.capture._selection import (
-    anatomy_of,
-    check_trackable,
-    compiler_is_used,
-)
+from gradstats.capture._nodes import Derived, Root, tensors_in
+from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
+from gradstats.capture._selection import anatomy_of, check_trackable, compiler_is_used
 from gradstats.capture._sharded import ShardedParameters
-from gradstats.capture._tensors import DerivedTensor, TrackedParameter, unwrap
+from gradstats.capture._tensors import TrackedParameter
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
-from gradstats.contractions import (
-    Contraction,
-    Fused,
-    Projected,
-    fold,
-    on_chip,
-    project,
-    relative_error,
-    sqnorm,
-    stack,
-    tied_sqnorm,
-)
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
     CoverageError,
     ExampleAxisError,
     TrackingError,
     UnsupportedOperationError,
-)
-
-# Parameters of which a compiled graph was seen to hold several uses.
-SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-# What every module has.
-STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-# What fills long containers that hold no tensors, as vocabularies do.
-PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
-
-ONE_OF_SEVERAL = (
-    "Where contexts of several models are open at once, the innermost takes every backward: track "
-    "one torch.nn.ModuleList of the models instead."
 )
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
@@ -84,10 +44,6 @@ class BackwardListener(Protocol):
     def before_backward(self, losses: Sequence[Tensor]) -> None: ...
 
     def after_backward(self) -> None: ...
-
-
-class SharedInGraphError(CoverageError):
-    """Several uses of a parameter reported apart, since a compiled graph held them."""
 
 
 class Tracker(Data):
@@ -113,12 +69,10 @@ class Tracker(Data):
         self.derived = False
         # The autograd nodes of derived tensors as the user's code has them.
         self.shown: dict[GraphNode | None, Derived] = {}
-        # Whether a compiled graph held several uses of a parameter; on the device once it reported.
-        self.reported_twice: Tensor | bool = False
         self._backward_ran = False
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
-        self._tied, self._compiled = anatomy.tied, anatomy.compiled
+        self._tied, self.compiled = anatomy.tied, anatomy.compiled
         self._compiler = anatomy.compiled or compiler_is_used()
         self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
@@ -131,6 +85,7 @@ class Tracker(Data):
                 root.probe = torch.zeros(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
+        self.reports = Reports(self.roots, settings, batch_size, compiler=self._compiler)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
@@ -167,7 +122,7 @@ class Tracker(Data):
                 self._undo.enter_context(torch.compiler.set_stance("force_eager"))
             else:
                 self.mark_kept()
-        if self._model is not None and not self._compiled:
+        if self._model is not None and not self.compiled:
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)
         show_functions()
@@ -237,17 +192,13 @@ class Tracker(Data):
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""
         super().note_losses(losses)
+        self.reports.order = self.loss_order
         if self.settings.consumer is not None and self.loss_order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
                 f"{self.loss_order.tolist()[:8]}…, which inner products do not follow. Put the "
                 "losses back in the batch's order."
             )
-
-    @property
-    def reported(self) -> bool:
-        """Whether a backward has reached any tracked parameter."""
-        return any(r.result is not None or r.compiled_report is not None for r in self.roots)
 
     @property
     def probes(self) -> tuple[Tensor, ...]:
@@ -296,57 +247,6 @@ class Tracker(Data):
             for leaf, grad in grads:
                 leaf.grad = grad
         self.after_backward()
-
-    def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
-        """Return the squared norms of the sum of one root's factors, and pass the factors on."""
-        consumer, fused = self.settings.consumer, delivered[0]
-        projected = next((item for item in delivered if isinstance(item, Projected)), None)
-        if projected is not None:
-            rows = [item for item in delivered if isinstance(item, Rows)]
-            known = all(factor.lookup in projected.gathered for factor in rows)
-            if len(rows) != len(delivered) - 1 or not known:
-                raise CoverageError(
-                    f"{root.describe()} is used by a product and then, seen only in the backward, "
-                    "in another way, so their cross term is lost. Use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave the "
-                    f"parameter out by name with exclude=[{root.name!r}]."
-                )
-            return tied_sqnorm(projected, rows, self.settings.workspace)
-        factors: list[Factor] = [
-            item.factor if isinstance(item, Fused) else item  # type: ignore[misc]
-            for item in delivered
-        ]
-        total = None
-        if isinstance(fused, Fused) and len(delivered) == 1:
-            norms, total = fused.norms, fused.total
-        elif consumer is None:
-            norms = self._sqnorm(factors)
-        elif consumer.needs_norms:
-            if not any(map(on_chip, factors)):
-                # Gradients smaller than their factors are formed once, for norms and products.
-                factors = fold(factors)
-            norms = self._sqnorm(factors)
-        else:
-            nothing = torch.zeros((), dtype=torch.float64, device=self.device)
-            norms = Contraction(*2 * [nothing.expand(self.batch_size)])
-        if consumer is not None:
-            consumer.take(Arrival(root.name, factors, norms.value, total, self.settings.workspace))
-        return norms
-
-    def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
-        """Return what must be kept of a factor until the look-ups tied to it deliver."""
-        if self.settings.consumer is not None or not isinstance(factor, (Outer, Ragged)):
-            return factor
-        if isinstance(factor, Ragged) or factor.spans_rows:
-            norms = sqnorm([factor], self.settings.workspace)
-            return project(factor, norms, root.lookups, self.settings.workspace)
-        return factor
-
-    def _sqnorm(self, factors: list[Factor]) -> Contraction:
-        workspace = self.settings.workspace
-        if len(factors) == 1 and isinstance(factors[0], Pulled):
-            return pulled_sqnorm(factors[0], workspace)
-        return sqnorm(factors, workspace)
 
     def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
@@ -404,115 +304,3 @@ class Tracker(Data):
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
-
-    @property
-    def sqnorm(self) -> Tensor:
-        """The squared norms over all parameters that the backward reported, (B,) float64."""
-        return self.sqnorm_by_parameter().sum(0)
-
-    def sqnorm_by_parameter(self) -> Tensor:
-        """Return the squared norms that the backward reported, (parameters, B) float64.
-
-        They are zero for what was not used.
-        """
-        if not self.reported:
-            raise TrackingError(
-                "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
-                "own loss.backward(), inside the context, on losses computed inside it. "
-                f"{ONE_OF_SEVERAL}"
-            )
-        values = stack([root.result for root in self.roots], self.batch_size, self.device)
-        compiled = self._compiled_reports()
-        if compiled is not None:
-            self._check_compiled(compiled[:, COUNT])
-            values = values + compiled[:, VALUE]
-        return values if self.loss_order is None else values[:, self.loss_order]
-
-    def error_bound(
-        self, sqnorm: Tensor, total: Tensor, unit: Tensor | float
-    ) -> Callable[[], Tensor]:
-        """Return what finds a bound on the rounding errors of the sum over parameters: (B,).
-
-        It is relative to the sum, and found when somebody asks: every small operation counts.
-
-        Args:
-            sqnorm: (parameters, B), as reported.
-            total: (B,) their sum.
-            unit: what both are divided by, before they are rounded.
-        """
-        compiled = self._compiled_reports()
-        return partial(
-            relative_error,
-            [root.result for root in self.roots],
-            sqnorm,
-            total,
-            shapes=[root.parameter.shape for root in self.roots],
-            order=self.loss_order,
-            more=None if compiled is None else compiled[:, BOUND].sum(0),
-            unit=unit,
-        )
-
-    def _compiled_reports(self) -> Tensor | None:
-        """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""
-        if not self._compiler:
-            return None
-        grads = [root.compiled_report for root in self.roots]
-        if all(grad is None for grad in grads):
-            return None
-        unused = torch.zeros(3, self.batch_size, dtype=torch.float64, device=self.device)
-        return torch.stack([unused if g is None else g.to(self.device) for g in grads])
-
-    def _check_compiled(self, count: Tensor) -> None:
-        """Raise where a parameter reported more than once.
-
-        Args:
-            count: (parameters, B) how often each did from compiled graphs.
-        """
-        eagerly = [float(root.result is not None) for root in self.roots]
-        count = count.amax(1) + torch.tensor(eagerly).to(count)
-        self.reported_twice = (count > 1).any()
-        # Looking waits for the device: who listens looks at a time of its own.
-        now = self.listener is None or self._compiled
-        if now and bool(self.reported_twice):
-            counts = count.tolist()
-            shared = [root for root, n in zip(self.roots, counts, strict=True) if n > 1]
-            for root in shared:
-                SHARED_IN_GRAPHS[root.parameter] = True
-            raise SharedInGraphError(
-                f"{', '.join(repr(root.name) for root in shared)} contributed more than once to a "
-                "compiled graph: a shared parameter's uses must meet before their norm is taken, "
-                "which a compiled graph cannot do. Contexts opened from now on run this model "
-                "without its compiled graphs: run the step again, or begin with "
-                "torch.compiler.set_stance('force_eager')."
-            )
-
-
-def tensors_kept(item: Any) -> list[Tensor]:
-    """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
-    if isinstance(item, Tensor):
-        return [] if isinstance(item, nn.Parameter) else [item]
-    if not isinstance(item, (list, tuple, dict)):
-        return []
-    entries = item.values() if isinstance(item, dict) else item
-    if PLAIN_TYPES.issuperset(map(type, entries)):
-        return []
-    return [tensor for entry in entries for tensor in tensors_kept(entry)]
-
-
-def restore_attributes(module: nn.Module) -> None:
-    """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
-    own = vars(module)
-    for name in own.keys() - STANDARD_ATTRIBUTES:
-        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
-            own[name] = _unwrapped(own[name])
-
-
-def _unwrapped(item):
-    """Return an attribute with plain tensors for derived ones; lists and dicts stay the same."""
-    if isinstance(item, list):
-        item[:] = map(_unwrapped, item)
-    elif isinstance(item, dict):
-        item.update({key: _unwrapped(value) for key, value in item.items()})
-    elif isinstance(item, tuple):
-        return rebuild(item, unwrap)
-    return unwrap(item)

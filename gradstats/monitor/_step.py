@@ -119,7 +119,7 @@ class Collector:
             batch_size, ids, weights: of the micro-batch, as its ``MonitorStep`` has checked them.
             divisor: of its scalar.
         """
-        sqnorm = tracker.sqnorm_by_parameter()
+        sqnorm = tracker.reports.sqnorm_by_parameter(wait=tracker.compiled)
         device = sqnorm.device
         weight: Any = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
         sizes = [batch_size, divisor, weight if weights is None else math.nan, ids is not None]
@@ -139,7 +139,7 @@ class Collector:
             parts.append(torch.stack(along))
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])
-        self._twice = self._twice + tracker.reported_twice
+        self._twice = self._twice + tracker.reports.twice
         reports = ((root.name, root.result, root.compiled_report) for root in tracker.roots)
         self._used |= {name for name, *results in reports if any(r is not None for r in results)}
 

@@ -145,7 +145,7 @@ def keep(
     )
     check_finite(tracker, nonfinite)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
-    return KeptGradients(losses.detach(), tracker.sqnorm, shapes, consumer.kept)
+    return KeptGradients(losses.detach(), tracker.reports.sqnorm, shapes, consumer.kept)
 
 
 def products(
@@ -206,7 +206,7 @@ def products(
             for block in blocks:
                 block.parameters.clear()
     check_finite(tracker, nonfinite)
-    loss, sqnorm = losses.detach(), tracker.sqnorm
+    loss, sqnorm = losses.detach(), tracker.reports.sqnorm
     results = []
     for block, value, parts in zip(blocks, consumer.values, consumer.by_parameter, strict=True):
         size = (batch_size,) if diagonal else (len(block), batch_size)
@@ -304,7 +304,7 @@ def inner_products(
         if together.pairs is not None:
             result, parts = together.pairs, together.pairs_by_parameter
         else:
-            result = tracker.sqnorm
+            result = tracker.reports.sqnorm
             parts = {root.name: row for root, row in zip(tracker.roots, reports, strict=True)}
     else:
         loss_fn = on_a_copy(loss_fn)

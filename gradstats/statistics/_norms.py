@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
+from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._selection import is_compiled
-from gradstats.capture._tracker import SharedInGraphError, Tracker
+from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
 from gradstats.statistics._arguments import (
@@ -270,7 +271,7 @@ class track:
     def __exit__(self, kind, value, traceback) -> None:
         self._tracker.close()
         listener, self._tracker.listener = self._tracker.listener, None
-        if kind is None and self._tracker.reported:
+        if kind is None and self._tracker.reports.any:
             scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
             self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
 
@@ -306,7 +307,7 @@ class track:
     def stats(self) -> GradientNorms:
         """The statistics of the step that ran inside the context."""
         if self._stats is None:
-            self._tracker.sqnorm_by_parameter()
+            self._tracker.reports.sqnorm_by_parameter()
             raise TrackingError(
                 "the statistics are complete once the context has closed without an exception: "
                 "read tracker.stats after the with block."

@@ -102,14 +102,14 @@ def gather(
         scale: what multiplied the training loss before it was differentiated; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
-    values = tracker.sqnorm_by_parameter()
+    values = tracker.reports.sqnorm_by_parameter()
     total = values.sum(0)
     device = values.device
     weight: Tensor | float = weights
     if isinstance(weights, Tensor):
         weight = weights.to(device, torch.float64)
     square = (weight * scale) ** 2
-    relative = tracker.error_bound(values, total, square)
+    relative = tracker.reports.error_bound(values, total, square)
     names = [root.name for root in tracker.roots]
     wide = any_double(root.parameter for root in tracker.roots)
     if isinstance(square, Tensor) or square != 1:
@@ -178,7 +178,7 @@ def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
 
     Raise if one is not finite and may not be.
     """
-    values = tracker.sqnorm_by_parameter()
+    values = tracker.reports.sqnorm_by_parameter()
     if nonfinite == "raise":
         check_total([root.name for root in tracker.roots], values, values.sum(0))
     return values
