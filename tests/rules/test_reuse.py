@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture import _tracker
+from gradstats.capture import _reports
 from gradstats.contractions import _tied
 from tests.rules.operation import Operation, check_operation, normal, uneven_loss
 
@@ -53,7 +53,7 @@ def shrunk(monkeypatch) -> list:
         found.append(args)
         return _tied.project(*args)
 
-    monkeypatch.setattr(_tracker, "project", project)
+    monkeypatch.setattr(_reports, "project", project)
     return found
 
 
