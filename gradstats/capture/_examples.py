@@ -157,3 +157,18 @@ def same_rows(first: Examples, second: Examples) -> bool:
         return first.fold == second.fold
     device = segments.owner.device
     return first.rows == second.rows and torch.equal(first.owner(device), second.owner(device))
+
+
+def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed | None:
+    """Return whose a tensor is, all of it where its rows belong to one example."""
+    if isinstance(owned, Examples) and owned.segments is not None:
+        sole = owned.segments.sole
+        return owned if sole is None else Whole(sole)
+    return owned
+
+
+def same_layout(first: Examples | Whole | Mixed, second: Examples | Whole | Mixed) -> bool:
+    """Whether two layouts say that the same examples lie in the same places."""
+    if not isinstance(first, Examples) or not isinstance(second, Examples):
+        return first == second
+    return first.axis == second.axis and same_rows(first, second)

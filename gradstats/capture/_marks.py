@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 from weakref import ref
 
 import torch
@@ -33,6 +34,8 @@ class Marks:
         serial: layouts are marked with this number: a tensor may be copied with its mark.
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
+        coupled: autograd nodes in which examples met that a loss may not depend on together, with
+            how they met there.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -40,6 +43,7 @@ class Marks:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.follows_layouts = False
+        self.coupled: dict[Any, str] = {}
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -106,7 +110,7 @@ class Marks:
         axis, rows = self.batch_dim, self._contract.rows
         if tensor.dim() > axis and tensor.shape[axis] == rows:
             return self._contract
-        if self._contract.segments is not None and tensor.dim() > axis + 1:
+        if self.packed and tensor.dim() > axis + 1:
             # Packed examples often keep a batch axis of size 1.
             if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
                 return self._contract.along(axis + 1)
@@ -141,7 +145,7 @@ class Marks:
         """Return where the examples of a tensor of data lie, None where that is not known."""
         mark = self._mark_of(tensor)
         if mark is None:
-            if self._written and self._is_written(tensor) and not self._is_distinct(tensor):
+            if self._written and self._is_written(tensor) and not self.is_distinct(tensor):
                 return None
             return self.by_contract(tensor)
         leave_graph("data whose examples do not lie along batch_dim")
@@ -167,13 +171,23 @@ class Marks:
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
 
-    def _is_distinct(self, tensor: Tensor) -> bool:
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of examples differ in number, as the caller gave them."""
+        return self._contract.segments is not None
+
+    def note_meeting(self, result: Tensor) -> None:
+        """Note that trained values of one example meet those of another."""
+        if result.requires_grad and self.batch_size > 1:
+            self.coupled[result.grad_fn] = "combines trained values of different examples"
+
+    def is_distinct(self, tensor: Tensor) -> bool:
         """Whether one axis and no other has the batch's size."""
         return sum(size == self.batch_size for size in tensor.shape) == 1
 
     def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
-        known = layout == self.by_contract(tensor) and not self._is_marked(tensor)
+        known = layout == self.by_contract(tensor) and not self.is_marked(tensor)
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):
@@ -182,7 +196,8 @@ class Marks:
             self._marked.append(ref(tensor))
             self.follows_layouts = True
 
-    def _is_marked(self, tensor: Tensor) -> bool:
+    def is_marked(self, tensor: Tensor) -> bool:
+        """Whether something was noted of a tensor of data."""
         return self._mark_of(tensor) is not None
 
 

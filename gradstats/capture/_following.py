@@ -1,0 +1,356 @@
+"""Where the examples lie in the results of what the user's code computes with data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, sole_of
+from gradstats.capture._indexing import argument_of, looked_up
+from gradstats.capture._joins import joined_layout
+from gradstats.capture._layout import (
+    CHANGES,
+    FOLLOWED,
+    REINDEXES,
+    contracted,
+    convolved,
+    follow,
+    is_one,
+    leaves,
+    tensordot,
+)
+from gradstats.capture._marks import Marks
+from gradstats.capture._multiplied import contraction, multiplied
+from gradstats.capture._nodes import operands_of
+from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
+    BROADCASTS,
+    CONVOLUTIONS,
+    JOINS,
+    LOOKS_AT_FIRST,
+    MOVES,
+    OPAQUE,
+    PAD_SEQUENCE,
+    PRODUCTS,
+    ROW_PRODUCTS,
+    SHARED_WEIGHT,
+    SOLVES,
+    SUM_LAST,
+    TENSOR_PRODUCTS,
+    UNFOLLOWED,
+)
+from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
+from gradstats.capture._tensors import node_of
+
+Layout = Examples | Whole | Mixed | None
+
+
+class Call(NamedTuple):
+    """An operation on data.
+
+    Attributes:
+        func, args, kwargs: as it was called.
+        data: its operands of data.
+        result: one of the tensors that it returned.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    data: list[Tensor]
+    result: Tensor
+
+
+class Unchanged:
+    """Says that nothing need be noted of a result: its shape tells where the examples lie."""
+
+
+UNCHANGED = Unchanged()
+
+
+class Following(Marks):
+    """Data of one batch, followed through the operations on them."""
+
+    def follow_layout(
+        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
+    ) -> None:
+        """Note where the examples lie in the result of an operation on some tensors of data."""
+        after = self._layout_after(Call(func, args, kwargs, data, result))
+        if isinstance(after, Unchanged):
+            return
+        unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
+        if unclear and (one := self.sole_example(data)) is not None:
+            # Whatever happens to values of one example alone, they stay its own.
+            self.coupled.pop(result.grad_fn, None)
+            after = one
+        self.place(result, after)
+
+    def is_trained(self, item: Any) -> bool:
+        """Whether an operand was computed from data and has a gradient to pass on."""
+        if not isinstance(item, Tensor) or not item.requires_grad or node_of(item) is not None:
+            return False
+        return self.is_data(item)
+
+    def sole_example(self, data: list[Tensor]) -> Whole | None:
+        """Return the example to which all operands of data belong; None where it is not one."""
+        if self.batch_size == 1 or not self.follows_layouts:
+            return None
+        owners = [sole_of(self.owned(item)) if self.is_marked(item) else None for item in data]
+        first = owners[0]
+        if not isinstance(first, Whole):
+            return None
+        return first if all(other == first for other in owners) else None
+
+    def _layout_after(self, call: Call) -> Layout | Unchanged:
+        func, args, kwargs, data, result = call
+        if self.follows_layouts and self._mixes(data, result):
+            return MIXED
+        if func in JOINS or func is PAD_SEQUENCE:
+            return joined_layout(self, func, args, kwargs, result)
+        if func in OVER_AXES and self._runs_over_examples(func, args, kwargs):
+            if not result.requires_grad or self.batch_size == 1:
+                return None
+            if func not in REDUCES:
+                self.coupled[result.grad_fn] = "runs over the examples"
+            return MIXED
+        if self.follows_layouts and self._is_whole(data):
+            return self.owned(data[0])
+        family = FAMILIES.get(func)
+        return self._by_first(call) if family is None else family(self, call)
+
+    def _of_linear(self, call: Call) -> Layout | Unchanged:
+        """A layer's weight is shared by all, unless it was computed from parameters and data."""
+        first = call.args[0]
+        layout = None
+        if node_of(first) is None and self.is_data(first):
+            layout = self.layout_of(first)
+        sums = layout is not None and layout.axis == first.dim() - 1
+        if not sums and not any(map(self.is_trained, call.args[1:])):
+            return self._by_first(call)
+        after = self._of_product(call)
+        bias = call.kwargs.get("bias", call.args[2] if len(call.args) > 2 else None)
+        biases = [tensor for tensor in call.data if tensor is bias]
+        if biases and self._broadcast(biases, call.result) != after:
+            self.note_meeting(call.result)
+            return None
+        return after
+
+    def _of_product(self, call: Call) -> Layout:
+        operands = (*call.args, *call.kwargs.values())
+        return multiplied(self, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
+
+    def _of_added_product(self, call: Call) -> Layout:
+        func, args, kwargs, data, result = call
+        named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
+        factors = (*args[1:], *named)[:2]
+        of_data = any(item is tensor for item in factors for tensor in data)
+        after = multiplied(self, factors, result) if of_data else None
+        if any(tensor is args[0] for tensor in data):
+            added = self._broadcast([args[0]], result)
+            return added if added == after or not of_data else None
+        return after
+
+    def _of_solution(self, call: Call) -> Layout:
+        func, args, kwargs, data, result = call
+        after = self._broadcast(data, result)
+        if after is None or after.axis < result.dim() - 2:
+            return after
+        # Each right-hand side is solved alone, if the examples have no matrices of theirs.
+        sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
+        alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
+        place = result.dim() - (1 if kwargs.get("left", True) else 2)
+        return after if alone and after.axis == place else None
+
+    def _of_einsum(self, call: Call) -> Layout:
+        operands = operands_of(call.args[1:], {})
+        return contraction(self, operands, partial(contracted, call.args), call.result)
+
+    def _of_convolution(self, call: Call) -> Layout | Unchanged:
+        func, args, kwargs, _, result = call
+        if is_one(func, args[0]):
+            return self._by_first(call)
+        named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
+        lies = partial(convolved, func, args, kwargs, result)
+        return contraction(self, operands_of((*args, *named), {}), lies, result)
+
+    def _of_tensor_product(self, call: Call) -> Layout:
+        func, args, kwargs, _, result = call
+        return contraction(self, args[:2], partial(tensordot, func, args, kwargs), result)
+
+    def _of_broadcast(self, call: Call) -> Layout | Unchanged:
+        first = call.data[0]
+        if len(call.data) > 1 or self.is_marked(first) or call.result.dim() > first.dim():
+            return self._broadcast(call.data, call.result)
+        return self._by_first(call)
+
+    def _by_first(self, call: Call) -> Layout | Unchanged:
+        """Return the layout of a result that lies as one operand does, which is moved perhaps."""
+        func, args, kwargs, data, result = call
+        # The compiler of PyTorch 2.14 cannot negate a tuple.
+        constant = len(args) == 0 or not any(tensor is args[0] for tensor in data)
+        lost = (
+            func in UNFOLLOWED
+            or type(func) in OPAQUE
+            or (func not in FOLLOWED and func is not None and result.requires_grad)
+            or (func in LOOKS_AT_FIRST and constant)
+            or is_one(func, data[0])
+        )
+        changes = lost or func in CHANGES or self._is_gone(data, result)
+        if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
+            changes = True
+        if func in REINDEXES and not constant:
+            data = [args[0]]  # what is indexed decides
+        elif len(data) > 1 and not self._agree(func, args, kwargs, data, result):
+            changes = lost = True
+        source, layout = self._deciding(data)
+        dims = max(item.dim() for item in data)
+        if any(item.dim() < dims for item in data if item is source or item.requires_grad):
+            changes = lost = True  # broadcast perhaps, so that axes count from the right
+        if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
+            changes = lost = True  # the axis that a product sums
+        if not self.is_marked(source) and (not changes or layout is None):
+            return UNCHANGED
+        after: Examples | Whole | None
+        if lost or layout is None:
+            after = None
+        elif func in REINDEXES and constant:
+            after = looked_up(func, args, kwargs, source, layout)
+        else:
+            after = follow(func, args, kwargs, source, layout, result)
+        decides = func in MOVES or type(func) in OPAQUE
+        if after is None and layout is not None and decides:
+            # Where nothing else has the batch's size, shape can decide after all.
+            alone = self.is_distinct(source) and self.is_distinct(result)
+            if alone and layout.plain and self.has_example_axis(result):
+                return UNCHANGED
+        return after
+
+    def _agree(
+        self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor
+    ) -> bool:
+        """Whether trained operands have the same examples in the same places; note if they meet."""
+        trained = [tensor for tensor in data if tensor.requires_grad]
+        if any(self._is_lost(tensor) for tensor in trained):
+            return False
+        if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
+            self.note_meeting(result)
+            return False
+        if func in SHARED_WEIGHT:
+            weight = argument_of((*args, *[None] * 3), kwargs, SHARED_WEIGHT[func], "weight")
+            if any(tensor is weight for tensor in trained):
+                self.note_meeting(result)
+                return False
+        # Shapes are aligned as broadcasting does it, from the right.
+        places = [
+            owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
+            for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
+            if owned is not None
+        ]
+        if all(same_layout(places[0], other) for other in places[1:]):
+            return True
+        self.note_meeting(result)
+        return False
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        return self.is_marked(tensor) and self.owned(tensor) is None
+
+    def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a trained result has no example axis, which its first operand had by contract."""
+        if not result.requires_grad or self.by_contract(data[0]) is None:
+            return False
+        return self.by_contract(result) is None
+
+    def _runs_over_examples(self, func, args, kwargs) -> bool:
+        operands = list(args[:1])
+        if func is ATTENTION:
+            operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
+        # Rows of packed examples are positions too, which the model keeps apart by itself.
+        if self.packed:
+            return False
+        for item in operands:
+            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item):
+                layout = self.layout_of(item)
+                if layout is not None:
+                    if runs_over(func, (item, *args[1:]), kwargs, layout.axis):
+                        return True
+        return False
+
+    def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a result holds trained values of all examples; note where one's meet them."""
+        trained = [self.owned(tensor) for tensor in data if tensor.requires_grad]
+        if not any(owned is MIXED for owned in trained) or not result.requires_grad:
+            return False
+        if any(isinstance(owned, (Examples, Whole)) for owned in trained):
+            self.coupled[result.grad_fn] = (
+                "brings what was computed over all examples (a sum, a mean or a norm along their "
+                "axis) back to each of them"
+            )
+        return True
+
+    def _is_whole(self, data: list[Tensor]) -> bool:
+        """Whether all of several tensors belongs to one example."""
+        first = self._mark_of(data[0])
+        if first is None or not isinstance(first[0], Whole):
+            return False
+        return all(self._mark_of(tensor) == first for tensor in data[1:])
+
+    def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
+        """Return the operand whose layout the result has, and that layout."""
+        if len(data) == 1 or not self.follows_layouts:
+            return data[0], self.layout_of(data[0])
+        layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
+        known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
+        trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
+        deciding = trained or known
+        # In doubt the first whose layout is out of the ordinary.
+        first = next((item for item in layouts if self.is_marked(item[0])), layouts[0])
+        if not deciding or any(first[0] is tensor for tensor, _ in deciding):
+            return first
+        return deciding[0]
+
+    def _broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
+        """Return the layout of operands that are broadcast against each other."""
+        if any(tensor.dim() > result.dim() for tensor in data):
+            return None  # of losses, which were reduced then
+        aligned = []
+        for tensor in data:
+            layout = self.layout_of(tensor)
+            if layout is not None:
+                layout = layout.along(layout.axis + result.dim() - tensor.dim())
+                aligned.append((tensor, layout))
+            elif tensor.requires_grad and self.is_marked(tensor):
+                return None
+        if not aligned:
+            return self.by_contract(result)
+        trained = [layout for tensor, layout in aligned if tensor.requires_grad]
+        deciding = trained or [layout for _, layout in aligned]
+        first = deciding[0]
+        if result.shape[first.axis] != first.rows:
+            return None  # the only example, repeated
+        if all(same_layout(first, layout) for layout in deciding[1:]):
+            return first
+        if trained:
+            self.note_meeting(result)
+            return None
+        # Inputs of several examples meet: by contract the batch's own order says whose it is.
+        if any(layout.axis != first.axis for layout in deciding):
+            return None
+        return next((layout for layout in deciding if layout.plain), None)
+
+
+# Operations on several operands of data, or that move the examples, by how their results lie.
+FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
+    **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, Following._of_product),
+    linear: Following._of_linear,
+    **dict.fromkeys(ADDED_PRODUCTS, Following._of_added_product),
+    **dict.fromkeys(SOLVES, Following._of_solution),
+    torch.einsum: Following._of_einsum,
+    **dict.fromkeys(CONVOLUTIONS, Following._of_convolution),
+    **dict.fromkeys(TENSOR_PRODUCTS, Following._of_tensor_product),
+    **dict.fromkeys(BROADCASTS, Following._of_broadcast),
+}

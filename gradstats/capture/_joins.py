@@ -1,0 +1,95 @@
+"""Where the examples lie in tensors that are put side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._examples import Examples, Mixed, Whole, joined, sole_of
+from gradstats.capture._marks import Marks
+from gradstats.capture._operations import JOINS, PAD_SEQUENCE
+from gradstats.capture._tensors import node_of
+
+# Whose each of several tensors is; None for what holds nothing of any example.
+Owners = list[Examples | Whole | Mixed | None]
+
+
+def joined_layout(
+    marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+) -> Examples | None:
+    """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
+    if func is PAD_SEQUENCE:
+        place = 0 if len(args) > 1 and args[1] else 1  # batch_first
+        return _side_by_side(marks, args[0], _owners(marks, args[0]), place, stacked=True)
+    tensors = list(args[0] if args else kwargs["tensors"])
+    # What is empty, as the list that a loop begins with is, holds nothing of any example.
+    tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
+    dim = JOINS[func]
+    if dim is None:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
+    elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
+        return None  # which get an axis, or are joined along another
+    owners = _owners(marks, tensors)
+    stacked = func is torch.stack
+    if not any(isinstance(owned, Whole) for owned in owners):
+        found = _in_line(marks, tensors, owners, dim, result, stacked=stacked)
+        alone = [sole_of(owned) for owned in owners]
+        if found is not None or alone == owners:
+            return found
+        owners = alone
+    return _side_by_side(marks, tensors, owners, dim, stacked=stacked)
+
+
+def _owners(marks: Marks, tensors: Sequence[Tensor]) -> Owners:
+    return [
+        marks.owned(tensor) if node_of(tensor) is None and marks.is_data(tensor) else None
+        for tensor in tensors
+    ]
+
+
+def _in_line(
+    marks: Marks,
+    tensors: Sequence[Tensor],
+    owners: Owners,
+    dim: int,
+    result: Tensor,
+    *,
+    stacked: bool,
+) -> Examples | None:
+    """Return the layout of tensors joined of which each has rows of its examples."""
+    known = [owned for owned in owners if isinstance(owned, Examples)]
+    if not known:
+        return None if any(map(marks.is_marked, tensors)) else marks.by_contract(result)
+    if stacked:
+        shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
+        return joined(shifted, -1, result.device)
+    if dim != known[0].axis:
+        # Along other axes constants may stand beside the data.
+        return joined(known, dim, result.device)
+    return joined(known, dim, result.device) if len(known) == len(tensors) else None
+
+
+def _side_by_side(
+    marks: Marks, tensors: Sequence[Tensor], owners: Owners, dim: int, *, stacked: bool
+) -> Examples | None:
+    """Return the layout of tensors along ``dim`` of which some belong to one example each."""
+    examples: list[int] = []
+    for tensor, owned in zip(tensors, owners, strict=True):
+        rows = 1 if stacked else tensor.shape[dim]
+        if isinstance(owned, Whole):
+            examples += [owned.example] * rows
+        elif isinstance(owned, Examples) and owned.axis == dim and not stacked:
+            examples += owned.owner(tensor.device).tolist()
+        elif owned is None and not marks.is_marked(tensor):
+            # A constant: of the examples in whose place it stands, where the others stand so.
+            examples += range(len(examples), len(examples) + rows)
+        else:
+            return None
+    constant = any(owned is None for owned in owners)
+    if constant and examples != list(range(marks.batch_size)):
+        return None
+    owner = torch.tensor(examples, device=tensors[0].device)
+    return Examples(marks.batch_size, dim).owned_by(owner, dim)

@@ -1,0 +1,100 @@
+"""Where the examples lie in products of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradstats.capture._examples import Examples, Whole, same_layout
+from gradstats.capture._marks import Marks
+from gradstats.capture._tensors import node_of
+
+
+def multiplied(
+    marks: Marks, operands: Sequence[Any], result: Tensor, *, of_rows: bool = False
+) -> Examples | None:
+    """Return the layout of a matrix product.
+
+    Args:
+        marks: of the context.
+        operands: of which the first two are multiplied.
+        result: the product.
+        of_rows: of the rows of both, not of rows and columns.
+    """
+    kept: list[tuple[Tensor, Examples]] = []
+    for place, tensor in enumerate(operands[:2]):
+        if node_of(tensor) is not None or not marks.is_data(tensor):
+            continue
+        layout = marks.layout_of(tensor)
+        if layout is None:
+            if not marks.is_marked(tensor):
+                continue
+            if isinstance(marks.owned(tensor), Whole):
+                marks.note_meeting(result)
+            return None
+        # Axes are counted from the right: 1 for the columns, 2 for the rows.
+        axis = tensor.dim() - layout.axis
+        summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
+        if axis == summed:
+            if kept and marks.packed:
+                break  # attention among packed examples: the model keeps them apart
+            return None
+        if place == 1 and of_rows and axis == 2:
+            axis = 1  # rows of the second operand are columns of the product
+        elif operands[1 - place].dim() == 1 and (place == 0 or axis > 2):
+            axis -= 1
+        kept.append((tensor, layout.along(result.dim() - axis)))
+    return _product(marks, kept, result)
+
+
+def contraction(
+    marks: Marks,
+    operands: Sequence[Tensor],
+    lies: Callable[[int, Examples], Examples | None],
+    result: Tensor,
+) -> Examples | None:
+    """Return the layout of a contraction.
+
+    Args:
+        marks: of the context.
+        operands: of the contraction.
+        lies: called with the place and the layout of an operand, it returns where the examples lie
+            in the result; None where they are summed.
+        result: the contraction's.
+    """
+    kept = []
+    for place, tensor in enumerate(operands):
+        if node_of(tensor) is not None or not marks.is_data(tensor):
+            continue
+        layout = marks.layout_of(tensor)
+        after = None if layout is None else lies(place, layout)
+        if after is not None:
+            kept.append((tensor, after))
+        elif layout is not None or marks.is_marked(tensor):
+            return None
+    return _product(marks, kept, result)
+
+
+def _product(
+    marks: Marks, kept: Sequence[tuple[Tensor, Examples]], result: Tensor
+) -> Examples | None:
+    """Return the layout of a product of operands whose examples lie in the result as given."""
+    trained = [layout for tensor, layout in kept if tensor.requires_grad]
+    found = trained or [layout for _, layout in kept]
+    if not found:
+        return marks.by_contract(result)
+    apart = marks.packed  # by the model itself, if at all
+    axes = {layout.axis for layout in trained}
+    if marks.batch_size > 1 and len(axes) > 1 and not apart:
+        # Every example meets every other. Whether a loss depends on it shows in its graph.
+        size = marks.batch_size
+        marks.coupled[result.grad_fn] = (
+            f"multiplies every example with every other ({size} × {size} products of trained "
+            "values, as contrastive losses form them)"
+        )
+    elif any(not same_layout(trained[0], other) for other in trained[1:]) and not apart:
+        marks.note_meeting(result)
+        return None
+    return found[0]
