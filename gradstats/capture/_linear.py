@@ -56,7 +56,7 @@ class LinearFactors:
         """Return what PyTorch computes."""
         if not self.inputs_first:
             return functional.linear(x, weight, bias)
-        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def norms(self, grad: Tensor, x: Tensor) -> list[Contraction] | None:
         """Return the squared norms of a weight, and of a bias, whose rows are the examples."""
@@ -119,7 +119,7 @@ class LinearUse(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        result = functional.linear(x, weight.t() if layer.inputs_first else weight, bias)
+        result = layer.forward(x, weight, bias)
         if x.dim() == 2:
             return result
         # For more than two axes PyTorch returns a view, which a later relu_ could not change.

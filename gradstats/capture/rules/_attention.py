@@ -18,7 +18,7 @@ from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
 from gradstats.capture.rules._elementwise import per_example
-from gradstats.capture.rules._products import BroadcastFactors
+from gradstats.capture.rules._summed import BroadcastFactors
 
 
 def multi_head_attention(

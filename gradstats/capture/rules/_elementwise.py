@@ -43,7 +43,7 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._products import BroadcastFactors
+from gradstats.capture.rules._summed import BroadcastFactors
 
 
 def broadcast(tracker, func, *args, **kwargs):

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._complex import real_product
-from gradstats._cost import product
-from gradstats._factors import Outer, Ragged, compute_dtype
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._examples import Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._operations import PRODUCTS
+from gradstats.capture._product import ProductFactor
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import derived, free_of_views, tap, use_of
+from gradstats.capture._uses import free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     are_of_one,
@@ -32,12 +28,12 @@ from gradstats.capture.rules._common import (
     bare,
     cast_for_autocast,
     check_rows,
-    common_rows,
     in_order,
     locate,
     plain,
     run,
 )
+from gradstats.capture.rules._summed import Part, summed
 
 
 def linear(tracker, func, input, weight, bias=None):
@@ -51,9 +47,7 @@ def linear(tracker, func, input, weight, bias=None):
     if weight.is_complex():
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
-        return _linear(
-            tracker, func, input, weight, bias, lambda x: func(x, plain(weight), plain(bias))
-        )
+        return _linear(tracker, func, input, weight, bias)
     x = cast_for_autocast(tracker, input)
     parts = []
     if node_of(weight) is not None:
@@ -61,17 +55,15 @@ def linear(tracker, func, input, weight, bias=None):
         examples = locate(tracker, func, node, x, folds=True, trailing=1)
         parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
     result = func(x, plain(weight), plain(bias))
-    return _summed(tracker, func, result, x, parts, (bias, 1), (x, None))
+    return summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
 
 def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return input @ weight.mT if bias is None else input @ weight.mT + bias
 
 
-def _linear(
-    tracker, func, x, weight, bias, native: Callable[[Tensor], Tensor], *, inputs_first=False
-):
-    """Attach a linear layer's factors; ``native`` is the caller's own operation on the data."""
+def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
+    """Run a linear layer with its factors attached."""
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
@@ -93,7 +85,8 @@ def _linear(
     if autocast:
         x = cast_for_autocast(tracker, x)
     if settings.exact:
-        return tap(tracker, nodes, free_of_views(native(x)), layer, x)
+        result = layer.forward(x, plain(weight), plain(bias))
+        return tap(tracker, nodes, free_of_views(result), layer, x)
     use, probes = use_of(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
     result = LinearUse.apply(use, settings, layer, x, *operands, *probes)
@@ -108,15 +101,7 @@ def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
     # A matrix that was computed from other examples is no layer's weight.
     if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
-        return _linear(
-            tracker,
-            func,
-            mat1,
-            mat2,
-            input,
-            lambda x: func(plain(input), x, plain(mat2)),
-            inputs_first=True,
-        )
+        return _linear(tracker, func, mat1, mat2, input, inputs_first=True)
     return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
 
@@ -142,99 +127,22 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
     elif not any(constant) and are_of_one(tracker, (first, second)):
         terms.append((first, None))
     else:
-        for item, summed in ((first, -1), (second, -2)):
+        for item, axis in ((first, -1), (second, -2)):
             terms.append((item, None))
             if not tracker.is_data(item):
                 continue
             node = first_node(input)
-            if locate(tracker, func, node, item, folds=True).axis == item.dim() + summed:
+            if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:
                 refuse(func, node, "sums over the examples of its data, which has no rule")
     result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
-    return _summed(tracker, func, result, x, parts, *terms)
-
-
-def _summed(tracker, func, result, x, parts, *terms):
-    """Attach the factors of ``parts`` and of the tracked terms that are added to them.
-
-    Args:
-        result: what the operation returned.
-        x: the data that the parts' factors need, None without parts.
-        parts: the factors of a product that is one of the terms.
-        terms: operands with the number that multiplies them; None for operands of a product, which
-            only say where the examples lie.
-    """
-    nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
-    layouts = []
-    for term, _ in terms:
-        if node_of(term) is None and tracker.is_data(term):
-            examples = locate(tracker, func, nodes[0], term, folds=True)
-            layouts.append(examples.along(result.dim() - term.dim() + examples.axis))
-    layout = ExampleLayout(result.dim(), common_rows(func, nodes[0], layouts))
-    check_rows(func, nodes[0], layout, [result])
-    if any(node_of(term) is not None and not layout.serves(term.shape) for term, _ in terms):
-        refuse(func, nodes[0], "with a part for each of an example's rows has no rule")
-    for term, scale in terms:
-        node = node_of(term)
-        if node is not None:
-            parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
-    factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
-    nodes = [part.node for part in parts]
-    return tap(tracker, nodes, free_of_views(result), factors, x)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tracked operand of a sum, with its factors and the number that multiplies it."""
-
-    node: Node
-    factors: Callable[..., list]
-    scale: float = 1
-
-
-@dataclass(frozen=True, eq=False)
-class SumFactors:
-    """The factors of a sum of scaled terms."""
-
-    factors: tuple[Callable[..., list], ...]
-    scales: tuple[float, ...]
-
-    def __call__(self, grad: Tensor, x: Tensor | None) -> list:
-        return [
-            factor
-            for factors, scale in zip(self.factors, self.scales, strict=True)
-            for factor in factors(grad if scale == 1 else grad * scale, x)
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class BroadcastFactors:
-    """The factor of a term that was broadcast to the result's shape."""
-
-    layout: ExampleLayout
-    shape: tuple[int, ...]
-
-    def norms(self, grad: Tensor, *saved: Tensor) -> None:
-        """The factor is formed in any case."""
-
-    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
-        """What a sum hands on does not depend on its terms: None."""
-
-    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list:
-        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
-        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
-        if repeated:
-            dtype = None if grad.is_complex() else compute_dtype(grad)
-            grad = grad.sum(repeated, keepdim=True, dtype=dtype)
-        return [self.layout.factor(grad, self.shape)]
+    return summed(tracker, func, result, x, parts, *terms)
 
 
 def matmul(tracker, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
     other = kwargs.get("mat2", kwargs.get("tensor2", other)) if other is None else other
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
-        return _linear(
-            tracker, func, input, other, None, lambda x: func(x, plain(other)), inputs_first=True
-        )
+        return _linear(tracker, func, input, other, None, inputs_first=True)
     rows = _own_rows(tracker, [input, other], *_specs(input, other))
     if rows is not None:
         return Composed(rows)(tracker, func, input, other)
@@ -422,135 +330,6 @@ def einsum(tracker, func, equation, *operands):
     operands = tuple(_cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap(tracker, [node], free_of_views(result), factors, x)
-
-
-@dataclass(frozen=True, eq=False)
-class ProductFactor:
-    """The factor of the tracked operand of a two-operand contraction.
-
-    Each index is of one kind: the example's; groups K, in both operands and the result; positions
-    T, in data and result; p, in parameter and result; q, in parameter and data; and indices of the
-    data alone, which are summed away.
-
-    Attributes:
-        examples: whose the rows of the example's axis are.
-        left: order of the result's axes (example, K, T, p), and right: of the data's (example, K,
-            T, q, data alone).
-        sizes: sizes of K, p and q, axis by axis.
-        shape: shape of the parameter.
-        permutation: order of the axes (K, p, q) that gives the parameter's own.
-        alone: the result, all of which is one example's, lacks the example's axis in front.
-    """
-
-    examples: Examples
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    sizes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    shape: tuple[int, ...]
-    permutation: tuple[int, ...]
-    alone: bool = False
-
-    @staticmethod
-    def between(func, node: Node, shape, param, letter: str, data_spec, out, examples, *, alone):
-        """Return the factor for index lists of parameter, data and result, or refuse.
-
-        Args:
-            func, node: the operation, and the tracked operand.
-            shape: of the parameter, and ``param``, its indices.
-            letter: the index of the examples.
-            data_spec, out: the indices of data and result.
-            examples, alone: as the attributes.
-        """
-        size = dict(zip(param, shape, strict=True))
-        if any(len(set(spec)) != len(spec) for spec in (param, data_spec, out)):
-            refuse(func, node, f"with repeated indices ({param}, {data_spec}) has no rule")
-        if letter in param or letter not in out:
-            refuse(func, node, "contracts the example axis with the parameter, which has no rule")
-        k = [i for i in param if i in data_spec and i in out]
-        p = [i for i in param if i in out and i not in data_spec]
-        q = [i for i in param if i in data_spec and i not in out]
-        t = [i for i in data_spec if i in out and i not in param and i != letter]
-        rest = [i for i in data_spec if i not in out and i not in param]
-        order = [*k, *p, *q]
-        return ProductFactor(
-            examples,
-            tuple(out.index(i) for i in [letter, *k, *t, *p]),
-            tuple(data_spec.index(i) for i in [letter, *k, *t, *q, *rest]),
-            (tuple(size[i] for i in k), tuple(size[i] for i in p), tuple(size[i] for i in q)),
-            tuple(shape),
-            tuple(order.index(i) for i in param),
-            alone,
-        )
-
-    def _left(self, grad: Tensor) -> Tensor:
-        """Return the result's gradient by rows: (rows, K, T, p)."""
-        grad = (grad.unsqueeze(0) if self.alone else grad).permute(self.left)
-        groups, p, _ = (product(sizes) for sizes in self.sizes)
-        return grad.reshape(len(grad), groups, -1, p)
-
-    def _right(self, x: Tensor) -> Tensor:
-        """Return the data by rows: (rows, K, T, q)."""
-        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
-        right = x.permute(self.right)
-        if right.dim() > kept:
-            right = right.sum(tuple(range(kept, right.dim())))
-        groups, _, q = (product(sizes) for sizes in self.sizes)
-        return right.reshape(len(right), groups, -1, q)
-
-    def _by_example(self, rows: Tensor) -> Tensor:
-        """Return (rows, K, T, width) by example, whose rows are positions: (B, K, T, width)."""
-        if self.examples.plain:
-            return rows
-        return self.examples.along(0).first(rows).movedim(1, 2).flatten(2, 3)
-
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
-        left, right = self._left(grad), self._right(x)
-        segments = self.examples.segments
-        ordered = self.permutation == tuple(range(len(self.permutation)))
-        if segments is not None and ordered and not left.is_complex():
-            if not self.sizes[0] and len(self.sizes[1]) == 1:
-                left, right = (segments.sorted(side).flatten(0, 2) for side in (left, right))
-                return [Ragged(left, right, segments.offsets_of(len(left)), self.shape)]
-        left, right = self._by_example(left), self._by_example(right)
-        if left.is_complex():
-            # The imaginary unit is one more index of parameter and data.
-            left, right = real_product(left, right)
-            within = self.permutation
-            sizes_of_k, sizes_of_p, sizes_of_q = self.sizes
-            unfolded = (*sizes_of_k, *sizes_of_p, *sizes_of_q, 2)
-            return [Outer(left, right, (*self.shape, 2), (*within, len(within)), unfolded)]
-        if ordered:
-            return [Outer(left, right, self.shape)]
-        n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
-        if left.shape[1] == 1 and self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
-            return [Outer(right, left, self.shape)]
-        unfolded = tuple(size for sizes in self.sizes for size in sizes)
-        return [Outer(left, right, self.shape, self.permutation, unfolded)]
-
-    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
-        """One more product with the parameter, brought to the form (K, p, q)."""
-        (node,) = nodes
-        groups, p, q = (product(sizes) for sizes in self.sizes)
-        order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
-        if node.value.is_complex():
-            node = derived(node, Tensor.conj)
-        matrix = derived(derived(node, Tensor.permute, order), Tensor.reshape, (groups, p, q))
-        left = self._left(grad)
-        again = ProductFactor(
-            self.examples,
-            (0, 1, 2, 3),
-            (0, 1, 2, 3),
-            ((groups,), (q,), (p,)),
-            (groups, p, q),
-            (0, 2, 1),
-        )
-        result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
-        result = tap(node.tracker, [matrix], result, again, left)
-        # Axes that the product summed away see the same gradient everywhere.
-        sizes = [x.shape[axis] for axis in self.right]
-        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
-        result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)
-        return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
 
 
 def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:

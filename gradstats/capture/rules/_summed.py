@@ -1,0 +1,92 @@
+"""Sums of tracked terms, scaled and broadcast, of which one may be a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradstats._factors import compute_dtype
+from gradstats.capture._dispatch import refuse
+from gradstats.capture._nodes import Node
+from gradstats.capture._tensors import node_of
+from gradstats.capture._uses import free_of_views, tap
+from gradstats.capture._views import ExampleLayout
+from gradstats.capture.rules._common import check_rows, common_rows, locate
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tracked operand of a sum, with its factors and the number that multiplies it."""
+
+    node: Node
+    factors: Callable[..., list]
+    scale: float = 1
+
+
+@dataclass(frozen=True, eq=False)
+class SumFactors:
+    """The factors of a sum of scaled terms."""
+
+    factors: tuple[Callable[..., list], ...]
+    scales: tuple[float, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor | None) -> list:
+        return [
+            factor
+            for factors, scale in zip(self.factors, self.scales, strict=True)
+            for factor in factors(grad if scale == 1 else grad * scale, x)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class BroadcastFactors:
+    """The factor of a term that was broadcast to the result's shape."""
+
+    layout: ExampleLayout
+    shape: tuple[int, ...]
+
+    def norms(self, grad: Tensor, *saved: Tensor) -> None:
+        """The factor is formed in any case."""
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
+        """What a sum hands on does not depend on its terms: None."""
+
+    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list:
+        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
+        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
+        if repeated:
+            dtype = None if grad.is_complex() else compute_dtype(grad)
+            grad = grad.sum(repeated, keepdim=True, dtype=dtype)
+        return [self.layout.factor(grad, self.shape)]
+
+
+def summed(tracker, func, result, x, parts, *terms):
+    """Attach the factors of ``parts`` and of the tracked terms that are added to them.
+
+    Args:
+        result: what the operation returned.
+        x: the data that the parts' factors need, None without parts.
+        parts: the factors of a product that is one of the terms.
+        terms: operands with the number that multiplies them; None for operands of a product, which
+            only say where the examples lie.
+    """
+    nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
+    layouts = []
+    for term, _ in terms:
+        if node_of(term) is None and tracker.is_data(term):
+            examples = locate(tracker, func, nodes[0], term, folds=True)
+            layouts.append(examples.along(result.dim() - term.dim() + examples.axis))
+    layout = ExampleLayout(result.dim(), common_rows(func, nodes[0], layouts))
+    check_rows(func, nodes[0], layout, [result])
+    if any(node_of(term) is not None and not layout.serves(term.shape) for term, _ in terms):
+        refuse(func, nodes[0], "with a part for each of an example's rows has no rule")
+    for term, scale in terms:
+        node = node_of(term)
+        if node is not None:
+            parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
+    factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
+    nodes = [part.node for part in parts]
+    return tap(tracker, nodes, free_of_views(result), factors, x)
