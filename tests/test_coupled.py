@@ -120,6 +120,9 @@ SCRAMBLES = {
         h[:, :3], torch.ones(3).double()
     ),
     "ormqr": lambda h: torch.ormqr(torch.eye(BATCH).double() + 1, torch.ones(BATCH).double(), h),
+    "beside others": lambda h: torch.cat([h.sort(0).values, h], 1)[:, 2 : 2 + WIDTH],
+    "beside inputs": lambda h: torch.cat([h.sort(0).values, h.detach()], 1)[:, 2 : 2 + WIDTH],
+    "stacked": lambda h: torch.stack([h.sort(0).values, h], 2).sum(2),
     "a mask over all": lambda h: h.masked_select(h > h.sort().values[:, 2:3]),
     "a bias of each": lambda h: functional.linear(torch.ones(BATCH, 2).double(), h[:, :2], h[:, 0]),
     "bilinear": lambda h: functional.bilinear(h[:, :2], h[:, :2], h[:, :4].view(BATCH, 2, 2)),
