@@ -18,10 +18,12 @@ class Lookup:
 
     Attributes:
         ids: (N,) row of each, and example: (N,) whose each is, ascending.
+        examples: how many there are, where all have as many rows; None where ``example`` knows.
     """
 
-    def __init__(self, find: Callable[[], tuple[Tensor, Tensor]]):
+    def __init__(self, find: Callable[[], tuple[Tensor, Tensor]], examples: int | None = None):
         self._find = find
+        self.examples = examples
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -34,6 +36,11 @@ class Lookup:
     @property
     def example(self) -> Tensor:
         return self._rows[1]
+
+    @property
+    def each(self) -> int | None:
+        """How many rows every example has, None where only ``example`` knows."""
+        return self.ids.numel() // self.examples if self.examples else None
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,12 @@ class Rows:
     @property
     def batch(self) -> int:
         return self.examples
+
+    @property
+    def each(self) -> int | None:
+        """How many rows every example has, None where they differ or only ``example`` knows."""
+        longest = self.longest
+        return longest if longest and self.examples * longest == self.ids.numel() else None
 
     def select(self, rows) -> Rows:
         number = torch.full((self.examples,), -1, device=self.ids.device)

@@ -47,7 +47,7 @@ def gather(factor: Outer | Ragged, lookup: Lookup, workspace: int) -> Tensor:
     """Return Σ_t left_t[ids[n]] right_t for each row n of a look-up, (N, width)."""
     dtype = compute_dtype(factor.left, factor.right)
     gathered = factor.right.new_empty(lookup.ids.numel(), factor.right.shape[-1], dtype=dtype)
-    for here, columns in _gathered(factor, lookup.ids, lookup.example, workspace):
+    for here, columns in _gathered(factor, lookup, workspace):
         gathered[here] = columns
     return gathered
 
@@ -64,18 +64,24 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
     if chip and _triton.runs(factor.right, rows.grad):
         return _triton_layers.inner_with_rows(factor, rows)  # type: ignore[arg-type]
     products = rows.grad.new_empty(rows.ids.numel(), dtype=torch.float64)
-    for here, columns in _gathered(factor, rows.ids, rows.example, workspace):
+    for here, columns in _gathered(factor, rows, workspace):
         products[here] = (columns * rows.grad[here]).sum(1, dtype=torch.float64)
-    return _by_example(products, rows.example, factor.batch)
+    return _by_example(products, rows)
 
 
-def _gathered(factor, ids: Tensor, example: Tensor, workspace: int) -> Iterator:
+def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     """Yield slices of rows with Σ_t left_t[ids[n]] right_t for the rows n of the slice.
 
-    Only the columns of ``left`` at the example's own ids are touched.
+    Only the columns of ``left`` at the example's own ids are touched. The device is not asked how
+    many rows an example has where shapes tell: a backward begins with the projection, and would
+    wait there for all of the forward pass.
     """
     dtype = compute_dtype(factor.left, factor.right)
-    counts = torch.bincount(example, minlength=factor.batch).tolist()
+    ids = rows.ids
+    if rows.each is None:
+        counts = torch.bincount(rows.example, minlength=factor.batch).tolist()
+    else:
+        counts = [rows.each] * factor.batch
     if isinstance(factor, Outer) and len(set(counts)) == 1:
         yield from _gathered_together(factor, ids.view(factor.batch, -1), dtype, workspace)
         return
@@ -96,7 +102,11 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     left, right = factor.left[:, 0], factor.right[:, 0]  # (B, T, vocabulary), (B, T, width)
     positions, count = left.shape[1], ids.shape[1]
     width = 2 * count * (positions + right.shape[2]) + positions * right.shape[2]
-    chunk = _cost.examples_per_chunk(width * dtype.itemsize, factor.batch, workspace)
+    scratch = width * dtype.itemsize
+    if left.is_cpu:
+        chunk = _cost.examples_per_chunk(scratch, factor.batch, workspace)
+    else:  # which has no core's cache to stay in, and starts every operation anew
+        chunk = max(1, min(factor.batch, workspace // max(1, scratch)))
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))
         index = ids[own, None].expand(-1, positions, -1)
@@ -105,8 +115,11 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
         yield slice(own.start * count, own.stop * count), gathered.flatten(0, 1)
 
 
-def _by_example(products: Tensor, example: Tensor, batch: int) -> Tensor:
-    return segment_sum(products, torch.bincount(example, minlength=batch))
+def _by_example(products: Tensor, rows: Rows) -> Tensor:
+    """Return the sums of (N,) over the rows of each example, (B,)."""
+    if rows.each is not None:
+        return products.view(rows.batch, rows.each).sum(1)
+    return segment_sum(products, torch.bincount(rows.example, minlength=rows.batch))
 
 
 @in_full_precision
@@ -120,7 +133,7 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
     for factor in rows:
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
-        cross += _by_example(products, factor.example, factor.batch)
+        cross += _by_example(products, factor)
     return sum_of_two(projected.norms, own, cross)
 
 

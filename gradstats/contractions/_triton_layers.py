@@ -157,9 +157,8 @@ def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
 
 def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     """Return (ids, grad, bounds, longest): (B, T) where all examples have T rows, else packed."""
-    count, longest = factor.ids.numel(), factor.longest
-    if longest is not None and factor.examples * longest == count and count > 0:
-        shape = (factor.examples, longest)
+    if factor.each is not None:
+        shape = (factor.examples, factor.each)
         return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
     return factor.ids, factor.grad, *_bounds(factor)
 

@@ -44,7 +44,8 @@ def embedding(
 
     lookup = None
     if isinstance(node, Root) and not torch.compiler.is_compiling():
-        lookup = Lookup(partial(looked_up, examples, input))
+        even = examples.batch if examples.segments is None else None
+        lookup = Lookup(partial(looked_up, examples, input), even)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
     if max_norm is None:  # which changes the table, each time
         result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)

@@ -11,6 +11,7 @@ import torch
 from gradstats.kernels import operators
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
@@ -98,6 +99,31 @@ def tied_transformer():
     model.head.weight = model.tokens.weight
     tokens = torch.randint(11, (B, 6)).cuda()
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), next_token
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations that make the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        source = args[1] if name == "copy_" else args[0] if args else None
+        copied = name in ("_to_copy", "copy_") and source.is_cuda and not result.is_cuda
+        if copied or name in ("_local_scalar_dense", "bincount", "nonzero", "equal"):
+            self.found.append(name)
+        return result
+
+
+@pytest.mark.parametrize("name", ["tied transformer", "sequences", "convolutions"])
+def test_a_step_beside_training_waits_for_nothing(name):
+    model, (x, labels), losses = MODELS[name][0]()
+    with gs.track(model, batch_size=B) as tracker, Waits() as waits:
+        tracker.backward(losses(model, (x, labels)))
+    assert waits.found == [], "the device would stand idle until the host has launched more"
 
 
 class Recurrent(nn.Module):
