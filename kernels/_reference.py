@@ -1,7 +1,7 @@
 """The operators on tensors that no kernel runs on: plain torch, one example at a time.
 
-Sums are fp64. Results are fp32, or fp64 for fp64 operands. At most two examples' weight gradients
-exist at once. Nothing here needs triton.
+Sums are fp64, and so is what is one number for each example; other results are fp32, or fp64 for
+fp64 operands. At most two examples' weight gradients exist at once. Nothing here needs triton.
 """
 
 from gradstats.kernels._reference_convolution import convolution_direction as convolution_direction

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def result_dtype(operand: Tensor) -> torch.dtype:
-    """What every operator returns for operands of this dtype."""
+    """What operators return for operands of this dtype, except what is one number an example."""
     return torch.float64 if operand.dtype == torch.float64 else torch.float32
 
 
@@ -36,17 +36,14 @@ def gradients(a: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Iterator[Tenso
 
 
 def collect(values: list[Tensor], operand: Tensor) -> Tensor:
-    """Per-example scalars as one vector."""
-    if not values:
-        return operand.new_zeros((0,), dtype=result_dtype(operand))
-    return torch.stack(values).to(result_dtype(operand))
+    """Per-example scalars as one fp64 vector."""
+    return torch.stack(values) if values else operand.new_zeros((0,), dtype=torch.float64)
 
 
 def rank_one_inner(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> tuple[Tensor, Tensor]:
     inputs = (a1.double() * a2.double()).sum(1)
     outputs = (g1.double() * g2.double()).sum(1)
-    dtype = result_dtype(a1)
-    return (inputs * outputs).to(dtype), outputs.to(dtype)
+    return inputs * outputs, outputs
 
 
 def rank_one_sqnorm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ def scale_sqnorm(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens), x)
+    return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens))
 
 
 def vector_sum(
@@ -85,9 +85,8 @@ def scale_backward(
     _clear_outside(gradient, cu_seqlens)
     like = g if x is None else x
     own, *both = _whole_backward(like, gradient, gradients, sums)
-    empty = both[0].new_empty(0)
     scale, shift_, scale_sqnorm, shift_sqnorm = (
-        part if wanted else empty.clone()
+        part if wanted else part.new_empty(0)
         for part, wanted in zip(both, (x is not None, shift) * 2, strict=True)
     )
     return (
@@ -103,7 +102,7 @@ def scale_direction(
     max_seqlen: int | None = None,
 ) -> Tensor:
     scale, shift = scale_sum((g if x is None else x).double(), g, cu_seqlens=cu_seqlens)
-    return ((shift if x is None else scale) @ direction.double()).to(result_dtype(g))
+    return (shift if x is None else scale) @ direction.double()
 
 
 def layer_norm_sqnorm(
@@ -114,11 +113,11 @@ def layer_norm_sqnorm(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _squares(layer_norm_sum(x.double(), g, eps, rms, cu_seqlens), x)
+    return _squares(layer_norm_sum(x.double(), g, eps, rms, cu_seqlens))
 
 
 def group_norm_sqnorm(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    return _squares(group_norm_sum(x.double(), g, groups, eps), x)
+    return _squares(group_norm_sum(x.double(), g, groups, eps))
 
 
 def layer_norm_backward(
@@ -174,7 +173,7 @@ def _whole_backward(
     scale, shift = (
         values.sum(0).to(dtype) if sums else values.new_empty(0, dtype=dtype) for values in both
     )
-    return torch.empty_like(x).copy_(gradient), scale, shift, *_squares(both, x)
+    return torch.empty_like(x).copy_(gradient), scale, shift, *_squares(both)
 
 
 def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:
@@ -197,7 +196,6 @@ def _stacked(values: list[Tensor], operand: Tensor) -> Tensor:
     return torch.stack(values).to(result_dtype(operand))
 
 
-def _squares(sums: tuple[Tensor, Tensor], operand: Tensor) -> tuple[Tensor, Tensor]:
+def _squares(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     scale, shift = (values.double().square().sum(1) for values in sums)
-    dtype = result_dtype(operand)
-    return scale.to(dtype), shift.to(dtype)
+    return scale, shift

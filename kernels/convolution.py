@@ -74,7 +74,7 @@ def convolution_kernel(
     g2_ptr,
     weight_ptr,  # (O, C / groups, taps) contiguous, read if MODE is "direction"
     chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
-    output_ptr,  # fp32 (B, tiles); (B, O, C / groups, taps) if MODE is "store"
+    output_ptr,  # fp64 (B, tiles); fp32 (B, O, C / groups, taps) if MODE is "store"
     stride_x1b,
     stride_x1c,
     stride_x1d,
@@ -184,10 +184,10 @@ def convolution_sqnorm(
             and are not read. None for all.
         config: overrides the tile table.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 4 bytes per
+    Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 8 bytes per
     tile.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
@@ -249,7 +249,7 @@ def convolution_direction(
     Args, raises: as `convolution_sqnorm`, and
         direction: (O, C / groups, *kernel), bf16, fp16 or fp32.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Cost: that of `convolution_sqnorm`, and one read of the direction for each example.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
@@ -325,7 +325,8 @@ def _launch(
     operation = "convolution_fused" if mode == "inner" else "convolution"
     config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
-    output = torch.empty(shape, dtype=torch.float32, device=first.x.device)
+    dtype = torch.float32 if mode == "store" else torch.float64
+    output = torch.empty(shape, dtype=dtype, device=first.x.device)
     if output.numel():
         arguments = first.arguments()
         convolution_kernel[(_check.check_programs(first.batch * tiles),)](
@@ -354,4 +355,4 @@ def _launch(
 
 
 def _reduce(partial: torch.Tensor) -> torch.Tensor:
-    return partial.sum(1, dtype=torch.float64).float()
+    return partial.sum(1, dtype=torch.float64)

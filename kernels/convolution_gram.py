@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import check_convolution, patch_products
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import triangle
 from gradstats.kernels.gram import gram_tile, row_sizes
 
@@ -18,7 +18,7 @@ from gradstats.kernels.gram import gram_tile, row_sizes
 def convolution_gram_kernel(
     x_ptr,  # (B, C, D, H, W)
     g_ptr,  # (B, O, T)
-    partial_ptr,  # fp32 (3, B, groups, pairs): of terms, absolute terms, |patch_t| |g_t|
+    partial_ptr,  # fp64 (3, B, groups, pairs): of terms, absolute terms, |patch_t| |g_t|
     stride_xb,
     stride_xc,
     stride_xd,
@@ -115,9 +115,9 @@ def convolution_gram_sqnorm(
 
     Args, raises: as `convolution.convolution_sqnorm`.
     Returns:
-        (sqnorm, magnitude, size), each fp32 (B,).
+        (sqnorm, magnitude, size), each fp64 (B,).
     Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group;
-    workspace 12 bytes per tile pair.
+    workspace 24 bytes per tile pair.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
     config = config or _config.choose_gram(
@@ -131,7 +131,7 @@ def convolution_gram_sqnorm(
     side = triton.cdiv(layer.positions, config.rows)
     pairs = side * (side + 1) // 2
     shape = (3, layer.batch, groups, pairs)
-    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    partial = torch.empty(shape, dtype=torch.float64, device=x.device)
     if partial.numel():
         convolution_gram_kernel[(_check.check_programs(partial[0].numel()),)](
             layer.x,
@@ -148,6 +148,5 @@ def convolution_gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    per_group = partial.sum(3, dtype=torch.float64)
-    sqnorm, magnitude = rounded(per_group[:2].sum(2))
-    return sqnorm, magnitude, per_group[2].square().sum(1).sqrt().float()
+    sqnorm, magnitude = apart(partial[:2])
+    return sqnorm, magnitude, partial[2].sum(2, dtype=torch.float64).square().sum(1).sqrt()

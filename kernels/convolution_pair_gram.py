@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._patches import Convolution, patch_products
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import apart
 from gradstats.kernels.convolution import check_two_convolutions
 from gradstats.kernels.pairwise import cross_tile
 
@@ -36,7 +36,7 @@ def convolution_pair_gram_kernel(
     g1_ptr,  # (B1, O, T1)
     x2_ptr,  # (B2, C, D2, H2, W2)
     g2_ptr,  # (B2, O, T2)
-    partial_ptr,  # fp32 (splits, B1, B2); else (2, splits, B): of terms, then of absolute terms
+    partial_ptr,  # fp32 (splits, B1, B2); else fp64 (2, splits, B): terms, then absolute terms
     stride_x1b,
     stride_x1c,
     stride_x1d,
@@ -173,8 +173,8 @@ def convolution_inner_gram(
     Args, raises: as `convolution.convolution_sqnorm`, for two factors of one layer and of equal
         batch; their images may differ in size.
     Returns:
-        (inner, magnitude), each fp32 (B,).
-    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 8 bytes
+        (inner, magnitude), each fp64 (B,).
+    Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 16 bytes
     for each example, group and pair of blocks of positions.
     """
     layer = kernel, stride, padding, dilation, groups
@@ -183,7 +183,7 @@ def convolution_inner_gram(
     longest = max(first.positions, second.positions)
     config = config or _choose_config(first, second, longest, longest, precision)
     partial = _launch(first, second, config, all_pairs=False)
-    inner, magnitude = rounded(partial.sum(1, dtype=torch.float64))
+    inner, magnitude = apart(partial.mT)
     return inner, magnitude
 
 
@@ -264,7 +264,8 @@ def _launch(
     splits = first.groups * blocks1 * blocks2
     column_tiles = triton.cdiv(second.batch, examples2) if all_pairs else 1
     shape = (splits, first.batch, second.batch) if all_pairs else (2, splits, first.batch)
-    partial = torch.empty(shape, dtype=torch.float32, device=first.x.device)
+    dtype = torch.float32 if all_pairs else torch.float64
+    partial = torch.empty(shape, dtype=dtype, device=first.x.device)
     if partial.numel():
         programs = triton.cdiv(first.batch, examples1) * column_tiles * splits
         arguments = first.arguments()

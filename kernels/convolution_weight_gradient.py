@@ -24,7 +24,7 @@ def convolution_weight_gradient_kernel(
     x_ptr,  # (B, C, D, H, W)
     g_ptr,  # (B, O, T)
     gradient_ptr,  # (splits, O, C / groups, taps) contiguous: sums over each range of examples
-    partial_ptr,  # fp32 (B, tiles)
+    partial_ptr,  # fp64 (B, tiles)
     stride_xb,
     stride_xc,
     stride_xd,
@@ -121,9 +121,9 @@ def convolution_weight_gradient_sqnorm(
         gradient_dtype: dtype of the gradient; None means that of x. Sums are fp32 either way.
         splits: overrides the number of ranges that the examples are split into.
     Returns:
-        (gradient (O, C / groups, *kernel), sqnorm fp32 (B,)).
+        (gradient (O, C / groups, *kernel), sqnorm fp64 (B,)).
     Cost: that of the weight gradient alone, positions rounded up to a multiple of the
-    configuration's `inner`; workspace 4 bytes per example and tile, and 4 bytes per split and
+    configuration's `inner`; workspace 8 bytes per example and tile, and 4 bytes per split and
     weight where the examples are split.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
@@ -132,10 +132,10 @@ def convolution_weight_gradient_sqnorm(
         return depthwise.summed(layer, gradient_dtype, config, splits)
     config, one_tap, tiles = choose_tiles(layer, layer, precision, config, "convolution_fused")
     batch, shape = layer.batch, layer.weight_shape
-    partial = torch.empty((batch, tiles), dtype=torch.float32, device=x.device)
+    partial = torch.empty((batch, tiles), dtype=torch.float64, device=x.device)
     if not partial.numel() or not layer.positions:
         gradient = torch.zeros(shape, dtype=gradient_dtype, device=x.device)
-        return gradient, torch.zeros(batch, dtype=torch.float32, device=x.device)
+        return gradient, torch.zeros(batch, dtype=torch.float64, device=x.device)
     architecture = _check.architecture(x.device)
     splits = min(splits or _config.choose_splits(tiles, batch, architecture), batch)
     examples_per_split = triton.cdiv(batch, splits)
@@ -163,4 +163,4 @@ def convolution_weight_gradient_sqnorm(
         num_stages=config.num_stages,
     )
     summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
-    return summed, partial.sum(1, dtype=torch.float64).float()
+    return summed, partial.sum(1, dtype=torch.float64)

@@ -83,7 +83,7 @@ def depthwise_kernel(
     x2_ptr,  # a second factor of the same shapes, read if MODE is "inner"
     g2_ptr,
     weight_ptr,  # (O, taps) contiguous, read if MODE is "direction"
-    output_ptr,  # fp32 (B, tiles); (B, O, taps) if MODE is "store"
+    output_ptr,  # fp64 (B, tiles); fp32 (B, O, taps) if MODE is "store"
     total_ptr,  # (programs / tiles, O, taps): sums over examples, written if MODE is "sum"
     stride_x1b,
     stride_x1c,
@@ -161,25 +161,25 @@ def depthwise_kernel(
 
 
 def squares(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
-    """Squared norms of per-example weight gradients, fp32 (B,)."""
+    """Squared norms of per-example weight gradients, fp64 (B,)."""
     output, _ = _launch(layer, layer, None, "square", config)
-    return output.sum(1, dtype=torch.float64).float()
+    return output.sum(1, dtype=torch.float64)
 
 
 def inner(
     first: Convolution, second: Convolution, config: _config.TileConfig | None
 ) -> torch.Tensor:
-    """Inner products of the i-th per-example weight gradients of two factors, fp32 (B,)."""
+    """Inner products of the i-th per-example weight gradients of two factors, fp64 (B,)."""
     output, _ = _launch(first, second, None, "inner", config)
-    return output.sum(1, dtype=torch.float64).float()
+    return output.sum(1, dtype=torch.float64)
 
 
 def along(
     layer: Convolution, direction: torch.Tensor, config: _config.TileConfig | None
 ) -> torch.Tensor:
-    """Inner products of per-example weight gradients with a direction, fp32 (B,)."""
+    """Inner products of per-example weight gradients with a direction, fp64 (B,)."""
     output, _ = _launch(layer, layer, direction.contiguous(), "direction", config)
-    return output.sum(1, dtype=torch.float64).float()
+    return output.sum(1, dtype=torch.float64)
 
 
 def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
@@ -194,12 +194,12 @@ def summed(
     config: _config.TileConfig | None,
     splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed weight gradient and squared norms, fp32 (B,)."""
+    """The summed weight gradient and squared norms, fp64 (B,)."""
     output, total = _launch(layer, layer, None, "sum", config, splits)
     shape = layer.weight_shape
     # without examples there is nothing to sum
     summed = total.sum(0).view(shape).to(gradient_dtype)
-    return summed, output.sum(1, dtype=torch.float64).float()
+    return summed, output.sum(1, dtype=torch.float64)
 
 
 def _launch(
@@ -226,7 +226,8 @@ def _launch(
     per_program = triton.cdiv(batch, max(parts, 1))
     parts = triton.cdiv(batch, max(per_program, 1))
     shape = (batch, rows, first.taps) if mode == "store" else (batch, tiles)
-    output = torch.empty(shape, dtype=torch.float32, device=device)
+    dtype = torch.float32 if mode == "store" else torch.float64
+    output = torch.empty(shape, dtype=dtype, device=device)
     total = torch.empty(
         (parts if mode == "sum" else 0, rows, first.taps), dtype=torch.float32, device=device
     )

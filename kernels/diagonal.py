@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import check_two_factors
 from gradstats.kernels.gram import gram_tile
@@ -30,7 +30,7 @@ def diagonal_gram_kernel(
     g2_ptr,  # (B, T2, d_out) or packed (N2, d_out)
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (2, B, row_tiles * column_tiles): sums of terms, then of absolute terms
+    partial_ptr,  # fp64 (2, B, row_tiles * column_tiles): sums of terms, then of absolute terms
     stride_a1b,
     stride_a1t,
     stride_a1d,
@@ -136,8 +136,8 @@ def diagonal_gram(
 
     Args and raises: as `pairwise.pairwise_gram`, for two factors of equal batch.
     Returns:
-        (inner, magnitude), each fp32 (B,).
-    Cost: 2 T1 T2 (d_in + d_out) flops per example; workspace 8 bytes per tile.
+        (inner, magnitude), each fp64 (B,).
+    Cost: 2 T1 T2 (d_in + d_out) flops per example; workspace 16 bytes per tile.
     """
     first, second = check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
@@ -154,7 +154,7 @@ def diagonal_gram(
     row_tiles = triton.cdiv(first.positions, config.rows)
     column_tiles = triton.cdiv(second.positions, config.rows)
     partial = torch.empty(
-        (2, first.batch, row_tiles * column_tiles), dtype=torch.float32, device=a1.device
+        (2, first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a1.device
     )
     if partial.numel():
         diagonal_gram_kernel[(_check.check_programs(partial[0].numel()),)](
@@ -186,5 +186,5 @@ def diagonal_gram(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    inner, magnitude = rounded(partial.sum(2, dtype=torch.float64))
+    inner, magnitude = apart(partial)
     return inner, magnitude

@@ -51,7 +51,7 @@ def direct_kernel(
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,
     chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
-    partial_ptr,  # fp32 (B, tiles)
+    partial_ptr,  # fp64 (B, tiles)
     stride_a1b,
     stride_a1t,
     stride_a1d,
@@ -163,10 +163,10 @@ def direct_sqnorm(
             and are not read. None for all.
         config: overrides the tile table.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: 2 T d_in d_out flops per example, as the weight gradient; workspace 4 bytes per tile.
+    Cost: 2 T d_in d_out flops per example, as the weight gradient; workspace 8 bytes per tile.
     Source: Rochette et al., arXiv 1912.06015.
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
@@ -244,7 +244,7 @@ def _direct(
         operation,
     )
     tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
-    partial = torch.empty((segments1.batch, tiles), dtype=torch.float32, device=a1.device)
+    partial = torch.empty((segments1.batch, tiles), dtype=torch.float64, device=a1.device)
     if partial.numel():
         direct_kernel[(_check.check_programs(partial.numel()),)](
             a1,
@@ -276,4 +276,4 @@ def _direct(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64).float()
+    return partial.sum(1, dtype=torch.float64)

@@ -83,9 +83,9 @@ def direction_kernel(
 
 @triton.jit(do_not_specialize=["positions", "rows", "outputs"])
 def segment_sum_kernel(
-    partial_ptr,  # fp32 (rows, outputs) contiguous
+    partial_ptr,  # fp32 or fp64 (rows, outputs) contiguous
     cu_seqlens_ptr,  # int (B + 1,)
-    sums_ptr,  # fp32 (B,)
+    sums_ptr,  # fp64 (B,)
     positions,
     rows,
     outputs,
@@ -100,7 +100,7 @@ def segment_sum_kernel(
     for start in range(0, size, CHUNK):
         offsets = start + tl.arange(0, CHUNK)
         total += tl.load(base + offsets, mask=offsets < size, other=0.0).to(tl.float64)
-    tl.store(sums_ptr + example, tl.sum(total).to(tl.float32) + poison)
+    tl.store(sums_ptr + example, tl.sum(total) + poison)
 
 
 def direction_inner(
@@ -130,7 +130,7 @@ def direction_inner(
             torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: 2 T d_in d_out flops per example; workspace 4 bytes per row and column tile.
@@ -180,8 +180,8 @@ def direction_inner(
         )
     if not segments.ragged:
         per_example = partial.view(segments.batch, segments.positions * outputs)
-        return per_example.sum(1, dtype=torch.float64).float()
-    sums = torch.empty((segments.batch,), dtype=torch.float32, device=a.device)
+        return per_example.sum(1, dtype=torch.float64)
+    sums = torch.empty((segments.batch,), dtype=torch.float64, device=a.device)
     if segments.batch:
         segment_sum_kernel[(_check.check_programs(segments.batch),)](
             partial,

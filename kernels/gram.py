@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
 
 
@@ -50,7 +50,7 @@ def gram_kernel(
     a_ptr,  # (B, T, d_in) or packed (N, d_in)
     g_ptr,  # (B, T, d_out) or packed (N, d_out)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (3, B, pairs): sums of terms, of absolute terms, of |a_t| |g_t|
+    partial_ptr,  # fp64 (3, B, pairs): sums of terms, of absolute terms, of |a_t| |g_t|
     stride_ab,
     stride_at,
     stride_ad,
@@ -159,10 +159,10 @@ def gram_sqnorm(
             torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
-        (sqnorm, magnitude, size), each fp32 (B,).
+        (sqnorm, magnitude, size), each fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 12 bytes per tile pair.
+    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 24 bytes per tile pair.
     Source: Li et al., arXiv 2110.05679.
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
@@ -176,7 +176,7 @@ def gram_sqnorm(
     )
     side = triton.cdiv(segments.positions, config.rows)
     pairs = side * (side + 1) // 2
-    partial = torch.empty((3, segments.batch, pairs), dtype=torch.float32, device=a.device)
+    partial = torch.empty((3, segments.batch, pairs), dtype=torch.float64, device=a.device)
     if partial.numel():
         gram_kernel[(_check.check_programs(segments.batch * pairs),)](
             a,
@@ -198,5 +198,5 @@ def gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    sqnorm, magnitude, size = rounded(partial.sum(2, dtype=torch.float64))
+    sqnorm, magnitude, size = apart(partial)
     return sqnorm, magnitude, size

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import rounded
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
@@ -41,7 +41,7 @@ def group_norm_kernel(
     weight_ptr,  # (C,) contiguous, read if WEIGHT
     input_gradient_ptr,  # (B, T, C), written if INPUT_GRADIENT
     sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
-    sqnorm_ptr,  # fp32 (2, B, groups): squares of every group's share
+    sqnorm_ptr,  # fp64 (2, B, groups): squares of every group's share
     stride_xb,
     stride_xt,
     stride_xd,
@@ -191,11 +191,11 @@ def group_norm_backward(
         config: overrides the tile table.
     Returns:
         (input_gradient like x, scale_gradient fp32 (C,), shift_gradient fp32 (C,),
-        scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)).
+        scale_sqnorm fp64 (B,), shift_sqnorm fp64 (B,)).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands from memory, the further ones from cache, and one write of the
-    input gradient; workspace 8 bytes per example and group. Groups too wide to be held on chip
+    input gradient; workspace 16 bytes per example and group. Groups too wide to be held on chip
     take three reads of x and two of g.
     """
     segments = _check.check_pair(x, g)
@@ -219,7 +219,7 @@ def group_norm_backward(
     parts = triton.cdiv(batch, per_program)
     stored = parts if sums else 0
     partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
-    sqnorm = torch.empty((2, batch, groups), dtype=torch.float32, device=x.device)
+    sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
     gradient = torch.empty_like(x)
     if x.numel():
         group_norm_kernel[(_check.check_programs(parts * groups),)](
@@ -250,8 +250,8 @@ def group_norm_backward(
         partial.zero_()
         sqnorm.zero_()
     if sums:
-        scale, shift = rounded(partial.sum(1, dtype=torch.float64))
+        scale, shift = (part.sum(0) for part in partial)
     else:
         scale, shift = (partial.new_empty(0) for _ in range(2))
-    scale_sqnorm, shift_sqnorm = rounded(sqnorm.sum(2, dtype=torch.float64))
+    scale_sqnorm, shift_sqnorm = apart(sqnorm)
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm

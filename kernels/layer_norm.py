@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import empty
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
@@ -44,7 +44,7 @@ def layer_norm_kernel(
     input_gradient_ptr,  # (B, T, D) or packed (N, D), written if INPUT_GRADIENT
     scale_sums_ptr,  # fp32 (programs, D): sums of every program, written if SUMS
     shift_sums_ptr,  # as scale_sums_ptr
-    scale_sqnorm_ptr,  # fp32 (B,), written if SQUARES
+    scale_sqnorm_ptr,  # fp64 (B,), written if SQUARES
     shift_sqnorm_ptr,  # as scale_sqnorm_ptr
     stride_xb,
     stride_xt,
@@ -160,7 +160,7 @@ def layer_norm_sqnorm(
         config: overrides the tile table.
         splits: overrides into how many parts the positions of an example are divided.
     Returns:
-        (scale_sqnorm, shift_sqnorm), each fp32 (B,).
+        (scale_sqnorm, shift_sqnorm), each fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands; workspace of a few sums for each processor of the device.
@@ -199,9 +199,8 @@ def layer_norm_sum(
         scale, shift = per_example_sums(g, x, segments, row_statistics(x, eps, rms))
         return scale, shift
     _, sums, _ = _launch(x, g, None, eps, rms, segments, config, splits, examples_per_program=1)
-    if len(sums[0]) > segments.batch:
-        sums = tuple(each.unflatten(0, (segments.batch, -1)).sum(1) for each in sums)
-    scale, shift = sums
+    # parts are added, and results get memory of their own
+    scale, shift = (each.unflatten(0, (segments.batch, -1)).sum(1) for each in sums)
     return scale, shift
 
 
@@ -225,7 +224,7 @@ def layer_norm_backward(
         sums: whether the summed gradients are wanted; without them they are empty.
     Returns:
         (input_gradient like x, scale_gradient fp32 (D,), shift_gradient fp32 (D,),
-        scale_sqnorm fp32 (B,), shift_sqnorm fp32 (B,)). Rows outside every segment have input
+        scale_sqnorm fp64 (B,), shift_sqnorm fp64 (B,)). Rows outside every segment have input
         gradient zero.
     Cost: one read of both operands and one write of the input gradient, those of the backward
     alone; workspace as `layer_norm_sqnorm`. Rows too long to be held on chip take three reads of x
@@ -241,7 +240,7 @@ def layer_norm_backward(
     )
     assert gradient is not None
     if sums:
-        scale, shift = (each.sum(0, dtype=torch.float64).float() for each in partial)
+        scale, shift = (each.sum(0) for each in partial)
     else:
         scale, shift = (each.new_empty(0) for each in partial)
     scale_sqnorm, shift_sqnorm = squares
@@ -261,8 +260,8 @@ def _launch(
     sums: bool = True,
     input_gradient: bool = False,
     examples_per_program: int | None = None,
-) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(input gradient, two sums fp32 (programs, D), two sqnorm fp32 (B,)) as far as asked for.
+) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(input gradient, sums fp32 (2, programs, D), two sqnorm fp64 (B,)) as far as asked for.
 
     Of two the first is the scale's, the second the shift's.
     """
@@ -282,8 +281,9 @@ def _launch(
     per_program = 1 if splits > 1 else examples_per_program or per_program
     programs = triton.cdiv(batch, per_program) * splits
     store = sums or splits > 1
-    partial = empty(2, (programs if store else 0, features), x.device)
-    sqnorm = empty(2, (batch,), x.device)
+    shape = (2, programs if store else 0, features)
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    sqnorm = tuple(torch.empty(batch, dtype=torch.float64, device=x.device) for _ in range(2))
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program
@@ -295,7 +295,8 @@ def _launch(
             None if weight is None else weight.contiguous(),
             segments.cu_seqlens,
             gradient,
-            *partial,
+            partial[0],
+            partial[1],
             *sqnorm,
             *segments.strides(x),
             *segments.strides(g),
@@ -319,8 +320,6 @@ def _launch(
             num_stages=config.num_stages,
         )
     if splits > 1:
-        per_example = (
-            each.view(batch, splits, features).sum(1, dtype=torch.float64) for each in partial
-        )
-        sqnorm = tuple(each.square().sum(1).float() for each in per_example)
+        per_example = partial.view(2, batch, splits, features).sum(2, dtype=torch.float64)
+        sqnorm = apart(per_example.square())
     return gradient, partial, sqnorm

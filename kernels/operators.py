@@ -79,7 +79,7 @@ def _empty(arguments: Arguments, *shape: int) -> Tensor:
 
 
 def _per_example(arguments: Arguments) -> Tensor:
-    return _empty(arguments, arguments.batch())
+    return arguments.operand.new_empty((arguments.batch(),), dtype=torch.float64)
 
 
 def _per_channel(arguments: Arguments) -> Tensor:
@@ -107,9 +107,10 @@ def _input_gradient(arguments: Arguments) -> Tensor:
     return torch.empty_like(like) if wanted else like.new_empty((0,))
 
 
-def _of_backward(arguments: Arguments, wanted: bool, size: int) -> Tensor:
+def _of_backward(arguments: Arguments, wanted: bool, size: int, exact: bool = False) -> Tensor:
     like = arguments["g"] if arguments["x"] is None else arguments["x"]
-    return like.new_empty((size if wanted else 0,), dtype=_reference.result_dtype(like))
+    dtype = torch.float64 if exact else _reference.result_dtype(like)
+    return like.new_empty((size if wanted else 0,), dtype=dtype)
 
 
 def _scale_sum(arguments: Arguments) -> Tensor:
@@ -123,11 +124,11 @@ def _shift_sum(arguments: Arguments) -> Tensor:
 
 
 def _scale_squares(arguments: Arguments) -> Tensor:
-    return _of_backward(arguments, arguments["x"] is not None, arguments.batch())
+    return _of_backward(arguments, arguments["x"] is not None, arguments.batch(), exact=True)
 
 
 def _shift_squares(arguments: Arguments) -> Tensor:
-    return _of_backward(arguments, arguments.get("shift", True), arguments.batch())
+    return _of_backward(arguments, arguments.get("shift", True), arguments.batch(), exact=True)
 
 
 _TWO_NORMS = (_per_example, _per_example)

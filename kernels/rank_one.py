@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 
 
@@ -15,7 +16,7 @@ def rank_one_kernel(
     g1_ptr,  # (B, d_out) output gradients of the first factor
     a2_ptr,  # the second factor, read if PAIRED
     g2_ptr,
-    partial_ptr,  # fp32 (2, B, splits): partial dots of inputs, then of output gradients
+    partial_ptr,  # fp64 (2, B, splits): partial dots of inputs, then of output gradients
     stride_a1b,
     stride_a1d,
     stride_g1b,
@@ -83,14 +84,14 @@ def rank_one_sqnorm(
         config: overrides the tile table.
         splits: overrides into how many parts the features are divided.
     Returns:
-        (sqnorm, bias_sqnorm), each fp32 (B,).
+        (sqnorm, bias_sqnorm), each fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands, O(B (d_in + d_out)).
     Source: Goodfellow, arXiv 1510.01799.
     """
     inputs, outputs = _row_dots(a, g, a, g, paired=False, config=config, splits=splits)
-    return (inputs * outputs).float(), outputs.float()
+    return inputs * outputs, outputs
 
 
 def rank_one_inner(
@@ -112,7 +113,7 @@ def rank_one_inner(
     _check.check_match(g1, g2, "d_out")
     _check.check_batches(a1.shape[0], a2.shape[0])
     inputs, outputs = _row_dots(a1, g1, a2, g2, paired=True, config=config, splits=splits)
-    return (inputs * outputs).float(), outputs.float()
+    return inputs * outputs, outputs
 
 
 def _row_dots(
@@ -147,7 +148,7 @@ def _row_dots(
     splits = min(steps, splits or _config.choose_row_splits(row_blocks, steps, architecture))
     features_per_split = triton.cdiv(steps, splits) * config.inner
     splits = max(1, triton.cdiv(widest, features_per_split))
-    partial = torch.empty((2, batch, splits), dtype=torch.float32, device=a1.device)
+    partial = torch.empty((2, batch, splits), dtype=torch.float64, device=a1.device)
     if batch:
         rank_one_kernel[(_check.check_programs(row_blocks * splits),)](
             a1,
@@ -170,5 +171,5 @@ def _row_dots(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    inputs, outputs = partial.sum(2, dtype=torch.float64).unbind(0)
+    inputs, outputs = apart(partial)
     return inputs, outputs

@@ -70,7 +70,7 @@ def rows_kernel(
     example_ptr,  # int64 (N1,): example of each row, read if RAGGED
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (rows, tiles)
+    partial_ptr,  # fp64 (rows, tiles)
     stride_i1b,
     stride_i1t,
     stride_g1b,
@@ -226,10 +226,10 @@ def rows_sqnorm(
         longest_compared: sequences longer than this are sorted.
         config: overrides the tile table.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of g, and T^2 comparisons of ids an example or one sort; workspace 4 bytes per
+    Cost: one read of g, and T^2 comparisons of ids an example or one sort; workspace 8 bytes per
     row and tile.
     """
     segments = _check.check_rows(ids, g, cu_seqlens, max_seqlen)
@@ -268,11 +268,11 @@ def rows_inner(
 
 
 def sum_rows(partial: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
-    """Sums of fp32 (rows, outputs) over the outputs and rows of each example, fp32 (B,)."""
+    """Sums of (rows, outputs) over the outputs and rows of each example, fp64 (B,)."""
     if not segments.ragged:
         per_example = partial.view(segments.batch, segments.positions * partial.shape[1])
-        return per_example.sum(1, dtype=torch.float64).float()
-    sums = torch.empty((segments.batch,), dtype=torch.float32, device=partial.device)
+        return per_example.sum(1, dtype=torch.float64)
+    sums = torch.empty((segments.batch,), dtype=torch.float64, device=partial.device)
     if segments.batch:
         segment_sum_kernel[(_check.check_programs(segments.batch),)](
             partial,
@@ -327,7 +327,7 @@ def _products(
         features, g1.element_size(), _check.architecture(g1.device), _check.is_aligned(g1, g2)
     )
     tiles = triton.cdiv(features, config.columns)
-    partial = torch.empty((first.total_rows, tiles), dtype=torch.float32, device=g1.device)
+    partial = torch.empty((first.total_rows, tiles), dtype=torch.float64, device=g1.device)
     if partial.numel():
         rows_kernel[(_check.check_programs(partial.numel()),)](
             ids1,
@@ -367,7 +367,7 @@ def _products(
         wrong = (first.cu_seqlens.diff() < 0).any()
         if paired:
             wrong = wrong | (second.cu_seqlens.diff() < 0).any()
-            nothing = torch.zeros((second.total_rows, 1), dtype=torch.float32, device=g2.device)
+            nothing = torch.zeros((second.total_rows, 1), dtype=torch.float64, device=g2.device)
             sums = sums + sum_rows(nothing, second)
         sums = torch.where(wrong, float("nan"), sums)
     return sums

@@ -15,7 +15,7 @@ def rows_direction_kernel(
     ids_ptr,  # int (B, T), or packed (N,)
     g_ptr,  # (B, T, d) or packed (N, d)
     direction_ptr,  # (V, d)
-    partial_ptr,  # fp32 (rows, 1)
+    partial_ptr,  # fp64 (rows, 1)
     stride_ib,
     stride_it,
     stride_gb,
@@ -88,7 +88,7 @@ def rows_direction(
         g.shape[-1], g.element_size(), _check.architecture(g.device), _check.is_aligned(g)
     )
     rows = segments.total_rows
-    partial = torch.empty((rows, 1), dtype=torch.float32, device=g.device)
+    partial = torch.empty((rows, 1), dtype=torch.float64, device=g.device)
     if rows:
         rows_direction_kernel[(_check.check_programs(triton.cdiv(rows, config.inner)),)](
             ids,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import empty, rounded
+from gradstats.kernels._results import apart, empty
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.statistics import Statistics
 
@@ -47,7 +47,7 @@ def scale_kernel(
     input_gradient_ptr,  # (B, T, C) or packed (N, C), written if INPUT_GRADIENT
     scale_sums_ptr,  # fp32 (parts, splits, C), written if SUMS: sums of every program
     shift_sums_ptr,  # as scale_sums_ptr
-    values_ptr,  # fp32 (kinds, B, tiles, splits), written if VALUES: of every example and tile
+    values_ptr,  # fp64 (kinds, B, tiles, splits), written if VALUES: of every example and tile
     stride_xb,
     stride_xt,
     stride_xd,
@@ -201,7 +201,7 @@ def scale_sqnorm(
         config: overrides the tile table.
         splits: overrides into how many parts the positions of an example are divided.
     Returns:
-        (scale_sqnorm, shift_sqnorm), each fp32 (B,).
+        (scale_sqnorm, shift_sqnorm), each fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands; workspace of a few sums for each processor of the device.
@@ -244,7 +244,7 @@ class Products(NamedTuple):
     Attributes:
         input_gradient: like the inputs.
         sums: each fp32 (parts, splits, C), of the examples of every part of the batch.
-        sqnorm: each fp32 (B,), or products along the direction.
+        sqnorm: each fp64 (B,), or products along the direction.
     """
 
     input_gradient: torch.Tensor | None
@@ -305,7 +305,7 @@ def launch(
     store, values = sums or not (along or splits == 1), along or splits == 1
     partial = empty(kinds, (programs // splits if store else 0, splits, features), g.device)
     own = torch.empty(
-        (kinds, batch, tiles, splits if values else 0), dtype=torch.float32, device=g.device
+        (kinds, batch, tiles, splits if values else 0), dtype=torch.float64, device=g.device
     )
     gradient = None
     if input_gradient:
@@ -354,10 +354,10 @@ def launch(
             num_stages=config.num_stages,
         )
     if values:
-        sqnorm = rounded(own.sum((2, 3), dtype=torch.float64))
+        sqnorm = apart(own)
     else:
         per_example = (each.sum(1, dtype=torch.float64) for each in partial)
-        sqnorm = tuple(each.square().sum(1).float() for each in per_example)
+        sqnorm = tuple(each.square().sum(1) for each in per_example)
     return Products(gradient, partial, sqnorm)
 
 

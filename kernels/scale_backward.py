@@ -41,7 +41,7 @@ def scale_backward(
         sums: whether the summed gradients are wanted.
     Returns:
         (input_gradient like x, scale_gradient fp32 (C,), shift_gradient fp32 (C,), scale_sqnorm
-        fp32 (B,), shift_sqnorm fp32 (B,)); what is not wanted is empty. Rows outside every segment
+        fp64 (B,), shift_sqnorm fp64 (B,)); what is not wanted is empty. Rows outside every segment
         have input gradient zero.
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
@@ -74,7 +74,7 @@ def scale_direction(
     Args, raises and cost: as `scale_sqnorm`, and
         direction: (C,); ones give the gradient of a scale that all channels share.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     """
     segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
     _check.check_scale(direction, g)
@@ -112,9 +112,9 @@ def whole_backward(
     def total(kind: int | None) -> torch.Tensor:
         if kind is None or not sums:
             return g.new_empty(0, dtype=torch.float32)
-        return found.sums[kind].sum((0, 1), dtype=torch.float64).float()
+        return found.sums[kind].sum((0, 1))
 
     def square(kind: int | None) -> torch.Tensor:
-        return g.new_empty(0, dtype=torch.float32) if kind is None else found.sqnorm[kind]
+        return g.new_empty(0, dtype=torch.float64) if kind is None else found.sqnorm[kind]
 
     return gradient, total(kinds[0]), total(kinds[1]), square(kinds[0]), square(kinds[1])

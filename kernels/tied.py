@@ -33,7 +33,7 @@ def tied_kernel(
     rows_ptr,  # (B, T2, d) or packed (N2, d): gradients of the looked-up rows
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (B, row_tiles * column_tiles)
+    partial_ptr,  # fp64 (B, row_tiles * column_tiles)
     stride_ab,
     stride_at,
     stride_ad,
@@ -135,10 +135,10 @@ def tied_inner(
         padding_idx: positions with this id have no gradient.
         Others as `pairwise.pairwise_gram`.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: 2 T1 T2 d flops and T1 T2 scattered reads of g an example; workspace 4 bytes per tile.
+    Cost: 2 T1 T2 d flops and T1 T2 scattered reads of g an example; workspace 8 bytes per tile.
     """
     first = _check.check_operands(a, g, cu_seqlens1, max_seqlen1)
     second = _check.check_rows(ids, rows, cu_seqlens2, max_seqlen2)
@@ -156,7 +156,7 @@ def tied_inner(
     row_tiles = triton.cdiv(first.positions, config.rows)
     column_tiles = triton.cdiv(second.positions, config.rows)
     partial = torch.empty(
-        (first.batch, row_tiles * column_tiles), dtype=torch.float32, device=a.device
+        (first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a.device
     )
     if partial.numel():
         tied_kernel[(_check.check_programs(partial.numel()),)](
@@ -187,4 +187,4 @@ def tied_inner(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64).float()
+    return partial.sum(1, dtype=torch.float64)

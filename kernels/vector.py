@@ -37,7 +37,7 @@ def vector_kernel(
     v1_ptr,  # (B, T, d) or packed (N, d)
     v2_ptr,  # a second operand with the same segments, read if PAIRED
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp32 (B, tiles)
+    partial_ptr,  # fp64 (B, tiles)
     stride_1b,
     stride_1t,
     stride_1d,
@@ -160,7 +160,7 @@ def vector_sqnorm(
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         config: overrides the tile table.
     Returns:
-        fp32 (B,).
+        fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of `v`.
@@ -209,7 +209,7 @@ def _vector_products(
         _check.is_aligned(v1, v2),
     )
     tiles = triton.cdiv(features, config.columns)
-    partial = torch.empty((segments.batch, tiles), dtype=torch.float32, device=v1.device)
+    partial = torch.empty((segments.batch, tiles), dtype=torch.float64, device=v1.device)
     if partial.numel():
         vector_kernel[(_check.check_programs(partial.numel()),)](
             v1,
@@ -230,4 +230,4 @@ def _vector_products(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64).float()
+    return partial.sum(1, dtype=torch.float64)

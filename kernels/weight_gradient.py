@@ -58,7 +58,7 @@ def weight_gradient_kernel(
     g_ptr,  # (B, T, d_out) or packed (N, d_out); a descriptor of [1, INNER, ROWS] if DESCRIPTORS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     gradient_ptr,  # (splits, d_out, d_in) contiguous: sums over each range of examples
-    partial_ptr,  # fp32 (B, tiles)
+    partial_ptr,  # fp64 (B, tiles)
     stride_ab,
     stride_at,
     stride_ad,
@@ -176,13 +176,13 @@ def weight_gradient_sqnorm(
         config: overrides the tile table.
         splits: overrides the number of ranges that the examples are split into.
     Returns:
-        (gradient (d_out, d_in), sqnorm fp32 (B,)). A packed example whose bounds are wrong makes
+        (gradient (d_out, d_in), sqnorm fp64 (B,)). A packed example whose bounds are wrong makes
         its norm and the gradient NaN.
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: 2 T d_in d_out flops per example, those of the weight gradient alone, with T rounded up
     to a multiple of the configuration's `inner`: far shorter examples are better served by a plain
-    weight gradient beside `gram_sqnorm`, and T = 1 by `rank_one_sqnorm`. Workspace 4 bytes
+    weight gradient beside `gram_sqnorm`, and T = 1 by `rank_one_sqnorm`. Workspace 8 bytes
     per example and tile, and 4 splits d_in d_out bytes where the examples are split.
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
@@ -212,7 +212,7 @@ def weight_gradient_sqnorm(
         "weight_gradient_descriptor" if descriptors else "weight_gradient",
     )
     tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
-    partial = torch.empty((batch, tiles), dtype=torch.float32, device=a.device)
+    partial = torch.empty((batch, tiles), dtype=torch.float64, device=a.device)
     if not partial.numel():
         gradient = torch.zeros((d_out, d_in), dtype=gradient_dtype, device=a.device)
         return gradient, partial.sum(1)
@@ -256,4 +256,4 @@ def weight_gradient_sqnorm(
         num_stages=config.num_stages,
     )
     summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
-    return summed, partial.sum(1, dtype=torch.float64).float()
+    return summed, partial.sum(1, dtype=torch.float64)

@@ -102,12 +102,12 @@ def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
     of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
 
     Args:
-        magnitude: Σ|terms|.
-        size: Σ_t ‖left_t‖‖right_t‖.
+        magnitude: Σ|terms|, float64.
+        size: Σ_t ‖left_t‖‖right_t‖, float64.
         roundoff: relative error of one product.
     """
     adding = 4 * unit_roundoff(torch.float32)
-    return adding * magnitude.double() + roundoff * size.double().square()
+    return adding * magnitude + roundoff * size.square()
 
 
 def direct(factor: Outer, chosen: Tensor | None = None) -> Contraction:
@@ -130,7 +130,7 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
     from gradstats.kernels import operators
 
     gradient, value = operators.weight_gradient_sqnorm(*operands_of(factor))
-    return well_conditioned(value.double(), torch.float32), gradient.unsqueeze(0)
+    return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
 
 
 def ragged_gram(factor: Ragged, longest: int) -> Contraction:
@@ -139,7 +139,7 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
 
     value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
     roundoff = product_roundoff(factor.left, factor.right)
-    return Contraction(value.double(), gram_bound(magnitude, size, roundoff))
+    return Contraction(value, gram_bound(magnitude, size, roundoff))
 
 
 def ragged_direct(factor: Ragged, longest: int, chosen: Tensor | None = None) -> Contraction:
@@ -147,7 +147,7 @@ def ragged_direct(factor: Ragged, longest: int, chosen: Tensor | None = None) ->
     from gradstats.kernels import operators
 
     value = operators.direct_sqnorm(*_packed(factor), max_seqlen=longest, chosen=chosen)
-    return well_conditioned(value.double(), torch.float32)
+    return well_conditioned(value, torch.float32)
 
 
 def ragged_and_sum(factor: Ragged, longest: int) -> tuple[Contraction, Tensor]:
@@ -155,7 +155,7 @@ def ragged_and_sum(factor: Ragged, longest: int) -> tuple[Contraction, Tensor]:
     from gradstats.kernels import operators
 
     gradient, value = operators.weight_gradient_sqnorm(*_packed(factor), max_seqlen=longest)
-    return well_conditioned(value.double(), torch.float32), gradient.reshape(factor.shape)
+    return well_conditioned(value, torch.float32), gradient.reshape(factor.shape)
 
 
 def _packed(factor: Ragged) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,14 +188,14 @@ def ragged_gram_diagonal(first: Ragged, second: Ragged) -> Tensor:
     from gradstats.kernels import operators
 
     value, _ = operators.diagonal_gram(*_both_packed(first, second))
-    return value.double()
+    return value
 
 
 def ragged_direct_diagonal(first: Ragged, second: Ragged) -> Tensor:
     """Return the same from gradient tiles that never leave the chip, (B,) float64."""
     from gradstats.kernels import operators
 
-    return operators.direct_inner(*_both_packed(first, second)).double()
+    return operators.direct_inner(*_both_packed(first, second))
 
 
 def gram_pairs(first: Outer, second: Outer) -> Tensor:
@@ -243,8 +243,7 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
 
     direction = narrow(direction, factor.left)
     a, g = factor.right.transpose(0, 1), factor.left.transpose(0, 1)  # (K, B, T, ·)
-    products = map(operators.direction_inner, a, g, direction)
-    return reduce(torch.add, (part.double() for part in products))
+    return reduce(torch.add, map(operators.direction_inner, a, g, direction))
 
 
 def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
@@ -254,7 +253,7 @@ def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
     a, g, bounds = _packed(factor)
     return operators.direction_inner(
         a, g, narrow(direction, a), cu_seqlens=bounds, max_seqlen=max([1, *factor.lengths])
-    ).double()
+    )
 
 
 def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -277,4 +276,4 @@ def operands_of(factor: Outer) -> tuple[Tensor, Tensor]:
 
 
 def _over_groups(values: Tensor, factor: Outer) -> Tensor:
-    return values.double().view(factor.batch, -1).sum(1)
+    return values if len(values) == factor.batch else values.view(factor.batch, -1).sum(1)

@@ -27,7 +27,7 @@ def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
 
     operands = (factor.input, factor.grad)
     value = operators.convolution_sqnorm(*operands, *_layer(factor), chosen=chosen)
-    return well_conditioned(value.double(), torch.float32)
+    return well_conditioned(value, torch.float32)
 
 
 def convolution_gram(factor: Patches) -> Contraction:
@@ -36,7 +36,7 @@ def convolution_gram(factor: Patches) -> Contraction:
 
     operands = (factor.input, factor.grad)
     value, magnitude, size = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
-    return Contraction(value.double(), gram_bound(magnitude, size, product_roundoff(*operands)))
+    return Contraction(value, gram_bound(magnitude, size, product_roundoff(*operands)))
 
 
 def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
@@ -47,7 +47,7 @@ def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
         factor.input, factor.grad, *_layer(factor)
     )
     gradient = gradient.reshape(factor.shape)
-    return well_conditioned(value.double(), torch.float32), gradient
+    return well_conditioned(value, torch.float32), gradient
 
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
@@ -68,7 +68,7 @@ def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Ten
         each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
         return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
     operands = (first.input, first.grad, second.input, second.grad)
-    return operators.convolution_inner(*operands, *_layer(first)).double()
+    return operators.convolution_inner(*operands, *_layer(first))
 
 
 def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
@@ -85,7 +85,7 @@ def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:
 
     operands = (first.input, first.grad, second.input, second.grad)
     value, _ = operators.convolution_inner_gram(*operands, *_layer(first))
-    return value.double()
+    return value
 
 
 def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
 
     direction = narrow(direction, factor.grad)
     value = operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
-    return value.double()
+    return value
 
 
 def _layer(factor: Patches) -> tuple:
@@ -113,7 +113,7 @@ def rows_sqnorm(factor: Rows) -> Contraction:
     from gradstats.kernels import operators
 
     value = operators.rows_sqnorm(*_rows(factor))
-    return well_conditioned(value.double(), torch.float32)
+    return well_conditioned(value, torch.float32)
 
 
 def rows_pairs(first: Rows, second: Rows) -> Tensor:
@@ -127,7 +127,7 @@ def rows_diagonal(first: Rows, second: Rows) -> Tensor:
     """Return the same of each example with its partner, (B,) float64."""
     from gradstats.kernels import operators
 
-    return operators.rows_inner(*_both_rows(first, second)).double()
+    return operators.rows_inner(*_both_rows(first, second))
 
 
 def rows_direction(factor: Rows, table: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def rows_direction(factor: Rows, table: Tensor) -> Tensor:
 
     ids, grad, bounds, longest = _rows(factor)
     table = narrow(table, grad)
-    return operators.rows_direction(ids, grad, table, bounds, longest).double()
+    return operators.rows_direction(ids, grad, table, bounds, longest)
 
 
 def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
@@ -146,13 +146,13 @@ def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
     a, g = operands_of(outer)
     ids, grad, bounds, longest = _rows(rows)
     if bounds is None:
-        return operators.tied_inner(a, g, ids, grad).double()
+        return operators.tied_inner(a, g, ids, grad)
     batch, positions = a.shape[:2]
     own = torch.arange(batch + 1, device=a.device) * positions
     value = operators.tied_inner(
         a.flatten(0, 1), g.flatten(0, 1), ids, grad, own, bounds, positions, longest
     )
-    return value.double()
+    return value
 
 
 def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
@@ -258,13 +258,13 @@ def group_norm_backward(
 
 
 def _norms_alone(scale: Tensor, shift: Tensor) -> NormGradients:
-    norms = [well_conditioned(value.double(), torch.float32) for value in (scale, shift)]
+    norms = [well_conditioned(value, torch.float32) for value in (scale, shift)]
     return NormGradients(None, None, None, *norms)
 
 
 def _norm_gradients(result: tuple[Tensor, ...], sums: bool) -> NormGradients:
     gradient, scale, shift, *squares = result
-    norms = [well_conditioned(value.double(), torch.float32) for value in squares]
+    norms = [well_conditioned(value, torch.float32) for value in squares]
     return NormGradients(gradient, *((scale, shift) if sums else (None, None)), *norms)
 
 
@@ -308,18 +308,18 @@ def elementwise(
     g, x, bounds = factor.grad, factor.input, _offsets(factor)
     if factor.shared:
         assert not wanted[0]
-        values = operators.scale_direction(g, x, _ones(factor), bounds).double()
+        values = operators.scale_direction(g, x, _ones(factor), bounds)
         total = values.sum().float().reshape(factor.shape) if wanted[1] else None
         return well_conditioned(values.square(), torch.float32), total, None
     if x is None and not wanted[1]:
         value = operators.vector_sqnorm(g, bounds)
-        return well_conditioned(value.double(), torch.float32), None, None
+        return well_conditioned(value, torch.float32), None, None
     options = (x is None, *wanted, bounds)
     gradient, *both = operators.scale_backward(g, x, weight, None, None, *options)
     kind = int(x is None)  # of scale and shift
     total, value = both[kind], both[2 + kind]
     return (
-        well_conditioned(value.double(), torch.float32),
+        well_conditioned(value, torch.float32),
         total.reshape(factor.shape) if wanted[1] else None,
         gradient if wanted[0] else None,
     )
@@ -331,7 +331,7 @@ def elementwise_sums(factor: Elementwise) -> Tensor:
 
     g, x, bounds = factor.grad, factor.input, _offsets(factor)
     if factor.shared:
-        sums = operators.scale_direction(g, x, _ones(factor), bounds)
+        sums = operators.scale_direction(g, x, _ones(factor), bounds).float()
     elif x is not None:
         sums, _ = operators.scale_sum(x, g, None, None, bounds)
     else:
@@ -347,7 +347,7 @@ def elementwise_direction(factor: Elementwise, direction: Tensor) -> Tensor:
     if factor.shared:
         direction = direction.expand(factor.grad.shape[-1])
     operands = factor.grad, factor.input, direction
-    return operators.scale_direction(*operands, _offsets(factor)).double()
+    return operators.scale_direction(*operands, _offsets(factor))
 
 
 def _offsets(factor: Elementwise) -> Tensor | None:
