@@ -110,6 +110,7 @@ def choose_outer_form(
     patches: bool = False,
     examples: int | None = None,
     roundoff: float = 2.0**-24,
+    cut_off: float = 0.0,
 ) -> Form:
     """Choose how ‖Σ_t l_t r_tᵀ‖² is computed.
 
@@ -132,13 +133,14 @@ def choose_outer_form(
         patches: ``right`` is image patches, which the Gram form has to write out and read.
         examples: how many there are; None for so many that only what each takes counts.
         roundoff: relative error of one product of operands.
+        cut_off: what the hardware may cut off sums of as many products as rows are long.
 
     Returns:
         "rank_one", "gram" or "direct".
     """
     if positions <= 1:
         return "rank_one"
-    if not guarded or roundoff * positions > GUARD_TOLERANCE:
+    if not guarded or max(roundoff * positions, cut_off) > GUARD_TOLERANCE:
         return "direct"
     if on_chip:
         entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2

@@ -1,10 +1,13 @@
 """The cost model: which form contracts which shapes, and how much of it at once."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradstats import _cost
+from gradstats.contractions._tensor_cores import cut_off
+from gradstats.contractions._triton import gram_bound
 
 WORKSPACE = 2**28
 
@@ -94,6 +97,22 @@ def test_what_the_guard_would_recompute_is_formed_at_once(on_chip):
             assert _cost.choose_outer_form(positions, p, q, on_chip=on_chip) == form
     double = _cost.choose_outer_form(2048, 4096, 14336, on_chip=on_chip, roundoff=2.0**-53)
     assert double == "gram"
+
+
+def test_rows_too_long_for_the_hardware_are_not_multiplied_with_each_other():
+    """Of a vocabulary's width tensor cores cut off more than the guard tolerates, unseen by it."""
+    for p, q, form in ((4096, 4096, "gram"), (2304, 50257, "direct"), (4096, 128256, "direct")):
+        lost = cut_off(torch.bfloat16, p + q, (9, 0))
+        assert _cost.choose_outer_form(512, p, q, on_chip=True, cut_off=lost) == form
+    # A sixteenth of the rows' length in blocks, each of half an eps.
+    assert cut_off(torch.bfloat16, 32, (9, 0)) == pytest.approx(2.0**-23)
+    assert cut_off(torch.bfloat16, 32, (8, 0)) == pytest.approx(2.0**-22)
+
+
+def test_a_gram_forms_bound_holds_what_is_cut_off():
+    magnitude, size = torch.tensor([10.0, 1.0]).double(), torch.tensor([1.0, 8.0]).double()
+    bound = gram_bound(magnitude, size, 1e-6, 1e-5)
+    torch.testing.assert_close(bound, torch.tensor([1e-4, 64e-6]).double() + 2.0**-22 * magnitude)
 
 
 def test_a_gram_form_pays_for_the_patches_it_writes():

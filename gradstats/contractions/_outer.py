@@ -23,6 +23,7 @@ from gradstats.contractions._result import (
     recompute_suspects,
     well_conditioned,
 )
+from gradstats.contractions._tensor_cores import cut_off_of
 
 # Squares that one sum in the accumulation dtype takes without losing more than its terms have lost.
 SMALL = 4096
@@ -56,6 +57,7 @@ def _cheapest_form(factor: Outer, *, with_sum: bool = False, guarded: bool = Tru
         positions, p, q, with_sum=with_sum, guarded=guarded,
         on_chip=_triton.serves(factor), examples=batch * groups,
         roundoff=product_roundoff(factor.left, factor.right),
+        cut_off=cut_off_of(factor.left, factor.right),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from gradstats import _cost
 from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._result import Contraction, product_roundoff, recompute_on_chip
+from gradstats.contractions._tensor_cores import cut_off_of
 
 # Elements of both operands of an example that are copied for longer than contracting it alone adds
 # (60 µs on a core of an AMD EPYC).
@@ -46,8 +47,9 @@ def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     widths = factor.left.shape[1], factor.right.shape[1]
     roundoff = product_roundoff(factor.left, factor.right)
     form = _cost.choose_outer_form(
-        longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff
-    )
+        longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff,
+        cut_off=cut_off_of(factor.left, factor.right),
+    )  # fmt: skip
     if form == "direct":
         return _triton.ragged_direct(factor, longest)
     return recompute_on_chip(

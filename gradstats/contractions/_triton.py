@@ -19,6 +19,7 @@ from gradstats.contractions._result import (
     unit_roundoff,
     well_conditioned,
 )
+from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.errors import BackendError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,23 +92,30 @@ def gram(factor: Outer) -> Contraction:
     from gradstats.kernels import operators
 
     value, magnitude, size = operators.gram_sqnorm(*operands_of(factor))
-    bound = gram_bound(magnitude, size, product_roundoff(factor.left, factor.right))
+    operands = factor.left, factor.right
+    bound = gram_bound(magnitude, size, product_roundoff(*operands), cut_off_of(*operands))
     return Contraction(_over_groups(value, factor), _over_groups(bound, factor))
 
 
-def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
+def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float, cut_off: float = 0.0) -> Tensor:
     """Return how far a Gram form may be off, float64.
 
     Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
     of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
+    One that does not come out small loses what the hardware cuts off, in proportion to itself: the
+    larger of the two counts, as few products of rows lose both.
 
     Args:
         magnitude: Σ|terms|, float64.
         size: Σ_t ‖left_t‖‖right_t‖, float64.
         roundoff: relative error of one product.
+        cut_off: what may be cut off an inner product of rows and its partner, relative to both.
     """
     adding = 4 * unit_roundoff(torch.float32)
-    return adding * magnitude + roundoff * size.square()
+    products = roundoff * size.square()
+    if cut_off:
+        products = torch.maximum(products, cut_off * magnitude)
+    return adding * magnitude + products
 
 
 def direct(factor: Outer, chosen: Tensor | None = None) -> Contraction:
@@ -138,8 +146,9 @@ def ragged_gram(factor: Ragged, longest: int) -> Contraction:
     from gradstats.kernels import operators
 
     value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
-    roundoff = product_roundoff(factor.left, factor.right)
-    return Contraction(value, gram_bound(magnitude, size, roundoff))
+    operands = factor.left, factor.right
+    bound = gram_bound(magnitude, size, product_roundoff(*operands), cut_off_of(*operands))
+    return Contraction(value, bound)
 
 
 def ragged_direct(factor: Ragged, longest: int, chosen: Tensor | None = None) -> Contraction:

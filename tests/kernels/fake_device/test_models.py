@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
+from gradstats._factors import Outer
+from gradstats.contractions import _outer
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -124,6 +126,12 @@ def test_a_step_beside_training_waits_for_nothing(name):
     with gs.track(model, batch_size=B) as tracker, Waits() as waits:
         tracker.backward(losses(model, (x, labels)))
     assert waits.found == [], "the device would stand idle until the host has launched more"
+
+
+@pytest.mark.parametrize("width, form", [(3072, "gram"), (50257, "direct")])
+def test_long_rows_take_the_form_that_tensor_cores_cut_little_off(width, form):
+    left, right = (torch.zeros(1, 1, 64, size).cuda().bfloat16() for size in (width, 768))
+    assert _outer._cheapest_form(Outer(left, right, (width, 768))) == form
 
 
 class Recurrent(nn.Module):
