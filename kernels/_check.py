@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -265,6 +266,11 @@ def architecture(device: torch.device) -> int:
     """Compute capability as one number (90 for 9.0); 90 where there is no CUDA device."""
     if device.type != "cuda":
         return 90
+    return _capability(device)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

@@ -53,6 +53,9 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 MAX_SPLITS = 16
 
+# a step asks the same for each of its layers, every time, while the device waits for launches
+remembered = functools.lru_cache(maxsize=1024)
+
 # bytes of scratch memory for gradients that are formed a chunk of examples at a time
 WORKSPACE = 256 * 2**20
 
@@ -172,6 +175,7 @@ def choose_vector(
     return next((config for config in configs if 2 * features > config.columns), configs[-1])
 
 
+@remembered
 def choose_layer_norm(
     features: int, itemsize: int, architecture: int = 90, aligned: bool = True
 ) -> TileConfig:
@@ -190,6 +194,7 @@ def choose_group_norm(
     return next((config for config in configs[::-1] if features <= config.columns), configs[0])
 
 
+@remembered
 def choose_scale(
     positions: int,
     features: int,
@@ -240,6 +245,7 @@ def choose_depthwise(
     return next((config for config in configs if 2 * positions > config.inner), configs[-1])
 
 
+@remembered
 def choose_gram(
     positions: int,
     itemsize: int,
@@ -253,6 +259,7 @@ def choose_gram(
     return _cheapest(configs, positions, positions)
 
 
+@remembered
 def choose_direct(
     d_out: int,
     d_in: int,
@@ -302,6 +309,7 @@ def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> in
     return min(steps, max(wanted, -(-steps // 8)))
 
 
+@remembered
 def choose_partition(batch: int, blocks: int, architecture: int = 90) -> tuple[int, int]:
     """(examples per program, parts per example) for a walk over examples of `blocks` blocks each.
 
@@ -313,6 +321,7 @@ def choose_partition(batch: int, blocks: int, architecture: int = 90) -> tuple[i
     return 1, max(1, min(blocks, -(-wanted // max(batch, 1))))
 
 
+@remembered
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     """Into how many ranges of examples a weight gradient of few tiles is split.
 
