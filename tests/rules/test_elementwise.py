@@ -1,5 +1,6 @@
 """Parameters that broadcast against data, or stand beside them."""
 
+import inspect
 import operator
 
 import pytest
@@ -444,6 +445,32 @@ def test_parametric_relu(shape):
     if len(shape) > 1:
         check_operation(lambda m, x: m.layer(x), {"layer": nn.PReLU(shape[1])}, normal(*shape))
         check_operation(lambda m, x: functional.prelu(x, m.w), {"w": (shape[1],)}, normal(*shape))
+
+
+# Not of each element alone, or not of one argument.
+OTHER_ACTIVATIONS = {
+    "LogSoftmax", "MultiheadAttention", "PReLU", "Softmax", "Softmax2d", "Softmin", "Threshold",
+}  # fmt: skip
+
+
+def activations():
+    """Return PyTorch's activations, in place too where they offer it."""
+    found = []
+    for name in sorted(set(nn.modules.activation.__all__) - OTHER_ACTIVATIONS):
+        kind = getattr(nn, name)
+        found.append(pytest.param(kind(), id=name))
+        if "inplace" in inspect.signature(kind).parameters:
+            found.append(pytest.param(kind(inplace=True), id=f"{name}, in place"))
+    return found
+
+
+@pytest.mark.parametrize("activation", activations())
+def test_activations_keep_examples_apart(activation):
+    activation.eval()  # in which RReLU has one slope
+    layers = {"first": nn.Linear(3, 4), "last": nn.Linear(1, 2)}
+    check_operation(
+        lambda m, x: m.last(activation(m.first(x)).mean(-1, keepdim=True)), layers, normal(4, 3)
+    )
 
 
 def test_data_without_an_example_axis_are_refused():
