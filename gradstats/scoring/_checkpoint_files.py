@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,12 +38,13 @@ def find_files(pattern: str | Path) -> list[Path]:
     """Return the files of a path or a glob, numbers in their names counted as numbers."""
     if Path(pattern).is_file():
         return [Path(pattern)]
-    if Path(pattern).is_dir():
-        raise CheckpointError(
-            f"{pattern} is a folder, expected files. Give a glob, such as '{pattern}/*.pt'."
-        )
     paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=_natural)
+    if Path(pattern).is_dir() or (paths and not files):
+        raise CheckpointError(
+            f"{pattern} names no file but folders, expected files. Give a glob, such as "
+            f"'{pattern}/*.pt'."
+        )
     if not files:
         raise CheckpointError(
             f"no checkpoint matches {str(pattern)!r}, looking from {Path.cwd()}. Expected a file, "
@@ -64,14 +66,20 @@ def read_file(path: Path) -> Content:
                 return Content({name: file.get_tensor(name) for name in file.keys()})
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
         raise CheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {reason}\n"
+            f"{path} cannot be read: {type(error).__name__}: {_reason(error)}\n"
             "Expected a safetensors file, or a torch file of tensors and plain values; files that "
             "hold other objects are not opened, because unpickling them may run code. Save "
             "model.state_dict() and optimizer.state_dict()."
         ) from error
     return parse(content, str(path))
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what went wrong."""
+    # torch.load puts advice to read the file with weights_only=False before its own reason.
+    own = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    return next(iter(str(own or error).strip().splitlines()), "")
 
 
 def parse(content: Any, name: str) -> Content:

@@ -44,6 +44,10 @@ class Checkpoints:
         gs.Checkpoints("run/epoch-*.pt", lr="optimizer")
         gs.Checkpoints([early, late], lr=[0.1, 0.01])          # state dicts in memory
         gs.Checkpoints("run/*.safetensors", lr={"head.*": 0.1, "body.*": 0.01})
+        gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in adapters], lr=1e-4)
+
+    Each holds all of the model's state dict. The last line fills in, from the model, what was not
+    trained and not saved, which takes no memory; the names have to be those of the model.
 
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,

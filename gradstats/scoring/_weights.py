@@ -143,10 +143,16 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
                 held[name] = held[other]
     unexpected = [name for name in values if name not in known]
     if missing or unexpected:
+        lacks = [f"it lacks {_some(missing)}"] * bool(missing)
+        holds = [f"it holds {_some(unexpected)}, which the model does not have"] * bool(unexpected)
+        remedy = (
+            " What was never trained and therefore not saved, such as the weights below adapters, "
+            "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
+            "...], lr=...), where saved has the names of model.state_dict()."
+        )
         raise CheckpointError(
-            f"{checkpoint.name} does not fit the model: it lacks {_some(missing)}, and holds "
-            f"{_some(unexpected)}, which the model does not have. Expected the state dict of a "
-            "model of the same architecture."
+            f"{checkpoint.name} does not fit the model: {', and '.join(lacks + holds)}. Expected "
+            f"the state dict of a model of the same architecture.{remedy * bool(missing)}"
         )
     return {name: held[name] for name in state}
 
@@ -188,8 +194,6 @@ def _move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
 
 

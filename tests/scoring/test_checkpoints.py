@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -366,8 +367,10 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(gs.CheckpointError, match=r"is a folder, expected files. Give a glob"):
-        gs.Checkpoints(tmp_path, lr=1.0)
+    (tmp_path / "step-[1]").mkdir()
+    for name in (tmp_path, tmp_path / "step-[1]", f"{tmp_path}/step-*"):
+        with pytest.raises(gs.CheckpointError, match=r"but folders, expected files. Give a glob"):
+            gs.Checkpoints(name, lr=1.0)
 
 
 class Payload:
@@ -390,6 +393,34 @@ def test_a_file_that_would_run_code_is_refused(setting, tmp_path, monkeypatch):
     assert not target.exists()
 
 
+def test_what_a_file_holds_is_named_without_advice_to_trust_it(setting, tmp_path):
+    """PyTorch's own message begins with how to read the file without the safeguard."""
+    torch.save({"model": setting.states[0], "args": Namespace(lr=0.1)}, tmp_path / "run.pt")
+    (tmp_path / "text.pt").write_text("xx")
+    for name, reason in (("run", "GLOBAL argparse.Namespace was not"), ("text", "operand 120")):
+        with pytest.raises(gs.CheckpointError, match=reason) as caught:
+            score(setting, gs.Checkpoints(tmp_path / f"{name}.pt", lr=1.0))
+        message = str(caught.value)
+        assert "will likely succeed" not in message and "\x1b" not in message
+    # The way on that the message leaves open.
+    with torch.serialization.safe_globals([Namespace]):
+        result = score(setting, gs.Checkpoints(tmp_path / "run.pt", lr=1.0))
+    np.testing.assert_allclose(result, expected(setting, setting.states[:1], [1.0]))
+
+
+def test_weights_that_were_not_saved_are_filled_in_by_the_user(setting):
+    """As of adapters: only what was trained is in the files."""
+    setting.model[0].requires_grad_(False)
+    start = setting.model.state_dict()
+    trained = {name for name, p in setting.model.named_parameters() if p.requires_grad}
+    saved = [{name: state[name] for name in trained} for state in setting.states]
+    with pytest.raises(gs.CheckpointError, match=r"pass gs\.Checkpoints"):
+        score(setting, gs.Checkpoints(saved, lr=0.1))
+    filled = [{**start, **each} for each in saved]
+    result = score(setting, gs.Checkpoints(filled, lr=0.1))
+    np.testing.assert_allclose(result, expected(setting, filled, [0.1] * len(filled)))
+
+
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 @pytest.mark.parametrize("size", [0, 10, 700])
 def test_truncated_files_are_reported(setting, tmp_path, suffix, size):
@@ -410,8 +441,9 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
     good = setting.states[0]
     missing = {name: value for name, value in good.items() if name != "3.bias"}
     cases = [
-        (missing, "lacks '3.bias', and holds nothing"),
-        ({**good, "4.weight": torch.ones(2)}, "lacks nothing, and holds '4.weight'"),
+        (missing, r"it lacks '3.bias'\. Expected .* lr=\.\.\.\), where saved has"),
+        ({**good, "4.weight": torch.ones(2)}, r"it holds '4.weight', which .*architecture\.$"),
+        ({**missing, "4.bias": torch.ones(2)}, "it lacks '3.bias', and it holds '4.bias', which"),
         ({**good, "3.bias": torch.ones(5)}, "does not fit the model: .*size mismatch for 3.bias"),
     ]
     for content, message in cases:
@@ -482,7 +514,7 @@ def test_tied_weights_that_are_nowhere_are_missing():
     model = Tied(False)
     content = {"middle.weight": torch.ones(4, 4), "middle.bias": torch.ones(4)}
     data = [(torch.randint(9, (5,)), torch.randint(9, (5,)))]
-    with pytest.raises(gs.CheckpointError, match=r"lacks 'embedding\.weight', 'head\.weight', and"):
+    with pytest.raises(gs.CheckpointError, match=r"lacks 'embedding\.weight', 'head\.weight'\. "):
         gs.self_influence(model, data, loss_fn, gs.Checkpoints([content], lr=1.0), progress=False)
 
 
