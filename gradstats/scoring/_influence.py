@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from torch import Tensor, nn
@@ -43,6 +43,56 @@ from gradstats.scoring._work import (
 )
 
 DEFAULT_BUDGET = 1024**3
+
+
+@overload
+def influence(
+    model: nn.Module,
+    train_loader: Any,
+    query_loader: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    checkpoints: Checkpoints,
+    *,
+    query_checkpoints: Any = None,
+    normalize: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = True,
+    top_k: None = None,
+    train_ids: IdSource = None,
+    query_ids: IdSource = None,
+    budget: int = DEFAULT_BUDGET,
+    batch_dim: int = 0,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    progress: bool = True,
+) -> InfluenceScores: ...
+
+
+@overload
+def influence(
+    model: nn.Module,
+    train_loader: Any,
+    query_loader: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    checkpoints: Checkpoints,
+    *,
+    query_checkpoints: Any = None,
+    normalize: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = True,
+    top_k: int,
+    train_ids: IdSource = None,
+    query_ids: IdSource = None,
+    budget: int = DEFAULT_BUDGET,
+    batch_dim: int = 0,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    progress: bool = True,
+) -> TopScores: ...
 
 
 def influence(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -216,6 +216,44 @@ def products(
     return results[0] if isinstance(kept, KeptGradients) else results
 
 
+@overload
+def inner_products(
+    model_a: nn.Module,
+    batch_a: Any,
+    model_b: nn.Module,
+    batch_b: Any,
+    loss_fn: LossFunction,
+    *,
+    pairs: str = "all",
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def inner_products(
+    model_a: nn.Module,
+    batch_a: Any,
+    model_b: nn.Module,
+    batch_b: Any,
+    loss_fn: LossFunction,
+    *,
+    pairs: str = "all",
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[True],
+) -> dict[str, Tensor]: ...
+
+
 def inner_products(
     model_a: nn.Module,
     batch_a: Any,
@@ -327,6 +365,40 @@ def inner_products(
     unused = torch.zeros_like(result)
     shapes = shapes_of(model_a, parameters, exclude)
     return {name: parts.get(name, unused).to(dtype) for name in shapes}
+
+
+@overload
+def alignment(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    direction: Mapping[str, Tensor] | str,
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def alignment(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    direction: Mapping[str, Tensor] | str,
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[True],
+) -> dict[str, Tensor]: ...
 
 
 def alignment(
