@@ -75,10 +75,13 @@ def plot(monitor: Monitor) -> Figure:
         steps, value - spread, value + spread, color=BLUE, alpha=0.25, label="± 2 standard errors"
     )
     noise.plot(steps, value, color=BLUE, label="noise scale $B_{simple}$")
-    # The first few steps know next to nothing: they must not set the scale.
-    known = (value + spread)[np.isfinite(value + spread)]
-    if len(known):
-        noise.set_ylim(0, 1.2 * np.percentile(known, 90))
+    # Steps that know next to nothing must not set the scale, nor their errors flatten the line.
+    known = np.isfinite(value + spread)
+    if known.any():
+        line, band = (np.percentile(each[known], 90) for each in (value, value + spread))
+        noise.set_ylim(0, 1.2 * min(band, 3 * line))
+        if np.isnan(value).any():
+            noise.plot([], [], " ", label="gaps: no estimate with a meaning")
     else:
         noise.set_yticks([])
         noise.text(

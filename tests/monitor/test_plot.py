@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +54,19 @@ def test_the_figure_shows_what_was_measured(monitor, tmp_path):
     assert noise.get_xlabel() == "optimizer step"
     figure.savefig(tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_the_noise_scale_can_be_read_where_its_errors_are_large(monitor):
+    """As on runs of few steps, where errors are a hundred times the estimates."""
+    history = monitor.history
+    values = [float("nan"), *range(100, 100 + len(history["step"]) - 1)]
+    changed = {**history, "gns/b_simple": values, "gns/b_simple_se": [100 * v for v in values]}
+    (noise,) = plot(SimpleNamespace(history=changed, spikes=[], metrics=dict)).axes[1:]
+    assert 1.2 * max(values[1:]) < noise.get_ylim()[1] < 4 * max(values[1:])
+    assert any("gaps" in text.get_text() for text in noise.get_legend().get_texts())
+    changed["gns/b_simple_se"] = [0.01 * v for v in values]
+    (noise,) = plot(SimpleNamespace(history=changed, spikes=[], metrics=dict)).axes[1:]
+    assert max(values[1:]) < noise.get_ylim()[1] < 1.3 * max(values[1:])
 
 
 def test_what_is_missing_is_said(monitor, monkeypatch):
