@@ -34,7 +34,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     ``every``; on all others nothing is done. Metrics go, at the end of the step, to
     ``state.log_history`` and to every reporting integration, with the step that the Trainer gives
     it. Norms are those before clipping. Saved with each checkpoint; restored on resuming where
-    ``restore_callback_states_from_checkpoint=True``, as for every callback of the Trainer.
+    ``restore_callback_states_from_checkpoint=True``, as for every callback of the Trainer: which
+    then goes on with a callback of its own, made with the saved arguments. It stands in
+    ``trainer.callback_handler.callbacks``; the one that was passed measures nothing.
 
     The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
     (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
