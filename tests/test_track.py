@@ -31,6 +31,19 @@ def batch():
     return torch.randn(B, 1, 8, 8, dtype=torch.float64), torch.randint(3, (B,))
 
 
+def test_a_batch_of_another_size_is_told_where_its_size_is_from(model, batch):
+    """As the last, smaller batch under a batch_size= that is written down once."""
+    tracked = gs.track(model, batch_size=B + 2)
+    with pytest.raises(gs.ExampleAxisError, match=r"expected 8 .* it is batch_size= of a context"):
+        with tracked as tracker:
+            tracker.backward(losses_of(model, batch))
+    pieces = [torch.randn(size, 1, 8, 8, dtype=torch.float64) for size in (2, 3)]
+    with pytest.raises(gs.ExampleAxisError, match=r"the size of the batch's first tensor"):
+        gs.per_example_norms(
+            model, pieces, lambda m, b: torch.stack([m(piece).square().mean() for piece in b])
+        )
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_scale_of_a_scalar_loss_is_divided_out(model, batch, reduction):
     expected = oracle_sqnorms(model, batch, losses_of)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
+from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.capture._tracker import Tracker
@@ -53,9 +54,7 @@ def check_losses(losses, batch_size: int) -> Tensor:
     if tuple(losses.shape) != (batch_size,):
         raise LossShapeError(
             f"the losses have shape {tuple(losses.shape)}, expected ({batch_size},): one loss for "
-            "each example. Reduce every axis but the example axis. If the batch has another number "
-            "of examples: it is batch_size= of a context, elsewhere the size of the batch's first "
-            "tensor along batch_dim=."
+            f"each example. Reduce every axis but the example axis. {WHERE_THE_NUMBER_IS_FROM}"
         )
     if not losses.is_floating_point():
         raise LossShapeError(

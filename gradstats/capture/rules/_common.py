@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradstats.capture._coverage import where_examples_met
 from gradstats.capture._dispatch import refuse
+from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
-from gradstats.capture._examples import same_rows
 from gradstats.capture._nodes import Node, Root, function_name, operands_of
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._views import ExampleLayout, example_view
@@ -81,12 +81,12 @@ def locate(
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
-            f"assigned to examples by guessing.{where_examples_met(tracker, data)} If the "
-            "examples lie along another axis, pass batch_dim=; if they are folded together with "
-            "positions or moved to another axis, keep the example axis as it is up to this "
-            "operation; if single examples are taken out, take them as x[i : i + 1]; otherwise "
-            "have per_example_norms compute the parameter one example at a time with "
-            'fallback="vmap", or leave it out by name with exclude=.',
+            f"assigned to examples by guessing.{where_examples_met(tracker, data)} "
+            f"{WHERE_THE_NUMBER_IS_FROM} If the examples lie along another axis, pass batch_dim=; "
+            "if they are folded together with positions or moved to another axis, keep the example "
+            "axis as it is up to this operation; if single examples are taken out, take them as "
+            "x[i : i + 1]; otherwise have per_example_norms compute the parameter one example at a "
+            'time with fallback="vmap", or leave it out by name with exclude=.',
             [root.name for root in node.roots],
         )
     if layout.axis >= data.dim() - trailing:
