@@ -63,6 +63,10 @@ class Examples:
         """Return the same with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many rows along the axis."""
+        return self.axis < tensor.dim() and tensor.shape[self.axis] == self.rows
+
     def lead(self, tensor: Tensor) -> Tensor:
         """Return a view with the example axis in front: (rows, *)."""
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)

@@ -187,6 +187,8 @@ class Marks:
 
     def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
         """Note where the examples of a tensor of data lie; None for what nobody knows."""
+        if isinstance(layout, Examples) and not layout.fits(tensor):
+            layout = None  # as where an index takes fewer rows than there are
         known = layout == self.by_contract(tensor) and not self.is_marked(tensor)
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1

@@ -1136,6 +1136,19 @@ def test_elements_taken_without_an_axis():
     )
 
 
+@pytest.mark.parametrize("after", [lambda h: h, lambda h: h.as_strided((BATCH, 4), (1, BATCH))])
+def test_fewer_rows_gathered_than_there_are(after):
+    """Of rows that stand twice only the first are left: as many as examples, of other examples."""
+    places = torch.zeros(BATCH, 4, dtype=torch.long)
+    check_refused(
+        lambda m, x: m.scale * after(m.layer(x).repeat_interleave(2, 0).gather(1, places)),
+        {"layer": nn.Linear(4, 4), "scale": (1,)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="'scale'",
+    )
+
+
 @pytest.mark.parametrize("positions", [2, BATCH, 5])
 def test_rows_repeated_once_in_memory_of_their_own(positions):
     """Without an axis the operation copies what is not contiguous, and shows a view of the copy."""
