@@ -158,8 +158,24 @@ def test_a_layer_behind_attention_between_examples():
 def test_rows_summed_by_a_constant_matrix():
     """What it does with the examples is not looked at: it might move them, or mix them."""
     model, matrix = nn.Linear(WIDTH, WIDTH).double(), torch.eye(BATCH).double().roll(1, 0)
-    with pytest.raises(gs.ExampleAxisError, match="lost on the way"):
+    with pytest.raises(gs.ExampleAxisError, match=r"lost at Tensor\.matmul"):
         gs.per_example_norms(model, batch(), lambda m, x: (matrix @ m(x)).square().sum(1))
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [torch.linalg.vecdot, functional.cosine_similarity, functional.pairwise_distance, torch.mul],
+)
+def test_one_examples_values_beside_everybodys_inputs(meet):
+    """The losses depend on what the first example alone was looked up by."""
+    model = nn.Embedding(WIDTH, WIDTH).double()
+
+    def loss_fn(m, x):
+        looked_up = m((x[0].abs() * 9).long()[:BATCH] % WIDTH)
+        return meet(looked_up, x).reshape(BATCH, -1).sum(1)
+
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, batch(), loss_fn)
 
 
 def test_a_loss_beside_a_mean_over_the_batch():

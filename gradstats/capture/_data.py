@@ -195,10 +195,11 @@ class Data(Following):
             return  # sums over packed rows, which the model keeps apart by itself
         if layout is None:
             raise ExampleAxisError(
-                "which loss belongs to which example was lost on the way: the losses, or what was "
-                "combined with them, were moved or reduced along the example axis by an operation "
-                "that is not followed. Expected losses in the order of the batch, each of one "
-                "example: reduce each example's own rows, or put rows back by indexing."
+                f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
+                "losses, or what was combined with them, were moved or reduced along the example "
+                "axis by an operation that is not followed. Expected losses in the order of the "
+                "batch, each of one example: reduce each example's own rows, or put rows back by "
+                "indexing."
             )
         owner = layout.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:
@@ -208,6 +209,10 @@ class Data(Following):
                 "of each example."
             )
         self.loss_order = owner
+
+    def _lost_where(self, losses: Tensor) -> str:
+        operation = self.lost_at(losses)
+        return f"at {operation}" if operation else "on the way"
 
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:

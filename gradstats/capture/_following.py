@@ -26,7 +26,7 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._marks import Marks
 from gradstats.capture._multiplied import contraction, multiplied
-from gradstats.capture._nodes import operands_of
+from gradstats.capture._nodes import function_name, operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
@@ -83,12 +83,19 @@ class Following(Marks):
         after = self._layout_after(Call(func, args, kwargs, data, result))
         if isinstance(after, Unchanged):
             return
+        if isinstance(after, Examples) and not after.fits(result):
+            after = None  # as where an index takes fewer rows than there are
         unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
         if unclear and (one := self.sole_example(data)) is not None:
             # Whatever happens to values of one example alone, they stay its own.
             self.coupled.pop(result.grad_fn, None)
             after = one
-        self.place(result, after)
+        at = None
+        if after is None and func is not None:
+            # Of several operations that nobody follows the first is to blame.
+            lost = [tensor for tensor in data if self._is_lost(tensor)]
+            at = self.lost_at(lost[0]) if lost else function_name(func)
+        self.place(result, after, at)
 
     def is_trained(self, item: Any) -> bool:
         """Whether an operand was computed from data and has a gradient to pass on."""
@@ -237,6 +244,8 @@ class Following(Marks):
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self._is_lost(tensor) for tensor in trained):
             return False
+        if self.batch_size > 1 and any(isinstance(self.owned(tensor), Whole) for tensor in trained):
+            return False  # beside what is not this one example's
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False

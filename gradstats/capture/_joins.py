@@ -80,19 +80,24 @@ def _side_by_side(
 ) -> Examples | None:
     """Return the layout of tensors along ``dim`` of which some belong to one example each."""
     examples: list[int] = []
+    of_data: set[int] = set()
     for tensor, owned in zip(tensors, owners, strict=True):
         rows = 1 if stacked else tensor.shape[dim]
         if isinstance(owned, Whole):
             examples += [owned.example] * rows
+            of_data.add(owned.example)
         elif isinstance(owned, Examples) and owned.axis == dim and not stacked:
-            examples += owned.owner(tensor.device).tolist()
+            own = owned.owner(tensor.device).tolist()
+            examples += own
+            of_data.update(own)
         elif owned is None and not marks.is_marked(tensor):
             # A constant: of the examples in whose place it stands, where the others stand so.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None
-    constant = any(owned is None for owned in owners)
-    if constant and examples != list(range(marks.batch_size)):
-        return None
+    if any(owned is None for owned in owners):
+        # Beside the rows of one example alone a constant may be this one's.
+        if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
+            return None
     owner = torch.tensor(examples, device=tensors[0].device)
     return Examples(marks.batch_size, dim).owned_by(owner, dim)

@@ -163,7 +163,7 @@ class Marks:
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
         """Return, in a tuple, what was noted of a tensor; None where nothing was."""
         mark = getattr(tensor, "_gradstats_layout", None)
-        return mark[1:] if mark is not None and mark[0] == self.serial else None
+        return mark[1:2] if mark is not None and mark[0] == self.serial else None
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return whose a tensor of data is, as far as that is known."""
@@ -185,16 +185,27 @@ class Marks:
         """Whether one axis and no other has the batch's size."""
         return sum(size == self.batch_size for size in tensor.shape) == 1
 
-    def place(self, tensor: Tensor, layout: Examples | Whole | Mixed | None) -> None:
-        """Note where the examples of a tensor of data lie; None for what nobody knows."""
-        if isinstance(layout, Examples) and not layout.fits(tensor):
-            layout = None  # as where an index takes fewer rows than there are
+    def lost_at(self, tensor: Tensor) -> str | None:
+        """Return the operation after which nobody knew whose a tensor of data is, if one is."""
+        mark: Any = getattr(tensor, "_gradstats_layout", None)
+        return mark[2] if self._mark_of(tensor) == (None,) else None
+
+    def place(
+        self, tensor: Tensor, layout: Examples | Whole | Mixed | None, at: str | None = None
+    ) -> None:
+        """Note where the examples of a tensor of data lie; None for what nobody knows.
+
+        Args:
+            tensor: of data.
+            layout: where they lie.
+            at: the name of the operation after which nobody knows.
+        """
         known = layout == self.by_contract(tensor) and not self.is_marked(tensor)
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):
             leave_graph("data whose examples do not lie along batch_dim")
-            tensor._gradstats_layout = (self.serial, layout)  # type: ignore[attr-defined]
+            tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
             self.follows_layouts = True
 

@@ -1002,6 +1002,16 @@ def test_a_parameter_beside_the_rows_of_one_example():
     check_operation(taken, parameters, normal(BATCH, 3, 4))
 
 
+@pytest.mark.parametrize("row", [lambda x: x[1:], lambda x: x[1][None]])
+def test_a_parameter_in_the_place_of_one_of_two_examples_is_refused(row):
+    """Beside one example's rows it is this one's, in its own place the other's."""
+    model = nn.ParameterList([torch.ones(1, 4).double()])
+    with pytest.raises((gs.ExampleAxisError, gs.UnsupportedOperationError)):
+        gs.per_example_norms(
+            model, normal(2, 4), lambda m, x: torch.cat([m[0] * 1, row(x)]).square().sum(1)
+        )
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_patches_of_videos_in_one_list(bias):
     def function(m, x):

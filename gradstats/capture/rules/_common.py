@@ -78,13 +78,20 @@ def locate(
         )
     if layout is None or not usable or not (layout.plain or folds):
         expected = tracker.batch_dim if axis is None else axis
+        lost = tracker.lost_at(data)
+        if lost is None:
+            advice = (
+                f"{WHERE_THE_NUMBER_IS_FROM} If the examples lie along another axis, pass "
+                "batch_dim=; if"
+            )
+        else:
+            advice = f"Which row is whose was lost at {lost}, or several meet there. If"
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
-            f"assigned to examples by guessing.{where_examples_met(tracker, data)} "
-            f"{WHERE_THE_NUMBER_IS_FROM} If the examples lie along another axis, pass batch_dim=; "
-            "if they are folded together with positions or moved to another axis, keep the example "
-            "axis as it is up to this operation; if single examples are taken out, take them as "
+            f"assigned to examples by guessing.{where_examples_met(tracker, data)} {advice} they "
+            "are folded together with positions or moved to another axis, keep the example axis as "
+            "it is up to this operation; if single examples are taken out, take them as "
             "x[i : i + 1]; otherwise have per_example_norms compute the parameter one example at a "
             'time with fallback="vmap", or leave it out by name with exclude=.',
             [root.name for root in node.roots],
