@@ -29,6 +29,7 @@ from gradstats.capture._multiplied import contraction, multiplied
 from gradstats.capture._nodes import function_name, operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
+    BATCH_FIRST,
     BROADCASTS,
     CONVOLUTIONS,
     JOINS,
@@ -209,6 +210,8 @@ class Following(Marks):
         )
         changes = lost or func in CHANGES or self._is_gone(data, result)
         if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
+            changes = True
+        if func in BATCH_FIRST and self.batch_dim != 0:
             changes = True
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides

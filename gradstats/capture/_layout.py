@@ -130,6 +130,8 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the axis that it sums
+    if func in BATCH_FIRST and axis != 0:
+        return False  # which it takes for channels or positions
     if not result.requires_grad:
         return True
     if func not in KEEPS:
