@@ -1,0 +1,215 @@
+"""Random programs: whatever they do with the examples, every norm is right or refused.
+
+With as many positions as examples, and rows moved, mixed, repeated and put side by side, shapes
+tell nothing. What is right is found by differentiating each loss.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradstats as gs
+
+PROGRAMS = 400
+
+# Operations along one axis of a tensor.
+ALONG: tuple[Callable[[Tensor, int], Tensor], ...] = (
+    lambda t, axis: t.transpose(0, axis),
+    lambda t, axis: t.movedim(axis, -1),
+    lambda t, axis: t.unsqueeze(axis),
+    lambda t, axis: t.flip(axis),
+    lambda t, axis: t.roll(1, axis),
+    lambda t, axis: t.select(axis, -1),
+    lambda t, axis: t.narrow(axis, 0, 1),
+    lambda t, axis: t.unbind(axis)[0],
+    lambda t, axis: t.unfold(axis, 2, 1),
+    lambda t, axis: t.repeat_interleave(2, axis),
+    lambda t, axis: t.index_select(axis, torch.arange(t.shape[axis]) // 2),
+    lambda t, axis: t.gather(axis, torch.zeros_like(t, dtype=torch.long)),
+    lambda t, axis: t.unflatten(axis, (2, -1)),
+    lambda t, axis: torch.cat(t.chunk(2, axis), 0),
+    lambda t, axis: torch.cat([t.sort(axis).values, t], axis - 1),
+    lambda t, axis: torch.stack([t, t.sin()], axis),
+    lambda t, axis: torch.stack([row.tanh() for row in t.unbind(axis)]),
+    lambda t, axis: torch.zeros_like(t).index_copy(axis, torch.arange(t.shape[axis]).flip(0), t),
+    lambda t, axis: t.sum(axis),
+    lambda t, axis: t.mean(axis, keepdim=True),
+    lambda t, axis: t.logsumexp(axis),
+    lambda t, axis: t.softmax(axis),
+    lambda t, axis: t.cumsum(axis),
+    lambda t, axis: t - t.amax(axis, keepdim=True),
+    lambda t, axis: functional.normalize(t, dim=axis),
+)
+
+# Operations on a whole tensor.
+OF_ONE: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.tanh,
+    torch.tril,
+    lambda t: t * t.detach(),
+    lambda t: t.flatten(0, 1),
+    lambda t: t.reshape(t.shape[::-1]),
+    lambda t: t.view(2, -1),
+    lambda t: t.mT @ t,
+    lambda t: t @ t.mT,
+    lambda t: torch.ones(t.shape[-2], t.shape[-2]) @ t,
+    lambda t: t.expand(2, *t.shape),
+    lambda t: t[1:],
+    lambda t: t[t.detach().flatten(1).sum(1).argsort()],
+    lambda t: t[torch.arange(len(t)) != 0],
+    lambda t: t.masked_fill(t > 1, 0.5),
+    lambda t: t.clone().index_fill_(0, torch.tensor([0]), 0.5),
+    lambda t: functional.layer_norm(t, t.shape[-2:]),
+    lambda t: functional.group_norm(t, 1),
+    lambda t: functional.avg_pool1d(t, 3, 1, 1),
+    lambda t: functional.pad(t, (1, 0)),
+)
+
+# Operations on two tensors.
+OF_TWO: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    torch.add,
+    torch.mul,
+    torch.matmul,
+    torch.linalg.vecdot,
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: torch.cat([a, b], 0),
+    lambda a, b: torch.cat([a, b], -1),
+    lambda a, b: torch.stack([b, a], 1),
+    lambda a, b: torch.einsum("abc,adc->abd", a, b),
+    lambda a, b: (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1),
+    lambda a, b: functional.scaled_dot_product_attention(a, b, b),
+)
+
+# The shape of a parameter that a tensor can meet, and what they do then.
+WITH_PARAMETER: tuple[tuple[Callable[..., tuple[int, ...]], Callable[..., Tensor]], ...] = (
+    (lambda t: (3, t.shape[-1]), functional.linear),
+    (lambda t: (3, t.shape[-1]), lambda t, p: functional.linear(t, p / p.norm(dim=1)[:, None])),
+    (lambda t: (t.shape[-2], t.shape[-2]), lambda t, p: p @ t),
+    (lambda t: (t.shape[-1],), torch.mul),
+    (lambda t: (len(t), *(1 for _ in t.shape[1:])), torch.mul),
+    (lambda t: tuple(t.shape[1:]), lambda t, p: (t + p.expand(t.shape)).sin()),
+    (lambda t: tuple(t.shape[1:]), lambda t, p: torch.cat([p.unsqueeze(0), t])),
+    (lambda t: tuple(t.shape[1:]), lambda t, p: torch.stack([row * p for row in t])),
+    (lambda t: (1, *t.shape[1:]), lambda t, p: torch.cat([p.expand(t.shape), t], -1)),
+    (lambda t: (t.shape[-1],), lambda t, p: functional.layer_norm(t, p.shape, p)),
+    (lambda t: (5, 3), lambda t, p: functional.embedding((9 * t.detach().abs()).long() % 5, p)),
+    (lambda t: (5,), lambda t, p: t * p[(9 * t.detach().abs()).long() % 5]),
+    (lambda t: (2, t.shape[1], 1), functional.conv1d),
+    (lambda t: (len(t), t.shape[-1], 2), torch.bmm),
+)
+
+
+class Step(NamedTuple):
+    """One operation, the earlier tensors that it takes, and its parameter if it takes one."""
+
+    function: Callable[..., Tensor]
+    places: tuple[int, ...]
+    parameter: int | None
+
+
+class Program(nn.Module):
+    """A model of random operations, that a batch of its own can go through.
+
+    Attributes:
+        batch: its input, with ``examples`` examples along the axis of that number.
+        axis: the axis of its output along which the losses are taken; None where there is none.
+    """
+
+    def __init__(self, seed: int, batch_dim: int):
+        super().__init__()
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.examples = self.draw.choice([2, 3, 4])
+        others = [self.draw.choice([self.examples, 2, 3, 5]) for _ in range(2)]
+        self.batch = torch.randn(*others[:batch_dim], self.examples, *others[batch_dim:])
+        self.steps: list[Step] = []
+        self.weights = nn.ParameterList()
+        values, length = [self.batch], self.draw.randrange(3, 9)
+        for _ in range(60):
+            if len(self.steps) == length:
+                break
+            step = self.propose(values)
+            try:
+                value = self.run(step, values)
+            except (RuntimeError, IndexError, TypeError, ValueError):
+                continue  # whose shapes do not fit
+            if value.dim() and 0 < value.numel() < 2000 and value.isfinite().all():
+                self.steps.append(step)
+                values.append(value)
+        axes = [axis for axis, size in enumerate(values[-1].shape) if size == self.examples]
+        self.axis = self.draw.choice(axes) if axes and values[-1].requires_grad else None
+
+    def propose(self, values: list[Tensor]) -> Step:
+        """Draw an operation on some of the tensors, the last one more often than others."""
+        place = self.draw.choice([len(values) - 1, self.draw.randrange(len(values))])
+        value = values[place]
+        kind = self.draw.choice(["along", "one", "two", "parameter", "parameter"])
+        if kind == "along":
+            function, axis = self.draw.choice(ALONG), self.draw.randrange(max(1, value.dim()))
+            return Step(lambda t: function(t, axis), (place,), None)
+        if kind == "one":
+            return Step(self.draw.choice(OF_ONE), (place,), None)
+        if kind == "two":
+            pair = place, self.draw.randrange(len(values))
+            return Step(self.draw.choice(OF_TWO), pair, None)
+        shape_for, function = self.draw.choice(WITH_PARAMETER)
+        shape = shape_for(value) if value.dim() > 1 else tuple(value.shape)
+        alike = [i for i, weight in enumerate(self.weights) if weight.shape == shape]
+        if not alike or self.draw.random() < 0.5:
+            alike = [len(self.weights)]
+            self.weights.append(nn.Parameter(torch.randn(shape)))
+        return Step(function, (place,), alike[0])
+
+    def run(self, step: Step, values: list[Tensor]) -> Tensor:
+        own = () if step.parameter is None else (self.weights[step.parameter],)
+        return step.function(*(values[place] for place in step.places), *own)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        values = [batch]
+        for step in self.steps:
+            values.append(self.run(step, values))
+        return values[-1].movedim(self.axis, 0)
+
+
+def losses(model: Program, batch: Tensor) -> Tensor:
+    output = model(batch).reshape(model.examples, -1)
+    return (output * torch.arange(1, output.shape[1] + 1)).sin().sum(1)
+
+
+def squared_norms(model: Program) -> Tensor:
+    parameters = list(model.weights)
+    found = []
+    for loss in losses(model, model.batch):
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        found.append(sum(grad.square().sum() for grad in grads if grad is not None))
+    return torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in found])
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("start", range(0, 4 * PROGRAMS, PROGRAMS))
+def test_norms_are_right_or_refused(start, batch_dim):
+    right = 0
+    for seed in range(start, start + PROGRAMS):
+        model = Program(seed, batch_dim)
+        if model.axis is None:
+            continue
+        expected = squared_norms(model)
+        try:
+            found = gs.per_example_norms(model, model.batch, losses, batch_dim=batch_dim).sqnorm
+        except gs.GradStatsError:
+            continue
+        message = f"seed {seed}, batch_dim={batch_dim}"
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, msg=message)
+        right += 1
+    assert right > PROGRAMS / 10  # most others mix their examples
