@@ -16,6 +16,9 @@ from torch import Tensor
 
 from gradstats.errors import CheckpointError
 
+# Where the Trainer of transformers keeps the optimizer's state, beside the file of the weights.
+OPTIMIZER_FILE = "optimizer.pt"
+
 # Where training loops keep the weights and the optimizer's state in one file.
 WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
@@ -64,15 +67,32 @@ def read_file(path: Path) -> Content:
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
                 return Content({name: file.get_tensor(name) for name in file.keys()})
-        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {_reason(error)}\n"
-            "Expected a safetensors file, or a torch file of tensors and plain values; files that "
-            "hold other objects are not opened, because unpickling them may run code. Save "
-            "model.state_dict() and optimizer.state_dict()."
-        ) from error
-    return parse(content, str(path))
+        raise _unreadable(path, error) from error
+    return parse(_load(path), str(path))
+
+
+def read_optimizer_beside(path: Path) -> tuple[Any, ...]:
+    """Return the state of the optimizer that stands in a file of its own beside the weights."""
+    beside = path.with_name(OPTIMIZER_FILE)
+    # What the optimizer remembers of each parameter is not wanted, and stays on the disk.
+    return (_load(beside, mmap=True),) if beside.is_file() and beside != path else ()
+
+
+def _load(path: Path, **options: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, **options)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {type(error).__name__}: {_reason(error)}\n"
+        "Expected a safetensors file, or a torch file of tensors and plain values; files that hold "
+        "other objects are not opened, because unpickling them may run code. Save "
+        "model.state_dict() and optimizer.state_dict()."
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradstats.errors import CheckpointError, GradStatsWarning
-from gradstats.scoring._checkpoint_files import Content, find_files, parse, read_file
+from gradstats.scoring._checkpoint_files import (
+    Content,
+    find_files,
+    parse,
+    read_file,
+    read_optimizer_beside,
+)
 from gradstats.scoring._rates import (
     REMEDY,
     Rates,
@@ -44,6 +50,7 @@ class Checkpoints:
         gs.Checkpoints("run/epoch-*.pt", lr="optimizer")
         gs.Checkpoints([early, late], lr=[0.1, 0.01])          # state dicts in memory
         gs.Checkpoints("run/*.safetensors", lr={"head.*": 0.1, "body.*": 0.01})
+        gs.Checkpoints("run/checkpoint-*/model.safetensors", lr="optimizer")   # transformers
         gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in adapters], lr=1e-4)
 
     Each holds all of the model's state dict. The last line fills in, from the model, what was not
@@ -54,7 +61,8 @@ class Checkpoints:
             or a list of these. Files are safetensors, or torch files of tensors and plain values
             (read with ``weights_only=True``: nothing is unpickled). Weights may stand at the top
             or under "model", "model_state_dict" or "state_dict"; the optimizer's state under
-            "optimizer", "optimizer_state_dict" or "optimizer_states".
+            "optimizer", "optimizer_state_dict" or "optimizer_states", or in a file of its own,
+            ``optimizer.pt``, in a folder with the weights of no other checkpoint.
         lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state at the time
@@ -109,10 +117,19 @@ class Checkpoints:
     ) -> Rates:
         name, rate = self.names[index], self._rates[index]
         if rate == "optimizer":
-            return from_optimizer(content.optimizers, model, names, name)
+            optimizers = content.optimizers or self._optimizers_beside(index)
+            return from_optimizer(optimizers, model, names, name)
         if isinstance(rate, Mapping):
             return from_patterns(rate, names, name)
         return rate
+
+    def _optimizers_beside(self, index: int) -> tuple[Any, ...]:
+        """Return what a file beside the weights says, where no other checkpoint lies there too."""
+        folders = [held.parent if isinstance(held, Path) else None for _, held in self._sources]
+        file = self._sources[index][1]
+        if not isinstance(file, Path) or folders.count(file.parent) > 1:
+            return ()
+        return read_optimizer_beside(file)
 
 
 class WeightsOnly:

@@ -109,7 +109,8 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
         raise CheckpointError(
             f'{checkpoint} holds no optimizer state, and lr="optimizer" asks for the learning rate '
             "in it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, or "
-            "pass the learning rates: lr=0.1, or one for each checkpoint."
+            "the latter as optimizer.pt in a folder with these weights alone; or pass the learning "
+            "rates: lr=0.1, or one for each checkpoint."
         )
     states = [
         state[0] if isinstance(state, Sequence) and len(state) == 1 else state

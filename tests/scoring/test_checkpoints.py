@@ -93,6 +93,40 @@ def test_learning_rates_from_the_optimizer(setting, tmp_path, key, named):
     np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
 
 
+def folders(setting, tmp_path, file="optimizer.pt"):
+    """Write checkpoints as the Trainer of transformers does, at rates 0.5 and 0.05."""
+    for number, (state, rate) in enumerate(zip(setting.states, [0.5, 0.05], strict=True)):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        save_file(state, folder / "model.safetensors")
+        decayed, *others = setting.model.parameters()
+        optimizer = torch.optim.AdamW([{"params": [decayed]}, {"params": others}], lr=rate)
+        torch.save(optimizer.state_dict(), folder / file)
+
+
+def test_learning_rates_from_a_file_beside_the_weights(setting, tmp_path):
+    folders(setting, tmp_path)
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/model.safetensors", lr="optimizer")
+    got = score(setting, run)
+    np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
+
+
+def test_one_file_beside_the_weights_of_several_checkpoints_is_nobodys(setting, tmp_path):
+    folders(setting, tmp_path)
+    save_file(setting.states[1], tmp_path / "checkpoint-0" / "later.safetensors")
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/*.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
+        score(setting, run)
+
+
+def test_what_stands_beside_the_weights_is_not_unpickled(setting, tmp_path):
+    folders(setting, tmp_path, file="other.pt")
+    torch.save(Namespace(lr=0.1), tmp_path / "checkpoint-0" / "optimizer.pt")
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/model.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match=r"optimizer\.pt cannot be read"):
+        score(setting, run)
+
+
 def test_a_rate_for_each_parameter_group(setting):
     """Groups in another order than the model's parameters."""
     named = dict(setting.model.named_parameters())
