@@ -181,6 +181,19 @@ def test_operations_that_take_the_first_axis_for_the_examples(mix):
         )
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM(WIDTH, 2), nn.TransformerEncoderLayer(WIDTH, 1, 8, 0)])
+def test_layers_that_take_another_axis_for_the_examples(layer):
+    """As many positions as examples: batch_first=True was forgotten."""
+    x = torch.randn(BATCH, BATCH, WIDTH)
+
+    def loss_fn(m, x):
+        output = m(x)
+        return (output[0] if isinstance(output, tuple) else output).square().sum((1, 2))
+
+    with pytest.raises(gs.ExampleAxisError, match=r"takes axis 1 .* lie along axis 0.*batch_first="):
+        gs.per_example_norms(layer, x, loss_fn)
+
+
 @pytest.mark.parametrize(
     "meet",
     [torch.linalg.vecdot, functional.cosine_similarity, functional.pairwise_distance, torch.mul],

@@ -65,7 +65,14 @@ def locate(
     layout = tracker.layout_of(data)
     if layout is None and folds and (axis or 0) < data.dim() - trailing:
         layout = tracker.rows_of_one(data, axis or 0)
-    usable = layout is not None and (axis is None or layout.axis == axis)
+    if layout is not None and axis not in (None, layout.axis):
+        raise ExampleAxisError(
+            f"{function_name(func)} on {node.describe()} takes axis {axis} of its data, of shape "
+            f"{tuple(data.shape)}, for the examples, which lie along axis {layout.axis}: it mixes "
+            f"them. Expected the examples along axis {axis}: move the axis in front of this "
+            "operation; recurrent and attention layers take batch_first=.",
+            [root.name for root in node.roots],
+        )
     if layout is None and data.dim() == 0 and node.value.dim() == 0:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: a scalar that is computed from "
@@ -76,7 +83,7 @@ def locate(
             "let the optimizer's weight_decay do it, so that none does.",
             [root.name for root in node.roots],
         )
-    if layout is None or not usable or not (layout.plain or folds):
+    if layout is None or not (layout.plain or folds):
         expected = tracker.batch_dim if axis is None else axis
         lost = tracker.lost_at(data)
         if lost is None:
