@@ -190,7 +190,7 @@ def test_layers_that_take_another_axis_for_the_examples(layer):
         output = m(x)
         return (output[0] if isinstance(output, tuple) else output).square().sum((1, 2))
 
-    with pytest.raises(gs.ExampleAxisError, match=r"takes axis 1 .* lie along axis 0.*batch_first="):
+    with pytest.raises(gs.ExampleAxisError, match=r"takes axis 1 .* along axis 0.*batch_first="):
         gs.per_example_norms(layer, x, loss_fn)
 
 
