@@ -23,14 +23,12 @@ class Data(Following):
     """Constants and data of one batch.
 
     Attributes:
-        loss_order: (B,) the example of each loss; None where they stand in the batch's order.
         followed: what a rule returned last, if where its examples lie has been noted: operation by
             operation, as far as they are out of the ordinary.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         super().__init__(batch_size, batch_dim, segments)
-        self.loss_order: Tensor | None = None
         self.followed: Any = None
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
@@ -177,10 +175,10 @@ class Data(Following):
         sizes = list(tensor.shape)
         self.place(tensor, self._contract.along(sizes.index(self.batch_size)) if plain else None)
 
-    def note_losses(self, losses: Tensor) -> None:
-        """Remember whose each loss is, where the model put the examples in another order."""
+    def order_of(self, losses: Tensor) -> Tensor | None:
+        """Return the example of each loss, (B,); None where they stand in the batch's order."""
         if self.batch_size == 1:
-            return
+            return None
         layout = self.layout_of(losses)
         if self.owned(losses) is MIXED:
             raise CoupledExamplesError(
@@ -190,9 +188,9 @@ class Data(Following):
             )
         moved = self.is_marked(losses) and not (layout is not None and layout.plain)
         if not moved:
-            return
+            return None
         if layout is None and self.packed:
-            return  # sums over packed rows, which the model keeps apart by itself
+            return None  # sums over packed rows, which the model keeps apart by itself
         if layout is None:
             raise ExampleAxisError(
                 f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
@@ -208,7 +206,7 @@ class Data(Following):
                 f"model: expected one loss for each of {self.batch_size} examples. Sum the losses "
                 "of each example."
             )
-        self.loss_order = owner
+        return owner
 
     def _lost_where(self, losses: Tensor) -> str:
         operation = self.lost_at(losses)

@@ -94,7 +94,7 @@ class Following(Marks):
         at = None
         if after is None and func is not None:
             # Of several operations that nobody follows the first is to blame.
-            lost = [tensor for tensor in data if self._is_lost(tensor)]
+            lost = [tensor for tensor in data if self.is_lost(tensor)]
             at = self.lost_at(lost[0]) if lost else function_name(func)
         self.place(result, after, at)
 
@@ -245,7 +245,7 @@ class Following(Marks):
     ) -> bool:
         """Whether trained operands have the same examples in the same places; note if they meet."""
         trained = [tensor for tensor in data if tensor.requires_grad]
-        if any(self._is_lost(tensor) for tensor in trained):
+        if any(self.is_lost(tensor) for tensor in trained):
             return False
         if self.batch_size > 1 and any(isinstance(self.owned(tensor), Whole) for tensor in trained):
             return False  # beside what is not this one example's
@@ -267,9 +267,6 @@ class Following(Marks):
             return True
         self.note_meeting(result)
         return False
-
-    def _is_lost(self, tensor: Tensor) -> bool:
-        return self.is_marked(tensor) and self.owned(tensor) is None
 
     def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a trained result has no example axis, which its first operand had by contract."""

@@ -60,9 +60,8 @@ def _in_line(
     stacked: bool,
 ) -> Examples | None:
     """Return the layout of tensors joined of which each has rows of its examples."""
-    for tensor, owned in zip(tensors, owners, strict=True):
-        if owned is None and tensor.requires_grad and marks.is_marked(tensor):
-            return None  # nobody knows whose values these are
+    if any(tensor.requires_grad and marks.is_lost(tensor) for tensor in tensors):
+        return None
     known = [owned for owned in owners if isinstance(owned, Examples)]
     if not known:
         return None if any(map(marks.is_marked, tensors)) else marks.by_contract(result)

@@ -107,9 +107,9 @@ class Marks:
 
     def by_contract(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of data lie that nothing else is known of."""
-        axis, rows = self.batch_dim, self._contract.rows
-        if tensor.dim() > axis and tensor.shape[axis] == rows:
+        if self._contract.fits(tensor):
             return self._contract
+        axis, rows = self.batch_dim, self._contract.rows
         if self.packed and tensor.dim() > axis + 1:
             # Packed examples often keep a batch axis of size 1.
             if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
@@ -184,6 +184,10 @@ class Marks:
     def is_distinct(self, tensor: Tensor) -> bool:
         """Whether one axis and no other has the batch's size."""
         return sum(size == self.batch_size for size in tensor.shape) == 1
+
+    def is_lost(self, tensor: Tensor) -> bool:
+        """Whether an operation left a tensor of data of which nobody knows whose it is."""
+        return self.is_marked(tensor) and self.owned(tensor) is None
 
     def lost_at(self, tensor: Tensor) -> str | None:
         """Return the operation after which nobody knew whose a tensor of data is, if one is."""

@@ -191,12 +191,11 @@ class Tracker(Data):
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember whose each loss is, where the model put the examples in another order."""
-        super().note_losses(losses)
-        self.reports.order = self.loss_order
-        if self.settings.consumer is not None and self.loss_order is not None:
+        order = self.reports.order = self.order_of(losses)
+        if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
-                f"{self.loss_order.tolist()[:8]}…, which inner products do not follow. Put the "
+                f"{order.tolist()[:8]}…, which inner products do not follow. Put the "
                 "losses back in the batch's order."
             )
 
