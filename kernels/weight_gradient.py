@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 ADDED_ROWS = 8  # of a tile, whose parts one program adds up
 
-# Multiply-adds of a launch for which the tensor memory accelerator saves more than it costs, which is
-# tens of microseconds of the host: it takes a fifth of the time of a large product away.
+# Multiply-adds of a launch for which the tensor memory accelerator saves more than it costs: it
+# takes a fifth of the time of a large product away, and tens of microseconds of the host.
 WORTH_DESCRIPTORS = 2**33
 
 
