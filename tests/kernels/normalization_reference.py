@@ -156,7 +156,7 @@ def check_scale_backward(got, x, g, weight, bounds, mean=None, rstd=None, factor
         want = want * (rstd if rstd.dim() == 1 else rstd[:, None]).double().cpu()
     if bounds is not None:
         want[: bounds[0]], want[bounds[-1] :] = 0, 0
-    # Below the normal numbers, which float16 soon is, rounding is to a multiple of the smallest one.
+    # Below the normal numbers, where float16 soon is, rounding is to multiples of the smallest.
     limits = torch.finfo(gradient.dtype)
     smallest = limits.smallest_normal * limits.eps
     limit = 4 * (limits.eps + FLOAT32_EPS) * want.abs() + smallest
