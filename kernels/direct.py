@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
@@ -246,7 +247,9 @@ def _direct(
     tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
     partial = torch.empty((segments1.batch, tiles), dtype=torch.float64, device=a1.device)
     if partial.numel():
-        direct_kernel[(_check.check_programs(partial.numel()),)](
+        launch_kernel(
+            direct_kernel,
+            partial.numel(),
             a1,
             g1,
             a2,

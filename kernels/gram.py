@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
 
@@ -178,7 +179,9 @@ def gram_sqnorm(
     pairs = side * (side + 1) // 2
     partial = torch.empty((3, segments.batch, pairs), dtype=torch.float64, device=a.device)
     if partial.numel():
-        gram_kernel[(_check.check_programs(segments.batch * pairs),)](
+        launch_kernel(
+            gram_kernel,
+            segments.batch * pairs,
             a,
             g,
             segments.cu_seqlens,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.means import with_means
@@ -222,7 +223,9 @@ def group_norm_backward(
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
     gradient = torch.empty_like(x)
     if x.numel():
-        group_norm_kernel[(_check.check_programs(parts * groups),)](
+        launch_kernel(
+            group_norm_kernel,
+            parts * groups,
             x,
             g,
             None if weight is None else weight.contiguous(),

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
@@ -289,7 +290,9 @@ def _launch(
         # rows that belong to no example are written by no program
         gradient = torch.zeros_like(x) if segments.ragged else torch.empty_like(x)
     if batch:
-        layer_norm_kernel[(_check.check_programs(programs),)](
+        launch_kernel(
+            layer_norm_kernel,
+            programs,
             x,
             g,
             None if weight is None else weight.contiguous(),

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 
@@ -150,7 +151,9 @@ def _row_dots(
     splits = max(1, triton.cdiv(widest, features_per_split))
     partial = torch.empty((2, batch, splits), dtype=torch.float64, device=a1.device)
     if batch:
-        rank_one_kernel[(_check.check_programs(row_blocks * splits),)](
+        launch_kernel(
+            rank_one_kernel,
+            row_blocks * splits,
             a1,
             g1,
             a2,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart, empty
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.statistics import Statistics
@@ -312,7 +313,9 @@ def launch(
         # rows that belong to no example are written by no program
         gradient = (torch.zeros_like if segments.ragged else torch.empty_like)(operands[0])
     if batch * tiles:
-        scale_kernel[(_check.check_programs(programs * tiles),)](
+        launch_kernel(
+            scale_kernel,
+            programs * tiles,
             x,
             g,
             None if weight is None else weight.contiguous(),

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_tile
 
 
@@ -148,7 +149,9 @@ def _statistics(
     )
     output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
     if x.numel():  # what has no elements has no statistics that anything is multiplied by
-        statistics_kernel[(_check.check_programs(output[0].numel()),)](
+        launch_kernel(
+            statistics_kernel,
+            output[0].numel(),
             x,
             output,
             *strides,

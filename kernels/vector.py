@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import example_base, load_tile, segment
 
 
@@ -125,7 +126,9 @@ def vector_sum(
     tiles = triton.cdiv(features, config.columns)
     sums = torch.empty((segments.batch, features), dtype=torch.float32, device=v.device)
     if sums.numel():
-        vector_sum_kernel[(_check.check_programs(segments.batch * tiles),)](
+        launch_kernel(
+            vector_sum_kernel,
+            segments.batch * tiles,
             v,
             segments.cu_seqlens,
             sums,
@@ -211,7 +214,9 @@ def _vector_products(
     tiles = triton.cdiv(features, config.columns)
     partial = torch.empty((segments.batch, tiles), dtype=torch.float64, device=v1.device)
     if partial.numel():
-        vector_kernel[(_check.check_programs(partial.numel()),)](
+        launch_kernel(
+            vector_kernel,
+            partial.numel(),
             v1,
             v2,
             segments.cu_seqlens,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import (
     dot,
     example_base,
@@ -232,7 +233,9 @@ def weight_gradient_sqnorm(
         )
     else:
         operands = (a, g)
-    weight_gradient_kernel[(_check.check_programs(tiles * splits),)](
+    launch_kernel(
+        weight_gradient_kernel,
+        tiles * splits,
         *operands,
         segments.cu_seqlens,
         gradient,
