@@ -36,9 +36,14 @@ class Segments:
         return self.cu_seqlens is not None
 
     def strides(self, operand: torch.Tensor) -> tuple[int, int, int]:
-        """(example, position, feature) strides; packed rows have no example stride."""
-        *outer, position, feature = operand.stride()
-        return (0 if self.ragged else outer[0], position, feature)
+        """As `strides_of`."""
+        return strides_of(operand, self.ragged)
+
+
+def strides_of(operand: torch.Tensor, ragged: bool) -> tuple[int, int, int]:
+    """(example, position, feature) strides; packed rows have no example stride."""
+    *outer, position, feature = operand.stride()
+    return (0 if ragged else outer[0], position, feature)
 
 
 def check_operands(

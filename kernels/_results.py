@@ -11,11 +11,6 @@ from __future__ import annotations
 import torch
 
 
-def empty(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """As many uninitialised fp32 tensors, each in memory of its own."""
-    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(count))
-
-
 def added(partial: torch.Tensor) -> torch.Tensor:
     """Sums of fp64 (B, parts) over the parts, (B,)."""
     return partial.view(-1) if partial.shape[1] == 1 else partial.sum(1)
@@ -26,3 +21,8 @@ def apart(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if partial.dim() > 3:
         partial = partial.flatten(2)
     return (partial.squeeze(2) if partial.shape[2] == 1 else partial.sum(2)).unbind(0)
+
+
+def squared(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Squares of fp32 (kinds, B, parts, features), parts added, of each kind fp64 (B,)."""
+    return partial.sum(2, dtype=torch.float64).square_().sum(2).unbind(0)
