@@ -21,8 +21,3 @@ def apart(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if partial.dim() > 3:
         partial = partial.flatten(2)
     return (partial.squeeze(2) if partial.shape[2] == 1 else partial.sum(2)).unbind(0)
-
-
-def squared(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Squares of fp32 (kinds, B, parts, features), parts added, of each kind fp64 (B,)."""
-    return partial.sum(2, dtype=torch.float64).square_().sum(2).unbind(0)

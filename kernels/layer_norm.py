@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import Launch, remembered
-from gradstats.kernels._results import squared
 from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale import per_example_sums
@@ -175,7 +175,8 @@ def layer_norm_sqnorm(
         statistics = row_statistics(x, eps, rms)
         scale, shift = launch_scale(g, x, plan.segments, statistics, sums=False).sqnorm
         return scale, shift
-    _, _, (scale, shift) = _launch(plan, x, g)
+    _, partial, sqnorm = _launch(plan, x, g)
+    _, (scale, shift) = _finished(plan, partial, sqnorm, sums=False)
     return scale, shift
 
 
@@ -239,14 +240,10 @@ def layer_norm_backward(
     if plan.wide:
         statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
         return whole_backward(g, x, plan.segments, statistics, weight=weight, sums=sums)
-    gradient, partial, (scale_sqnorm, shift_sqnorm) = _launch(plan, x, g, weight)
+    gradient, partial, sqnorm = _launch(plan, x, g, weight)
     assert gradient is not None
-    scale, shift = partial.unbind(0)
-    if sums:
-        # these become gradients of parameters, which others may resize: each has its own memory
-        scale, shift = scale.sum(0), shift.sum(0)
-    else:
-        scale, shift = (each.new_empty(0) for each in (scale, shift))
+    totals, (scale_sqnorm, shift_sqnorm) = _finished(plan, partial, sqnorm, sums)
+    scale, shift = totals or (partial.new_empty(0), partial.new_empty(0))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
@@ -342,11 +339,13 @@ def _launch(
 ) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...]]:
     """(input gradient, sums fp32 (2, programs, D), two sqnorm fp64 (B,)) as far as asked for.
 
-    Of two the first is the scale's, the second the shift's.
+    Of two the first is the scale's, the second the shift's. Parts of examples have no sqnorm.
     """
     segments = plan.segments
     partial = torch.empty(plan.shape, dtype=torch.float32, device=x.device)
-    sqnorm = torch.empty((2, segments.batch), dtype=torch.float64, device=x.device).unbind(0)
+    sqnorm: tuple[torch.Tensor, ...] = ()
+    if plan.splits == 1:
+        sqnorm = torch.empty((2, segments.batch), dtype=torch.float64, device=x.device).unbind(0)
     gradient = None
     if plan.input_gradient:
         # rows that belong to no example are written by no program
@@ -360,9 +359,17 @@ def _launch(
             gradient,
             partial[0],
             partial[1],
-            *sqnorm,
+            *(sqnorm or (None, None)),
         )
-    if plan.splits > 1:
-        shape = (2, segments.batch, plan.splits, plan.shape[2])
-        sqnorm = squared(partial.view(shape))
     return gradient, partial, sqnorm
+
+
+def _finished(
+    plan: _Plan, partial: torch.Tensor, sqnorm: tuple[torch.Tensor, ...], sums: bool
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(sums over all examples where wanted, two sqnorm)."""
+    if not sums and plan.splits == 1:
+        return (), sqnorm
+    parts = partial.view(2, -1, plan.splits, plan.shape[2])
+    totals, squares = finish(parts, sums=sums, squares=plan.splits > 1)
+    return totals, squares or sqnorm

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import Launch, remembered
-from gradstats.kernels._results import apart, squared
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels.finish import finish
 from gradstats.kernels.statistics import Statistics, given_statistics, strides_of
 
 
@@ -245,11 +246,13 @@ class Products(NamedTuple):
     Attributes:
         input_gradient: like the inputs.
         sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
+        totals: each fp32 (C,), sums of all examples; none of every example alone.
         sqnorm: each fp64 (B,), or products along the direction.
     """
 
     input_gradient: torch.Tensor | None
     sums: torch.Tensor
+    totals: tuple[torch.Tensor, ...]
     sqnorm: tuple[torch.Tensor, ...]
 
 
@@ -324,8 +327,12 @@ def launch(
             partial[-1] if kinds else None,
             own,
         )
-    sqnorm = apart(own) if plan.values[-1] else squared(partial)
-    return Products(gradient, partial, sqnorm)
+    values = plan.values[-1] > 0
+    totals: tuple[torch.Tensor, ...] = ()
+    sqnorm: tuple[torch.Tensor, ...] = ()
+    if not values or (sums and not every_example):
+        totals, sqnorm = finish(partial, sums=sums and not every_example, squares=not values)
+    return Products(gradient, partial, totals, apart(own) if values else sqnorm)
 
 
 class _Plan(NamedTuple):

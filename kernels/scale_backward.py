@@ -126,8 +126,7 @@ def whole_backward(
     def total(kind: int | None) -> torch.Tensor:
         if kind is None or not sums:
             return g.new_empty(0, dtype=torch.float32)
-        # this becomes the gradient of a parameter, which others may resize: it has its own memory
-        return found.sums[kind].sum((0, 1))
+        return found.totals[kind]
 
     def square(kind: int | None) -> torch.Tensor:
         return g.new_empty(0, dtype=torch.float64) if kind is None else found.sqnorm[kind]
