@@ -163,7 +163,7 @@ def remembered(
     ) -> Result:
         if type(kernel) is not JITFunction:
             return prepare(kernel, operands, *options, **named)
-        key = [id(kernel), len(operands)]
+        key: list[Any] = [id(kernel), len(operands)]
         for each in operands:
             if each is None:
                 key.append(None)
