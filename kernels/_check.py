@@ -36,9 +36,14 @@ class Segments:
         return self.cu_seqlens is not None
 
     def strides(self, operand: torch.Tensor) -> tuple[int, int, int]:
-        """(example, position, feature) strides; packed rows have no example stride."""
-        *outer, position, feature = operand.stride()
-        return (0 if self.ragged else outer[0], position, feature)
+        """As `strides_of`."""
+        return strides_of(operand, self.ragged)
+
+
+def strides_of(operand: torch.Tensor, ragged: bool) -> tuple[int, int, int]:
+    """(example, position, feature) strides; packed rows have no example stride."""
+    *outer, position, feature = operand.stride()
+    return (0 if ragged else outer[0], position, feature)
 
 
 def check_operands(
@@ -250,16 +255,22 @@ def check_programs(programs: int) -> int:
     return programs
 
 
+def cdiv(size: int, part: int) -> int:
+    """How many parts a size takes; triton's own takes as long as a small launch."""
+    return -(-size // part)
+
+
 def is_aligned(*operands: torch.Tensor) -> bool:
     """Whether rows can be copied asynchronously: 16-byte bases, features adjacent, and all other
     strides and the number of features multiples of 16 (what the compiler specializes on)."""
-    return all(
-        operand.stride(-1) == 1
-        and operand.shape[-1] % 16 == 0
-        and all(stride % 16 == 0 for stride in operand.stride()[:-1])
-        and operand.data_ptr() % 16 == 0
-        for operand in operands
-    )
+    for operand in operands:
+        *outer, feature = operand.stride()
+        if feature != 1 or operand.shape[-1] % 16 or operand.data_ptr() % 16:
+            return False
+        for stride in outer:
+            if stride % 16:
+                return False
+    return True
 
 
 def architecture(device: torch.device) -> int:
@@ -277,6 +288,13 @@ def _capability(device: torch.device) -> int:
 
 def check_tensors(*operands: torch.Tensor) -> None:
     """Checks that operands are of one dtype and on one device, and that kernels take both."""
+    dtype, device = operands[0].dtype, operands[0].device
+    if dtype in SUPPORTED and _runs_here(device):
+        for operand in operands:
+            if operand.dtype != dtype or operand.device != device:
+                break
+        else:
+            return
     for operand in operands:
         if operand.dtype not in SUPPORTED:
             raise KernelInputError(

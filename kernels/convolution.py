@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, depthwise
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import (
     Convolution,
     check_convolution,
@@ -329,7 +330,9 @@ def _launch(
     output = torch.empty(shape, dtype=dtype, device=first.x.device)
     if output.numel():
         arguments = first.arguments()
-        convolution_kernel[(_check.check_programs(first.batch * tiles),)](
+        launch_kernel(
+            convolution_kernel,
+            first.batch * tiles,
             first.x,
             first.g,
             second.x,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import check_convolution, patch_products
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import triangle
@@ -133,7 +134,9 @@ def convolution_gram_sqnorm(
     shape = (3, layer.batch, groups, pairs)
     partial = torch.empty(shape, dtype=torch.float64, device=x.device)
     if partial.numel():
-        convolution_gram_kernel[(_check.check_programs(partial[0].numel()),)](
+        launch_kernel(
+            convolution_gram_kernel,
+            partial[0].numel(),
             layer.x,
             layer.g,
             partial,

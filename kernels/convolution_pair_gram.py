@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution, patch_products
 from gradstats.kernels._results import apart
 from gradstats.kernels.convolution import check_two_convolutions
@@ -269,7 +270,9 @@ def _launch(
     if partial.numel():
         programs = triton.cdiv(first.batch, examples1) * column_tiles * splits
         arguments = first.arguments()
-        convolution_pair_gram_kernel[(_check.check_programs(programs),)](
+        launch_kernel(
+            convolution_pair_gram_kernel,
+            programs,
             first.x,
             first.g,
             second.x,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, depthwise
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import (
     check_convolution,
     patch_tile,
@@ -145,7 +146,9 @@ def convolution_weight_gradient_sqnorm(
         dtype=gradient_dtype if splits == 1 else torch.float32,
         device=x.device,
     )
-    convolution_weight_gradient_kernel[(_check.check_programs(tiles * splits),)](
+    launch_kernel(
+        convolution_weight_gradient_kernel,
+        tiles * splits,
         layer.x,
         layer.g,
         gradient,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution
 
 
@@ -233,7 +234,9 @@ def _launch(
     )
     if output.numel():
         arguments = first.arguments()
-        depthwise_kernel[(_check.check_programs(parts * tiles),)](
+        launch_kernel(
+            depthwise_kernel,
+            parts * tiles,
             first.x,
             first.g,
             second.x,

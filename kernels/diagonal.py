@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import check_two_factors
@@ -157,7 +158,9 @@ def diagonal_gram(
         (2, first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a1.device
     )
     if partial.numel():
-        diagonal_gram_kernel[(_check.check_programs(partial[0].numel()),)](
+        launch_kernel(
+            diagonal_gram_kernel,
+            partial[0].numel(),
             a1,
             g1,
             a2,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
@@ -169,9 +173,13 @@ def direct_sqnorm(
     Cost: 2 T d_in d_out flops per example, as the weight gradient; workspace 8 bytes per tile.
     Source: Rochette et al., arXiv 1912.06015.
     """
-    segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
-    chosen = _check.check_chosen(chosen, segments.batch, a.device)
-    return _direct(a, g, segments, a, g, segments, "direct", precision, config, chosen)
+    plan = _plan_squares(
+        direct_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
+        config, chosen is not None,
+    )  # fmt: skip
+    if chosen is not None:
+        chosen = _check.check_chosen(chosen, plan.shape[0], a.device)
+    return _direct(plan, a, g, a, g, chosen)
 
 
 def direct_inner(
@@ -198,7 +206,9 @@ def direct_inner(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
-    return _direct(a1, g1, first, a2, g2, second, "diagonal", precision, config)
+    precision = _check.check_precision(a1.dtype, precision)
+    plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, precision, config, paired=True)
+    return _direct(plan, a1, g1, a2, g2)
 
 
 def check_two_factors(
@@ -220,41 +230,58 @@ def check_two_factors(
     return first, second
 
 
-def _direct(
-    a1: torch.Tensor,
-    g1: torch.Tensor,
-    segments1: _check.Segments,
-    a2: torch.Tensor,
-    g2: torch.Tensor,
-    segments2: _check.Segments,
-    operation: str,
-    precision: str | None,
+class _Plan(NamedTuple):
+    """All of a call but its tensors; of dense operands there are no bounds."""
+
+    bounds: tuple[torch.Tensor | None, torch.Tensor | None]
+    shape: tuple[int, int]  # of the partial results: examples and tiles
+    launch: Launch | None  # None where there is nothing to compute
+
+
+@remembered
+def _plan_squares(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    precision: str,
     config: _config.TileConfig | None,
-    chosen: torch.Tensor | None = None,
-) -> torch.Tensor:
+    chosen: bool,
+) -> _Plan:
+    segments = _check.check_operands(*operands, cu_seqlens, max_seqlen)
+    return _plan(
+        kernel, (*operands, *operands), segments, segments, precision, config, chosen=chosen
+    )
+
+
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    segments1: _check.Segments,
+    segments2: _check.Segments,
+    precision: str,
+    config: _config.TileConfig | None,
+    *,
+    paired: bool = False,
+    chosen: bool = False,
+) -> _Plan:
+    a1, g1, a2, g2 = operands
     d_in, d_out = a1.shape[-1], g1.shape[-1]
-    precision = _check.check_precision(a1.dtype, precision)
     config = config or _config.choose_direct(
         d_out,
         d_in,
         a1.element_size(),
         precision,
         _check.architecture(a1.device),
-        _check.is_aligned(a1, g1, a2, g2),
-        operation,
+        _check.is_aligned(*operands),
+        "diagonal" if paired else "direct",
     )
-    tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
-    partial = torch.empty((segments1.batch, tiles), dtype=torch.float64, device=a1.device)
-    if partial.numel():
-        direct_kernel[(_check.check_programs(partial.numel()),)](
-            a1,
-            g1,
-            a2,
-            g2,
-            segments1.cu_seqlens,
-            segments2.cu_seqlens,
-            chosen,
-            partial,
+    tiles = _check.cdiv(d_out, config.rows) * _check.cdiv(d_in, config.columns)
+    launch = None
+    if segments1.batch * tiles:
+        launch = Launch(
+            kernel,
+            segments1.batch * tiles,
             *segments1.strides(a1),
             *segments1.strides(g1),
             *segments2.strides(a2),
@@ -265,8 +292,8 @@ def _direct(
             segments2.total_rows,
             d_in,
             d_out,
-            PAIRED=operation == "diagonal",
-            CHOSEN=chosen is not None,
+            PAIRED=paired,
+            CHOSEN=chosen,
             RAGGED=segments1.ragged,
             PRECISION=config.precision,
             ROWS=config.rows,
@@ -276,4 +303,19 @@ def _direct(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64)
+    bounds = (segments1.cu_seqlens, segments2.cu_seqlens)
+    return _Plan(bounds, (segments1.batch, tiles), launch)
+
+
+def _direct(
+    plan: _Plan,
+    a1: torch.Tensor,
+    g1: torch.Tensor,
+    a2: torch.Tensor,
+    g2: torch.Tensor,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    partial = torch.empty(plan.shape, dtype=torch.float64, device=a1.device)
+    if plan.launch is not None:
+        plan.launch(a1, g1, a2, g2, *plan.bounds, chosen, partial)
+    return added(partial)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import dot, load_rows, load_tile, segment
 
 
@@ -154,7 +155,9 @@ def direction_inner(
     rows = segments.total_rows
     partial = torch.empty((rows, outputs), dtype=torch.float32, device=a.device)
     if partial.numel():
-        direction_kernel[(_check.check_programs(triton.cdiv(rows, config.rows) * outputs),)](
+        launch_kernel(
+            direction_kernel,
+            triton.cdiv(rows, config.rows) * outputs,
             a,
             g,
             direction,
@@ -183,7 +186,9 @@ def direction_inner(
         return per_example.sum(1, dtype=torch.float64)
     sums = torch.empty((segments.batch,), dtype=torch.float64, device=a.device)
     if segments.batch:
-        segment_sum_kernel[(_check.check_programs(segments.batch),)](
+        launch_kernel(
+            segment_sum_kernel,
+            segments.batch,
             partial,
             segments.cu_seqlens,
             sums,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
 
@@ -165,8 +168,29 @@ def gram_sqnorm(
     Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 24 bytes per tile pair.
     Source: Li et al., arXiv 2110.05679.
     """
+    bounds, shape, launch = _plan(
+        gram_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
+        config,
+    )  # fmt: skip
+    partial = torch.empty(shape, dtype=torch.float64, device=a.device)
+    if launch is not None:
+        launch(a, g, bounds, partial)
+    sqnorm, magnitude, size = apart(partial)
+    return sqnorm, magnitude, size
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    precision: str,
+    config: _config.TileConfig | None,
+) -> tuple[torch.Tensor | None, tuple[int, int, int], Launch | None]:
+    """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
+    a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
-    precision = _check.check_precision(a.dtype, precision)
     config = config or _config.choose_gram(
         segments.positions,
         a.element_size(),
@@ -174,15 +198,13 @@ def gram_sqnorm(
         _check.architecture(a.device),
         _check.is_aligned(a, g),
     )
-    side = triton.cdiv(segments.positions, config.rows)
+    side = _check.cdiv(segments.positions, config.rows)
     pairs = side * (side + 1) // 2
-    partial = torch.empty((3, segments.batch, pairs), dtype=torch.float64, device=a.device)
-    if partial.numel():
-        gram_kernel[(_check.check_programs(segments.batch * pairs),)](
-            a,
-            g,
-            segments.cu_seqlens,
-            partial,
+    launch = None
+    if segments.batch * pairs:
+        launch = Launch(
+            kernel,
+            segments.batch * pairs,
             *segments.strides(a),
             *segments.strides(g),
             segments.batch,
@@ -198,5 +220,4 @@ def gram_sqnorm(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    sqnorm, magnitude, size = apart(partial)
-    return sqnorm, magnitude, size
+    return segments.cu_seqlens, (3, segments.batch, pairs), launch

@@ -11,8 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
+from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale import per_example_sums
@@ -216,13 +218,15 @@ def group_norm_backward(
             "choice of the tile to the table"
         )
     per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
-    parts = triton.cdiv(batch, per_program)
+    parts = _check.cdiv(batch, per_program)
     stored = parts if sums else 0
     partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
     gradient = torch.empty_like(x)
     if x.numel():
-        group_norm_kernel[(_check.check_programs(parts * groups),)](
+        launch_kernel(
+            group_norm_kernel,
+            parts * groups,
             x,
             g,
             None if weight is None else weight.contiguous(),
@@ -250,7 +254,7 @@ def group_norm_backward(
         partial.zero_()
         sqnorm.zero_()
     if sums:
-        scale, shift = (part.sum(0) for part in partial)
+        (scale, shift), _ = finish(partial.unsqueeze(2), sums=True, squares=False)
     else:
         scale, shift = (partial.new_empty(0) for _ in range(2))
     scale_sqnorm, shift_sqnorm = apart(sqnorm)

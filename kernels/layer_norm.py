@@ -6,12 +6,15 @@ One pass over the data yields the input gradient, the summed gradients and the s
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import apart
+from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale import per_example_sums
@@ -166,12 +169,14 @@ def layer_norm_sqnorm(
     Cost: one read of both operands; workspace of a few sums for each processor of the device.
     Rows too long to be held on chip take two reads of x.
     """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    if x.shape[-1] > WIDEST and config is None:
+    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, False, False, False)
+    plan = _plan(layer_norm_kernel, (x, g, None), *options)
+    if plan.wide:
         statistics = row_statistics(x, eps, rms)
-        scale, shift = launch_scale(g, x, segments, statistics, sums=False).sqnorm
+        scale, shift = launch_scale(g, x, plan.segments, statistics, sums=False).sqnorm
         return scale, shift
-    _, _, (scale, shift) = _launch(x, g, None, eps, rms, segments, config, splits, sums=False)
+    _, partial, sqnorm = _launch(plan, x, g)
+    _, (scale, shift) = _finished(plan, partial, sqnorm, sums=False)
     return scale, shift
 
 
@@ -194,13 +199,13 @@ def layer_norm_sum(
     Returns:
         (scale, shift), each fp32 (B, D).
     """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    if x.shape[-1] > WIDEST and config is None:
-        scale, shift = per_example_sums(g, x, segments, row_statistics(x, eps, rms))
+    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, True, False, True)
+    plan = _plan(layer_norm_kernel, (x, g, None), *options)
+    if plan.wide:
+        scale, shift = per_example_sums(g, x, plan.segments, row_statistics(x, eps, rms))
         return scale, shift
-    _, sums, _ = _launch(x, g, None, eps, rms, segments, config, splits, examples_per_program=1)
-    # parts are added, and results get memory of their own
-    scale, shift = (each.unflatten(0, (segments.batch, -1)).sum(1) for each in sums)
+    _, sums, _ = _launch(plan, x, g)
+    scale, shift = sums.unflatten(1, (plan.segments.batch, -1)).sum(2).unbind(0)
     return scale, shift
 
 
@@ -230,42 +235,59 @@ def layer_norm_backward(
     alone; workspace as `layer_norm_sqnorm`. Rows too long to be held on chip take three reads of x
     and two of g.
     """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
-    _check.check_scale(weight, x)
-    if x.shape[-1] > WIDEST and config is None:
+    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, sums, True, False)
+    plan = _plan(layer_norm_kernel, (x, g, weight), *options)
+    if plan.wide:
         statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
-        return whole_backward(g, x, segments, statistics, weight=weight, sums=sums)
-    gradient, partial, squares = _launch(
-        x, g, weight, eps, rms, segments, config, splits, sums=sums, input_gradient=True
-    )
+        return whole_backward(g, x, plan.segments, statistics, weight=weight, sums=sums)
+    gradient, partial, sqnorm = _launch(plan, x, g, weight)
     assert gradient is not None
-    if sums:
-        scale, shift = (each.sum(0) for each in partial)
-    else:
-        scale, shift = (each.new_empty(0) for each in partial)
-    scale_sqnorm, shift_sqnorm = squares
+    totals, (scale_sqnorm, shift_sqnorm) = _finished(plan, partial, sqnorm, sums)
+    scale, shift = totals or (partial.new_empty(0), partial.new_empty(0))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
-def _launch(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    weight: torch.Tensor | None,
+class _Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        segments: without bounds where the operands are dense.
+        wide: the rows are too long to be held on chip, and there is no launch.
+        splits: into how many parts the positions of an example are divided.
+        shape: of the sums, fp32: scale's and shift's, of all programs.
+        input_gradient: whether it is wanted.
+        launch: None where there are no examples.
+    """
+
+    segments: _check.Segments
+    wide: bool
+    splits: int = 1
+    shape: tuple[int, int, int] = (2, 0, 0)
+    input_gradient: bool = False
+    launch: Launch | None = None
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
     eps: float,
     rms: bool,
-    segments: _check.Segments,
     config: _config.TileConfig | None,
     splits: int | None,
-    *,
-    sums: bool = True,
-    input_gradient: bool = False,
-    examples_per_program: int | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(input gradient, sums fp32 (2, programs, D), two sqnorm fp64 (B,)) as far as asked for.
-
-    Of two the first is the scale's, the second the shift's.
-    """
+    sums: bool,
+    input_gradient: bool,
+    every_example: bool,
+) -> _Plan:
+    """Sums of every example alone are found with `every_example`."""
+    x, g, weight = operands
+    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
+    _check.check_scale(weight, x)
     batch, features = segments.batch, x.shape[-1]
+    if features > WIDEST and config is None:
+        return _Plan(segments, wide=True)
     architecture = _check.architecture(x.device)
     config = config or _config.choose_layer_norm(
         features, x.element_size(), architecture, _check.is_aligned(x, g)
@@ -275,32 +297,21 @@ def _launch(
             f"rows of at most {config.columns} features fit this tile; got {features}: leave the "
             "choice of the tile to the table"
         )
-    blocks = triton.cdiv(segments.positions, config.rows)
+    blocks = _check.cdiv(segments.positions, config.rows)
     per_program, parts = _config.choose_partition(batch, blocks, architecture)
     splits = max(1, min(splits or parts, max(blocks, 1)))
-    per_program = 1 if splits > 1 else examples_per_program or per_program
-    programs = triton.cdiv(batch, per_program) * splits
+    per_program = 1 if splits > 1 or every_example else per_program
+    programs = _check.cdiv(batch, per_program) * splits
     store = sums or splits > 1
-    shape = (2, programs if store else 0, features)
-    partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    sqnorm = tuple(torch.empty(batch, dtype=torch.float64, device=x.device) for _ in range(2))
-    gradient = None
-    if input_gradient:
-        # rows that belong to no example are written by no program
-        gradient = torch.zeros_like(x) if segments.ragged else torch.empty_like(x)
+    launch = None
     if batch:
-        layer_norm_kernel[(_check.check_programs(programs),)](
-            x,
-            g,
-            None if weight is None else weight.contiguous(),
-            segments.cu_seqlens,
-            gradient,
-            partial[0],
-            partial[1],
-            *sqnorm,
+        like = torch.empty_like(x, device="meta")
+        launch = Launch(
+            kernel,
+            programs,
             *segments.strides(x),
             *segments.strides(g),
-            *((0, 0, 0) if gradient is None else segments.strides(gradient)),
+            *(segments.strides(like) if input_gradient else (0, 0, 0)),
             batch,
             segments.positions,
             segments.total_rows,
@@ -319,7 +330,46 @@ def _launch(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    if splits > 1:
-        per_example = partial.view(2, batch, splits, features).sum(2, dtype=torch.float64)
-        sqnorm = apart(per_example.square())
+    shape = (2, programs if store else 0, features)
+    return _Plan(segments, False, splits, shape, input_gradient, launch)
+
+
+def _launch(
+    plan: _Plan, x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(input gradient, sums fp32 (2, programs, D), two sqnorm fp64 (B,)) as far as asked for.
+
+    Of two the first is the scale's, the second the shift's. Parts of examples have no sqnorm.
+    """
+    segments = plan.segments
+    partial = torch.empty(plan.shape, dtype=torch.float32, device=x.device)
+    sqnorm: tuple[torch.Tensor, ...] = ()
+    if plan.splits == 1:
+        sqnorm = torch.empty((2, segments.batch), dtype=torch.float64, device=x.device).unbind(0)
+    gradient = None
+    if plan.input_gradient:
+        # rows that belong to no example are written by no program
+        gradient = torch.zeros_like(x) if segments.ragged else torch.empty_like(x)
+    if plan.launch is not None:
+        plan.launch(
+            x,
+            g,
+            None if weight is None else weight.contiguous(),
+            segments.cu_seqlens,
+            gradient,
+            partial[0],
+            partial[1],
+            *(sqnorm or (None, None)),
+        )
     return gradient, partial, sqnorm
+
+
+def _finished(
+    plan: _Plan, partial: torch.Tensor, sqnorm: tuple[torch.Tensor, ...], sums: bool
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(sums over all examples where wanted, two sqnorm)."""
+    if not sums and plan.splits == 1:
+        return (), sqnorm
+    parts = partial.view(2, -1, plan.splits, plan.shape[2])
+    totals, squares = finish(parts, sums=sums, squares=plan.splits > 1)
+    return totals, squares or sqnorm

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.statistics import Statistics
 
@@ -104,7 +105,9 @@ def with_means(
     config = _config.choose_statistics(positions, features, itemsize, _check.architecture(x.device))
     output = torch.empty((2, batch, groups), dtype=torch.float32, device=x.device)
     if x.numel():
-        means_kernel[(_check.check_programs(batch * groups),)](
+        launch_kernel(
+            means_kernel,
+            batch * groups,
             x,
             g,
             None if weight is None else weight.contiguous(),

@@ -1,20 +1,21 @@
 """The kernels as operators of torch, `torch.ops.gradstats.<name>`, for eager and compiled code.
 
 Importing this module registers them. On CUDA they launch the Triton kernels, which are imported at
-the first call; elsewhere they compute the same in plain torch. Operators have no autograd formula:
+the first call; elsewhere they compute the same in plain torch. The functions of this module, of the
+same names, call the launchers themselves where torch has nothing to add (`_calls.py`); only they
+return tensors that share memory. Operators have no autograd formula:
 statistics are computed in the backward pass, beside the gradients.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gradstats.kernels import _config, _reference
+from gradstats.kernels import _calls, _config, _reference
 from torch import Tensor
 
 SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
@@ -326,27 +327,14 @@ OPERATORS = {
 
 
 def _launch(name: str) -> Callable:
-    """The CUDA implementation of an operator: its launcher, imported at the first call."""
-    module, leading = OPERATORS[name].module, OPERATORS[name].leading
+    """The CUDA implementation of an operator."""
+    return _calls.parted(_launcher(name))
 
-    def implementation(*args, **kwargs):
-        try:
-            launcher = getattr(importlib.import_module(f"gradstats.kernels.{module}"), name)
-        except ImportError as error:
-            raise RuntimeError(
-                f"gradstats::{name} on CUDA needs triton, which cannot be imported ({error}): "
-                "install triton>=3.6, or choose the PyTorch backend"
-            ) from error
-        # launchers take everything after the operands by name
-        named = dict(zip(_argument_names(name)[leading:], args[leading:], strict=False))
-        device = args[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            # a launch goes to the current device, wherever its operands lie
-            with torch.cuda.device(device):
-                return launcher(*args[:leading], **named, **kwargs)
-        return launcher(*args[:leading], **named, **kwargs)
 
-    return implementation
+def _launcher(name: str) -> Callable:
+    operator = OPERATORS[name]
+    names = functools.partial(_argument_names, name)
+    return _calls.launcher(name, operator.module, operator.leading, names)
 
 
 @functools.cache
@@ -385,5 +373,4 @@ for _name, _operator in OPERATORS.items():
     torch.library.impl(f"gradstats::{_name}", "CUDA")(_launch(_name))
     torch.library.impl(f"gradstats::{_name}", "CPU")(getattr(_reference, _name))
     torch.library.register_fake(f"gradstats::{_name}")(_fake(_name))
-    # bound once: a lookup through torch.ops at every call costs more than a small launch
-    globals()[_name] = getattr(torch.ops.gradstats, _name).default
+    globals()[_name] = _calls.at_once(getattr(torch.ops.gradstats, _name).default, _launcher(_name))

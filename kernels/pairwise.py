@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import dot, load_rows, segment_length
 from gradstats.kernels.direct import check_two_factors
 
@@ -321,7 +322,9 @@ def pairwise_gram(
         (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
     )
     if partial.numel():
-        pairwise_kernel[(_check.check_programs(tiles.programs),)](
+        launch_kernel(
+            pairwise_kernel,
+            tiles.programs,
             a1,
             g1,
             a2,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import check_two_factors, gradient_tile
 from gradstats.kernels.vector import vector_sum
@@ -158,7 +159,9 @@ def _example_tiles(
     )
     tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
     gradient = torch.empty((segments.batch, d_out, d_in), dtype=torch.float32, device=a.device)
-    example_tiles_kernel[(_check.check_programs(segments.batch * tiles),)](
+    launch_kernel(
+        example_tiles_kernel,
+        segments.batch * tiles,
         a,
         g,
         segments.cu_seqlens,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 
@@ -127,6 +130,24 @@ def _row_dots(
     splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(a1_i . a2_i, g1_i . g2_i), each fp64 (B,)."""
+    shape, launch = _plan(rank_one_kernel, (a1, g1, a2, g2), paired, config, splits)
+    partial = torch.empty(shape, dtype=torch.float64, device=a1.device)
+    if launch is not None:
+        launch(a1, g1, a2, g2, partial)
+    inputs, outputs = apart(partial)
+    return inputs, outputs
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    paired: bool,
+    config: _config.TileConfig | None,
+    splits: int | None,
+) -> tuple[tuple[int, int, int], Launch | None]:
+    """(shape of the partial results, launch): None where there are no examples."""
+    a1, g1, a2, g2 = operands
     for a, g in ((a1, g1), (a2, g2)):
         if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0]:
             raise _check.KernelInputError(
@@ -142,20 +163,17 @@ def _row_dots(
     config = config or _config.choose_rank_one(
         batch, widest, a1.element_size(), architecture, aligned
     )
-    row_blocks = triton.cdiv(batch, config.rows)
-    steps = max(1, triton.cdiv(widest, config.inner))
+    row_blocks = _check.cdiv(batch, config.rows)
+    steps = max(1, _check.cdiv(widest, config.inner))
     # a long row is shared by several programs, so that few rows still fill the machine
     splits = min(steps, splits or _config.choose_row_splits(row_blocks, steps, architecture))
-    features_per_split = triton.cdiv(steps, splits) * config.inner
-    splits = max(1, triton.cdiv(widest, features_per_split))
-    partial = torch.empty((2, batch, splits), dtype=torch.float64, device=a1.device)
+    features_per_split = _check.cdiv(steps, splits) * config.inner
+    splits = max(1, _check.cdiv(widest, features_per_split))
+    launch = None
     if batch:
-        rank_one_kernel[(_check.check_programs(row_blocks * splits),)](
-            a1,
-            g1,
-            a2,
-            g2,
-            partial,
+        launch = Launch(
+            kernel,
+            row_blocks * splits,
             *a1.stride(),
             *g1.stride(),
             *a2.stride(),
@@ -171,5 +189,4 @@ def _row_dots(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    inputs, outputs = apart(partial)
-    return inputs, outputs
+    return (2, batch, splits), launch

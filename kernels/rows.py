@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_rows, segment
 from gradstats.kernels.direction import segment_sum_kernel
 
@@ -274,7 +275,9 @@ def sum_rows(partial: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
         return per_example.sum(1, dtype=torch.float64)
     sums = torch.empty((segments.batch,), dtype=torch.float64, device=partial.device)
     if segments.batch:
-        segment_sum_kernel[(_check.check_programs(segments.batch),)](
+        launch_kernel(
+            segment_sum_kernel,
+            segments.batch,
             partial,
             segments.cu_seqlens,
             sums,
@@ -329,7 +332,9 @@ def _products(
     tiles = triton.cdiv(features, config.columns)
     partial = torch.empty((first.total_rows, tiles), dtype=torch.float64, device=g1.device)
     if partial.numel():
-        rows_kernel[(_check.check_programs(partial.numel()),)](
+        launch_kernel(
+            rows_kernel,
+            partial.numel(),
             ids1,
             g1,
             order,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_rows
 from gradstats.kernels.rows import sum_rows
 
@@ -90,7 +91,9 @@ def rows_direction(
     rows = segments.total_rows
     partial = torch.empty((rows, 1), dtype=torch.float64, device=g.device)
     if rows:
-        rows_direction_kernel[(_check.check_programs(triton.cdiv(rows, config.inner)),)](
+        launch_kernel(
+            rows_direction_kernel,
+            triton.cdiv(rows, config.inner),
             ids,
             g,
             direction,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels.pairwise import choose_pair_tiles, cross_tile, packed_rows
 
 
@@ -172,7 +173,9 @@ def pairwise_rows(
         (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=g1.device
     )
     if partial.numel():
-        pairwise_rows_kernel[(_check.check_programs(tiles.programs),)](
+        launch_kernel(
+            pairwise_rows_kernel,
+            tiles.programs,
             ids1,
             g1,
             ids2,

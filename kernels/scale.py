@@ -7,15 +7,17 @@ long for `layer_norm.py`. Operands are (B, T, C); channels that come first are a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._results import apart, empty
+from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.statistics import Statistics
+from gradstats.kernels.finish import finish
+from gradstats.kernels.statistics import Statistics, given_statistics, strides_of
 
 
 @triton.jit
@@ -243,12 +245,14 @@ class Products(NamedTuple):
 
     Attributes:
         input_gradient: like the inputs.
-        sums: each fp32 (parts, splits, C), of the examples of every part of the batch.
+        sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
+        totals: each fp32 (C,), sums of all examples; none of every example alone.
         sqnorm: each fp64 (B,), or products along the direction.
     """
 
     input_gradient: torch.Tensor | None
-    sums: tuple[torch.Tensor, ...]
+    sums: torch.Tensor
+    totals: tuple[torch.Tensor, ...]
     sqnorm: tuple[torch.Tensor, ...]
 
 
@@ -259,10 +263,10 @@ def per_example_sums(
     statistics: Statistics | None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Sums of x_hat g and of g for every example, each fp32 (B, C); of g alone without x."""
-    sums = launch(g, x, segments, statistics, config, splits, examples_per_program=1).sums
-    return [each[:, 0] if each.shape[1] == 1 else each.sum(1) for each in sums]
+    sums = launch(g, x, segments, statistics, config, splits, every_example=True).sums
+    return (sums.squeeze(2) if sums.shape[2] == 1 else sums.sum(2)).unbind(0)
 
 
 def launch(
@@ -278,118 +282,144 @@ def launch(
     input_gradient: bool = False,
     sums: bool = True,
     along: bool = False,
-    examples_per_program: int | None = None,
+    every_example: bool = False,
 ) -> Products:
     """Launches the kernel for the scale, where there is an x, and the shift, where wanted.
 
     Operands and segments are checked already. `weight` is the scale by which the input gradient is
-    multiplied, or the direction with `along`.
+    multiplied, or the direction with `along`. Sums are those of every example with `every_example`.
     """
-    batch, features = segments.batch, g.shape[-1]
-    operands = [g] if x is None else [x, g]
-    architecture = _check.architecture(g.device)
-    config = config or _config.choose_scale(
-        segments.positions,
-        features,
-        max(operand.element_size() for operand in operands),
-        architecture,
-        positions_adjacent=all(operand.stride(-2) == 1 for operand in operands),
-    )
-    tiles = triton.cdiv(features, config.columns)
-    blocks = triton.cdiv(segments.positions, config.inner)
-    per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
-    splits = max(1, min(splits or parts, max(blocks, 1)))
-    per_program = 1 if splits > 1 or not sums else examples_per_program or per_program
-    programs = triton.cdiv(batch, per_program) * splits
-    kinds = (x is not None) + shift
-    store, values = sums or not (along or splits == 1), along or splits == 1
-    partial = empty(kinds, (programs // splits if store else 0, splits, features), g.device)
-    own = torch.empty(
-        (kinds, batch, tiles, splits if values else 0), dtype=torch.float64, device=g.device
-    )
+    normalised: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    features_per_group, by_position = 1, False
+    if statistics is not None:
+        normalised = (
+            statistics.mean,
+            statistics.rstd,
+            statistics.shift_mean,
+            statistics.scale_mean,
+        )
+        features_per_group, by_position = statistics.features_per_group, statistics.by_position
+    plan = _plan(
+        scale_kernel, (x, g, weight, *normalised),
+        segments.batch, segments.positions, segments.total_rows, segments.ragged,
+        features_per_group, by_position,
+        config, splits, shift, input_gradient, sums, along, every_example,
+    )  # fmt: skip
+    device = g.device
+    partial = torch.empty(plan.sums, dtype=torch.float32, device=device)
+    own = torch.empty(plan.values, dtype=torch.float64, device=device)
     gradient = None
     if input_gradient:
         # rows that belong to no example are written by no program
-        gradient = (torch.zeros_like if segments.ragged else torch.empty_like)(operands[0])
-    if batch * tiles:
-        scale_kernel[(_check.check_programs(programs * tiles),)](
+        gradient = (torch.zeros_like if segments.ragged else torch.empty_like)(
+            g if x is None else x
+        )
+    if plan.launch is not None:
+        kinds = plan.sums[0]
+        plan.launch(
             x,
             g,
             None if weight is None else weight.contiguous(),
-            None if statistics is None else statistics.mean,
-            None if statistics is None else statistics.rstd,
-            None if statistics is None else statistics.shift_mean,
-            None if statistics is None else statistics.scale_mean,
+            *normalised,
             segments.cu_seqlens,
             gradient,
             partial[0] if kinds else None,
             partial[-1] if kinds else None,
             own,
-            *((0, 0, 0) if x is None else segments.strides(x)),
-            *segments.strides(g),
-            *((0, 0, 0) if gradient is None else segments.strides(gradient)),
-            *((0, 0, 0) if statistics is None else statistics.strides()),
+        )
+    values = plan.values[-1] > 0
+    totals: tuple[torch.Tensor, ...] = ()
+    sqnorm: tuple[torch.Tensor, ...] = ()
+    if not values or (sums and not every_example):
+        totals, sqnorm = finish(partial, sums=sums and not every_example, squares=not values)
+    return Products(gradient, partial, totals, apart(own) if values else sqnorm)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors: shapes of the sums and of the values, and the launch.
+
+    There is no launch where there is nothing to compute.
+    """
+
+    sums: tuple[int, int, int, int]
+    values: tuple[int, int, int, int]
+    launch: Launch | None
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor | None, ...],
+    batch: int,
+    positions: int,
+    total_rows: int,
+    ragged: bool,
+    features_per_group: int,
+    by_position: bool,
+    config: _config.TileConfig | None,
+    splits: int | None,
+    shift: bool,
+    input_gradient: bool,
+    sums: bool,
+    along: bool,
+    every_example: bool,
+) -> _Plan:
+    x, g, weight, mean, _, shift_mean, _ = operands
+    assert g is not None
+    features = g.shape[-1]
+    read = [g] if x is None else [x, g]
+    architecture = _check.architecture(g.device)
+    config = config or _config.choose_scale(
+        positions,
+        features,
+        max(operand.element_size() for operand in read),
+        architecture,
+        positions_adjacent=all(operand.stride(-2) == 1 for operand in read),
+    )
+    tiles = _check.cdiv(features, config.columns)
+    blocks = _check.cdiv(positions, config.inner)
+    per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
+    splits = max(1, min(splits or parts, max(blocks, 1)))
+    per_program = 1 if splits > 1 or not sums or every_example else per_program
+    programs = _check.cdiv(batch, per_program) * splits
+    kinds = (x is not None) + shift
+    store, values = sums or not (along or splits == 1), along or splits == 1
+    launch = None
+    if batch * tiles:
+        like = torch.empty_like(read[0], device="meta")
+        launch = Launch(
+            kernel,
+            programs * tiles,
+            *((0, 0, 0) if x is None else _check.strides_of(x, ragged)),
+            *_check.strides_of(g, ragged),
+            *(_check.strides_of(like, ragged) if input_gradient else (0, 0, 0)),
+            *((0, 0, 0) if mean is None else strides_of(mean, by_position)),
             batch,
-            segments.positions,
-            segments.total_rows,
+            positions,
+            total_rows,
             features,
-            1 if statistics is None else statistics.features_per_group,
+            features_per_group,
             tiles,
             per_program,
             splits,
             SCALE=x is not None,
             SHIFT=shift,
             WEIGHT=weight is not None,
-            NORMALISED=statistics is not None,
-            BY_POSITION=statistics is not None and statistics.by_position,
-            MEANS=statistics is not None and statistics.shift_mean is not None,
+            NORMALISED=mean is not None,
+            BY_POSITION=by_position,
+            MEANS=shift_mean is not None,
             INPUT_GRADIENT=input_gradient,
             SUMS=store,
             VALUES=values,
             ALONG=along,
-            RAGGED=segments.ragged,
+            RAGGED=ragged,
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    if values:
-        sqnorm = apart(own)
-    else:
-        per_example = (each.sum(1, dtype=torch.float64) for each in partial)
-        sqnorm = tuple(each.square().sum(1) for each in per_example)
-    return Products(gradient, partial, sqnorm)
-
-
-def given_statistics(
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor | None,
-    segments: _check.Segments,
-    x: torch.Tensor,
-) -> Statistics | None:
-    """Statistics of channels that the caller has, checked; None where there are none."""
-    if mean is None and rstd is None:
-        return None
-    allowed: list[tuple[int, ...]] = [(x.shape[-1],)]
-    if not segments.ragged:
-        allowed.append((segments.batch, x.shape[-1]))
-    layouts = {
-        None
-        if statistic is None
-        else (tuple(statistic.shape), statistic.stride(), statistic.dtype, statistic.device)
-        for statistic in (mean, rstd)
-    }
-    if (
-        mean is None
-        or rstd is None
-        or len(layouts) > 1
-        or tuple(mean.shape) not in allowed
-        or mean.dtype != torch.float32
-        or mean.device != x.device
-    ):
-        raise _check.KernelInputError(
-            "mean and rstd must both be given, fp32 on the inputs' device, of one layout, and one "
-            f"number for each channel: {' or '.join(map(str, allowed))}; got {layouts}: "
-            "make both so, or pass neither"
-        )
-    return Statistics(mean, rstd)
+    return _Plan(
+        (kinds, programs // splits if store else 0, splits, features),
+        (kinds, batch, tiles, splits if values else 0),
+        launch,
+    )

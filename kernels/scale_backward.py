@@ -6,10 +6,13 @@ broadcast multiplications and additions, of biases, of BatchNorm in evaluation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from gradstats.kernels import _check, _config
-from gradstats.kernels.scale import given_statistics, launch
-from gradstats.kernels.statistics import Statistics
+from gradstats.kernels._launching import remembered
+from gradstats.kernels.scale import launch, scale_kernel
+from gradstats.kernels.statistics import Statistics, given_statistics
 
 
 def scale_backward(
@@ -48,8 +51,7 @@ def scale_backward(
     Cost: one read of the operands and one write of the input gradient; workspace of a few sums for
     each processor of the device.
     """
-    segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
-    _check.check_scale(weight, g)
+    segments = _checked(scale_kernel, (g, x, weight), cu_seqlens, max_seqlen)
     statistics = given_statistics(mean, rstd, segments, g)
     return whole_backward(
         g, x, segments, statistics, config, splits,
@@ -76,12 +78,24 @@ def scale_direction(
     Returns:
         fp64 (B,).
     """
-    segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
-    _check.check_scale(direction, g)
+    segments = _checked(scale_kernel, (g, x, direction), cu_seqlens, max_seqlen)
     return launch(
         g, x, segments, None, config, splits,
         weight=direction, shift=x is None, sums=False, along=True,
     ).sqnorm[0]  # fmt: skip
+
+
+@remembered
+def _checked(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> _check.Segments:
+    g, x, weight = operands
+    segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
+    _check.check_scale(weight, g)
+    return segments
 
 
 def whole_backward(
@@ -112,7 +126,7 @@ def whole_backward(
     def total(kind: int | None) -> torch.Tensor:
         if kind is None or not sums:
             return g.new_empty(0, dtype=torch.float32)
-        return found.sums[kind].sum((0, 1))
+        return found.totals[kind]
 
     def square(kind: int | None) -> torch.Tensor:
         return g.new_empty(0, dtype=torch.float64) if kind is None else found.sqnorm[kind]

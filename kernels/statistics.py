@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_tile
 
 
@@ -104,11 +105,46 @@ class Statistics:
     shift_mean: torch.Tensor | None = None
     scale_mean: torch.Tensor | None = None
 
-    def strides(self) -> tuple[int, int, int]:
-        """(example, position, group) strides."""
-        example = 0 if self.mean.dim() == 1 else self.mean.stride(0)
-        other = self.mean.stride(-1)
-        return (example, other, 0) if self.by_position else (example, 0, other)
+
+def strides_of(statistic: torch.Tensor, by_position: bool) -> tuple[int, int, int]:
+    """(example, position, group) strides."""
+    example = 0 if statistic.dim() == 1 else statistic.stride(0)
+    other = statistic.stride(-1)
+    return (example, other, 0) if by_position else (example, 0, other)
+
+
+def given_statistics(
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    segments: _check.Segments,
+    x: torch.Tensor,
+) -> Statistics | None:
+    """Statistics of channels that the caller has, checked; None where there are none."""
+    if mean is None and rstd is None:
+        return None
+    allowed: list[tuple[int, ...]] = [(x.shape[-1],)]
+    if not segments.ragged:
+        allowed.append((segments.batch, x.shape[-1]))
+    layouts = {
+        None
+        if statistic is None
+        else (tuple(statistic.shape), statistic.stride(), statistic.dtype, statistic.device)
+        for statistic in (mean, rstd)
+    }
+    if (
+        mean is None
+        or rstd is None
+        or len(layouts) > 1
+        or tuple(mean.shape) not in allowed
+        or mean.dtype != torch.float32
+        or mean.device != x.device
+    ):
+        raise _check.KernelInputError(
+            "mean and rstd must both be given, fp32 on the inputs' device, of one layout, and one "
+            f"number for each channel: {' or '.join(map(str, allowed))}; got {layouts}: "
+            "make both so, or pass neither"
+        )
+    return Statistics(mean, rstd)
 
 
 def group_statistics(x: torch.Tensor, groups: int, eps: float) -> Statistics:
@@ -148,7 +184,9 @@ def _statistics(
     )
     output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
     if x.numel():  # what has no elements has no statistics that anything is multiplied by
-        statistics_kernel[(_check.check_programs(output[0].numel()),)](
+        launch_kernel(
+            statistics_kernel,
+            output[0].numel(),
             x,
             output,
             *strides,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.gram import gram_tile
 
@@ -159,7 +160,9 @@ def tied_inner(
         (first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a.device
     )
     if partial.numel():
-        tied_kernel[(_check.check_programs(partial.numel()),)](
+        launch_kernel(
+            tied_kernel,
+            partial.numel(),
             a,
             g,
             ids,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import Launch, launch_kernel, remembered
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, load_tile, segment
 
 
@@ -125,7 +129,9 @@ def vector_sum(
     tiles = triton.cdiv(features, config.columns)
     sums = torch.empty((segments.batch, features), dtype=torch.float32, device=v.device)
     if sums.numel():
-        vector_sum_kernel[(_check.check_programs(segments.batch * tiles),)](
+        launch_kernel(
+            vector_sum_kernel,
+            segments.batch * tiles,
             v,
             segments.cu_seqlens,
             sums,
@@ -199,6 +205,24 @@ def _vector_products(
     paired: bool,
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
+    bounds, shape, launch = _plan(vector_kernel, (v1, v2), cu_seqlens, max_seqlen, paired, config)
+    partial = torch.empty(shape, dtype=torch.float64, device=v1.device)
+    if launch is not None:
+        launch(v1, v2, bounds, partial)
+    return added(partial)
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    paired: bool,
+    config: _config.TileConfig | None,
+) -> tuple[torch.Tensor | None, tuple[int, int], Launch | None]:
+    """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
+    v1, v2 = operands
     segments = _check.check_operands(v1, v2, cu_seqlens, max_seqlen)
     features = v1.shape[-1]
     config = config or _config.choose_vector(
@@ -208,14 +232,12 @@ def _vector_products(
         _check.architecture(v1.device),
         _check.is_aligned(v1, v2),
     )
-    tiles = triton.cdiv(features, config.columns)
-    partial = torch.empty((segments.batch, tiles), dtype=torch.float64, device=v1.device)
-    if partial.numel():
-        vector_kernel[(_check.check_programs(partial.numel()),)](
-            v1,
-            v2,
-            segments.cu_seqlens,
-            partial,
+    tiles = _check.cdiv(features, config.columns)
+    launch = None
+    if segments.batch * tiles:
+        launch = Launch(
+            kernel,
+            segments.batch * tiles,
             *segments.strides(v1),
             *segments.strides(v2),
             segments.batch,
@@ -230,4 +252,4 @@ def _vector_products(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64)
+    return segments.cu_seqlens, (segments.batch, tiles), launch

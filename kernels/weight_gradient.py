@@ -7,10 +7,14 @@ tile joins the sum over examples, and the accumulator starts again from zero.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
+from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -28,7 +32,7 @@ def weight_gradient_kernel(
     g_ptr,  # (B, T, d_out) or packed (N, d_out); a descriptor of [1, INNER, ROWS] if DESCRIPTORS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     gradient_ptr,  # (d_out, d_in) contiguous
-    parts_ptr,  # fp32 (splits, tiles - whole, ROWS, COLUMNS): sums over each range of examples
+    parts_ptr,  # fp32 (splits, tiles - whole, ROWS, COLUMNS), written if SPLIT: sums over ranges
     partial_ptr,  # fp64 (B, tiles)
     stride_ab,
     stride_at,
@@ -43,6 +47,7 @@ def weight_gradient_kernel(
     d_out,
     whole,  # tiles that one program walks through all examples; the others are split
     examples_per_split,
+    SPLIT: tl.constexpr,  # some tiles are
     RAGGED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -59,11 +64,12 @@ def weight_gradient_kernel(
     tile = index
     first_example = 0
     last_example = batch
-    if index >= whole:
-        split = (index - whole) // (tiles - whole)
-        tile = whole + (index - whole) % (tiles - whole)
-        first_example = split * examples_per_split
-        last_example = tl.minimum(first_example + examples_per_split, batch)
+    if SPLIT:
+        if index >= whole:
+            split = (index - whole) // (tiles - whole)
+            tile = whole + (index - whole) % (tiles - whole)
+            first_example = split * examples_per_split
+            last_example = tl.minimum(first_example + examples_per_split, batch)
     row_tile, column_tile = grouped(tile, row_tiles, column_tiles, GROUP_ROWS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -96,14 +102,15 @@ def weight_gradient_kernel(
         if RAGGED:
             total += poison
 
-    if index < whole:
-        offsets = tl.cast(rows, tl.int64)[:, None] * d_in + tl.cast(columns, tl.int64)[None, :]
-        mask = (rows < d_out)[:, None] & (columns < d_in)[None, :]
-        tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
-    else:
-        part = parts_ptr + tl.cast(index - whole, tl.int64) * ROWS * COLUMNS
-        within = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(part + within, total)
+    if SPLIT:
+        if index >= whole:
+            part = parts_ptr + tl.cast(index - whole, tl.int64) * ROWS * COLUMNS
+            within = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            tl.store(part + within, total)
+            return
+    offsets = tl.cast(rows, tl.int64)[:, None] * d_in + tl.cast(columns, tl.int64)[None, :]
+    mask = (rows < d_out)[:, None] & (columns < d_in)[None, :]
+    tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["whole", "splits"])
@@ -189,10 +196,64 @@ def weight_gradient_sqnorm(
     per example and tile, and for tiles whose examples are split 4 bytes per element and part: no
     more parts at once than programs that the device runs at once.
     """
+    plan = _plan(
+        weight_gradient_kernel, (a, g), cu_seqlens, max_seqlen,
+        _check.check_precision(a.dtype, precision), gradient_dtype, descriptors, config, splits,
+    )  # fmt: skip
+    partial = torch.empty(plan.partial, dtype=torch.float64, device=a.device)
+    if plan.launch is None:
+        return torch.zeros(plan.gradient, dtype=plan.dtype, device=a.device), added(partial)
+    gradient = torch.empty(plan.gradient, dtype=plan.dtype, device=a.device)
+    parts = None
+    if plan.addition is not None:
+        parts = torch.empty(plan.parts, dtype=torch.float32, device=a.device)
+    operands: tuple[Any, Any] = (a, g)
+    if plan.boxes is not None:
+        operands = tuple(map(TensorDescriptor.from_tensor, operands, plan.boxes))
+    plan.launch(*operands, plan.bounds, gradient, parts, partial)
+    if plan.addition is not None:
+        plan.addition(parts, gradient)
+    return gradient, added(partial)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        bounds: of packed examples.
+        gradient, dtype: the gradient's.
+        partial: shape of the partial norms: examples and tiles.
+        parts: shape of the sums of tiles that are split.
+        boxes: of the descriptors of a and g; None for pointers.
+        launch: None where there is nothing to compute.
+        addition: of the parts; None where there are none.
+    """
+
+    bounds: torch.Tensor | None
+    gradient: tuple[int, int]
+    dtype: torch.dtype
+    partial: tuple[int, int]
+    parts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    boxes: tuple[list[int], list[int]] | None = None
+    launch: Launch | None = None
+    addition: Launch | None = None
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    precision: str,
+    gradient_dtype: torch.dtype | None,
+    descriptors: bool | None,
+    config: _config.TileConfig | None,
+    splits: int | None,
+) -> _Plan:
+    a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
     batch, d_in, d_out = segments.batch, a.shape[-1], g.shape[-1]
-    precision = _check.check_precision(a.dtype, precision)
-    gradient_dtype = gradient_dtype or a.dtype
     architecture = _check.architecture(a.device)
     aligned = _check.is_aligned(a, g)
     dense = not segments.ragged and aligned and architecture >= 90 and not is_expanded(a, g)
@@ -216,37 +277,21 @@ def weight_gradient_sqnorm(
         "weight_gradient_descriptor" if descriptors else "weight_gradient",
     )
     tiles = _config.tiles_of(config, d_out, d_in)
-    partial = torch.empty((batch, tiles), dtype=torch.float64, device=a.device)
-    if not partial.numel():
-        gradient = torch.zeros((d_out, d_in), dtype=gradient_dtype, device=a.device)
-        return gradient, partial.sum(1)
-
+    shapes = (segments.cu_seqlens, (d_out, d_in), gradient_dtype or a.dtype, (batch, tiles))
+    if not batch * tiles:
+        return _Plan(*shapes)
     if splits is None:
         whole, splits = _config.split_tiles(config, tiles, batch, architecture)
     else:
         whole = 0
-    examples_per_split = triton.cdiv(batch, min(splits, batch))
-    splits = triton.cdiv(batch, examples_per_split)
+    examples_per_split = _check.cdiv(batch, min(splits, batch))
+    splits = _check.cdiv(batch, examples_per_split)
     if splits == 1:
         whole = tiles
     split_tiles = tiles - whole
-    gradient = torch.empty((d_out, d_in), dtype=gradient_dtype, device=a.device)
-    parts = torch.empty(
-        (splits, split_tiles, config.rows, config.columns), dtype=torch.float32, device=a.device
-    )
-    if descriptors:
-        operands = (
-            TensorDescriptor.from_tensor(a, [1, config.inner, config.columns]),
-            TensorDescriptor.from_tensor(g, [1, config.inner, config.rows]),
-        )
-    else:
-        operands = (a, g)
-    weight_gradient_kernel[(_check.check_programs(whole + split_tiles * splits),)](
-        *operands,
-        segments.cu_seqlens,
-        gradient,
-        parts,
-        partial,
+    launch = Launch(
+        kernel,
+        whole + split_tiles * splits,
         *segments.strides(a),
         *segments.strides(g),
         batch,
@@ -256,6 +301,7 @@ def weight_gradient_sqnorm(
         d_out,
         whole,
         examples_per_split,
+        SPLIT=split_tiles > 0,
         RAGGED=segments.ragged,
         DESCRIPTORS=descriptors,
         PRECISION=config.precision,
@@ -266,11 +312,12 @@ def weight_gradient_sqnorm(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    addition = None
     if split_tiles:
-        added = min(ADDED_ROWS, config.rows)
-        add_parts_kernel[(_check.check_programs(split_tiles * (config.rows // added)),)](
-            parts,
-            gradient,
+        rows = min(ADDED_ROWS, config.rows)
+        addition = Launch(
+            add_parts_kernel,
+            split_tiles * (config.rows // rows),
             d_in,
             d_out,
             whole,
@@ -278,6 +325,8 @@ def weight_gradient_sqnorm(
             ROWS=config.rows,
             COLUMNS=config.columns,
             GROUP_ROWS=GROUP,
-            ADDED=added,
+            ADDED=rows,
         )
-    return gradient, partial.sum(1)
+    boxes = ([1, config.inner, config.columns], [1, config.inner, config.rows])
+    parts = (splits, split_tiles, config.rows, config.columns)
+    return _Plan(*shapes, parts, boxes if descriptors else None, launch, addition)

@@ -95,7 +95,6 @@ def test_some_tiles_of_a_weight_gradient_are_split(monkeypatch, case):
     a, g, cu_seqlens = case
     config = TileConfig(16, 16, 16, 1, 1)
     tiles = _config.tiles_of(config, g.shape[-1], a.shape[-1])
-    assert tiles > 1
     monkeypatch.setattr(_config, "split_tiles", lambda *_: (tiles - 1, 2))
     gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
         a, g, cu_seqlens=cu_seqlens, config=config, gradient_dtype=torch.float32

@@ -1,0 +1,106 @@
+"""How a contraction is called: at once where nobody looks on, else through its operator.
+
+An operator costs more than a small launch. It is what compiled graphs hold, what modes and
+transforms of torch look on at, and what has no derivative; tensors that are none of that need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+PLAIN = (Tensor, Parameter)
+
+
+def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]]) -> Callable:
+    """The launcher of a contraction, imported at the first call, as its operator takes arguments.
+
+    Args:
+        name: of the contraction and of its launcher.
+        module: of this package, with the launcher.
+        leading: how many arguments the launcher takes by position: the operands.
+        names: of all arguments, asked for after the operator is defined.
+    """
+    imported = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal imported
+        if imported is None:
+            try:
+                imported = importlib.import_module(f"gradstats.kernels.{module}")
+            except ImportError as error:
+                raise RuntimeError(
+                    f"gradstats::{name} on CUDA needs triton, which cannot be imported ({error}): "
+                    "install triton>=3.6, or choose the PyTorch backend"
+                ) from error
+        launch = getattr(imported, name)
+        if len(args) > leading:
+            # launchers take everything after the operands by name
+            kwargs |= zip(names()[leading:], args[leading:], strict=False)
+            args = args[:leading]
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            # a launch goes to the current device, wherever its operands lie
+            with torch.cuda.device(device):
+                return launch(*args, **kwargs)
+        return launch(*args, **kwargs)
+
+    return call
+
+
+def parted(call: Callable) -> Callable:
+    """Have no two results share memory, and each fill its own.
+
+    Compiled code takes every output of an operator to begin an allocation of its own, and PyTorch
+    forbids operators outputs that alias.
+    """
+
+    @functools.wraps(call)
+    def call_and_part(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        return tuple(map(_alone, result)) if isinstance(result, tuple) else _alone(result)
+
+    return call_and_part
+
+
+def _alone(result: Tensor) -> Tensor:
+    return result if result.untyped_storage().nbytes() == result.nbytes else result.clone()
+
+
+def at_once(operator: Callable, call: Callable) -> Callable:
+    """The contraction that calls the launcher itself where the operator would do no more."""
+
+    def contract(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _observed():
+            return operator(*args, **kwargs)
+        if not args or not args[0].is_cuda:
+            return operator(*args, **kwargs)
+        for arguments in (args, kwargs.values()):
+            for each in arguments:
+                if isinstance(each, Tensor) and not _plain(each):
+                    return operator(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return contract
+
+
+def _observed() -> bool:
+    """Whether torch would do more for an operator than compute: derive, transform, trace, tell."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values."""
+    return type(tensor) in PLAIN and not tensor.is_neg() and not tensor._is_zerotensor()

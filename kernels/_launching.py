@@ -1,0 +1,192 @@
+"""Launches that cost the host little, and what is prepared for them, remembered.
+
+Triton asks every argument of every launch what a kernel could have been compiled for: dtypes, which
+addresses are multiples of 16, which numbers are, and which are one. Here the answer is remembered
+for launches that are equal in all of that and in every number, and the compiled kernel is started
+as Triton would start it. Whatever looks on or changes how kernels are compiled gets Triton's own
+launch: hooks, the interpreter, a kernel's stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import triton
+from gradstats.kernels._check import check_programs
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
+Operands = tuple[torch.Tensor | None, ...]
+
+# A step asks the same for each of its layers, every time. What is remembered of more layouts than
+# this is forgotten all at once.
+REMEMBERED = 1024
+
+_driver, _runtime, _compilation = (
+    triton.runtime.driver,
+    triton.knobs.runtime,
+    triton.knobs.compilation,
+)
+
+
+class Launch:
+    """A launch of a kernel with everything but its tensors, which are its first arguments."""
+
+    __slots__ = ("compiled", "constants", "kernel", "numbers", "programs", "values")
+
+    def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any):
+        self.kernel = kernel
+        self.programs = check_programs(programs)
+        self.numbers = numbers
+        self.constants = constants
+        # by what tensors may differ in: where they are, their dtypes, and their alignment
+        self.compiled: dict[tuple, CompiledKernel] = {}
+        self.values: tuple | None = None
+        if type(kernel) is JITFunction:
+            names = [each.name for each in kernel.params]
+            named = [name for name in names if name in constants]
+            if names[len(names) - len(named) :] == named:
+                self.values = (*numbers, *(constants[name] for name in named))
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch for tensors, for None where a kernel reads none, or for tensor descriptors."""
+        values = self.values
+        if values is None or _watched(self.kernel):
+            self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
+            return
+        driver = _driver.active
+        device = driver.get_current_device()
+        key, pointers = [driver, device], []
+        for tensor in tensors:
+            pointer = mark = tensor
+            if isinstance(tensor, torch.Tensor):
+                pointer, mark = tensor.data_ptr(), tensor.dtype
+                if pointer % 16:
+                    mark = (mark,)
+            elif tensor is not None:
+                mark = _mark(tensor)
+            pointers.append(pointer)
+            key.append(mark)
+        known = tuple(key)
+        compiled = self.compiled.get(known)
+        if compiled is None:
+            compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
+            self._remember(known, compiled)
+            return
+        compiled.run(
+            self.programs, 1, 1, driver.get_current_stream(device), compiled.function,
+            compiled.packed_metadata, None, None, None, *pointers, *values,
+        )  # fmt: skip
+
+    def _remember(self, known: tuple, compiled: Any) -> None:
+        """Remember what Triton launched, if it is what this version is known to start."""
+        assert self.values is not None
+        # the key holds the driver, the device and one mark for each tensor
+        complete = len(known) - 2 + len(self.values) == len(self.kernel.params)
+        parts = ("run", "function", "packed_metadata")
+        if complete and isinstance(compiled, CompiledKernel):
+            if all(hasattr(compiled, part) for part in parts):
+                self.compiled[known] = compiled
+
+
+def _mark(descriptor: Any) -> tuple:
+    """All that a kernel may be compiled for of a tensor descriptor."""
+    base = descriptor.base
+    return (
+        base.dtype, base.data_ptr() % 16, *descriptor.shape, *descriptor.strides,
+        *descriptor.block_shape, getattr(descriptor, "padding", None),
+        getattr(descriptor, "round_f32_to_tf32", None),
+    )  # fmt: skip
+
+
+def _watched(kernel: JITFunction) -> bool:
+    """Whether somebody looks on at launches, or wants kernels compiled otherwise than usual."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or kernel.pre_run_hooks
+        or _runtime.debug
+        or _compilation.instrumentation_mode
+        or getattr(_runtime, "add_stages_inspection_hook", None)
+    )
+
+
+_launches: dict[tuple, Launch] = {}
+
+
+def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel over a one-dimensional grid, as `kernel[(programs,)](...)` does.
+
+    Args:
+        kernel: what is launched; its tensors stand before its numbers.
+        programs: the size of the grid.
+        arguments: all tensors and numbers, by position.
+        constants: what it is compiled for, and options.
+    Raises:
+        KernelInputError: where the device can launch no grid of this size.
+    """
+    count = 0
+    for argument in arguments:
+        if isinstance(argument, (int, float)):
+            break
+        count += 1
+    numbers = arguments[count:]
+    # one and true and 1.0 are equal, and not the same to a compiler
+    key = (id(kernel), programs, numbers, (*map(type, numbers),), (*constants.items(),))
+    found = _launches.get(key)
+    if found is None:
+        found = Launch(kernel, programs, *numbers, **constants)
+        _store(_launches, key, found)
+    found(*arguments[:count])
+
+
+def remembered(
+    prepare: Callable[Concatenate[Any, Operands, Options], Result],
+) -> Callable[Concatenate[Any, Operands, Options], Result]:
+    """Remember what is prepared for a kernel, operands and options.
+
+    Of operands nothing may count but shape, strides, dtype, device and whether the address is a
+    multiple of 16. Nothing is remembered where an option is a tensor, whose values count, or where
+    the kernel is none of Triton's.
+    """
+    found: dict[tuple, tuple[Any, Result]] = {}
+
+    @functools.wraps(prepare)
+    def find(
+        kernel: Any, operands: Operands, *options: Options.args, **named: Options.kwargs
+    ) -> Result:
+        if type(kernel) is not JITFunction:
+            return prepare(kernel, operands, *options, **named)
+        key: list[Any] = [id(kernel), len(operands)]
+        for each in operands:
+            if each is None:
+                key.append(None)
+            else:
+                layout = (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() % 16)
+                key += layout
+        for option in options:
+            if isinstance(option, torch.Tensor):
+                return prepare(kernel, operands, *options, **named)
+            key.append(option)
+        key += named.items()
+        known = tuple(key)
+        entry = found.get(known)
+        if entry is None:
+            # with the kernel, whose id no other can have while it is here
+            entry = (kernel, prepare(kernel, operands, *options, **named))
+            _store(found, known, entry)
+        return entry[1]
+
+    return find
+
+
+def _store(found: dict[tuple, Any], key: tuple, value: Any) -> None:
+    if len(found) >= REMEMBERED:
+        found.clear()
+    found[key] = value

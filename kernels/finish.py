@@ -1,0 +1,124 @@
+"""Sums over all examples, and squared norms of each, of what the programs of a kernel left.
+
+One launch in place of one for each sum: a small operation takes the host as long as a kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from gradstats.kernels import _check
+from gradstats.kernels._launching import launch_kernel
+
+# parts of an example, and features, read at once
+PARTS, WIDTH = 32, 256
+# rows of all examples, and features, read at once
+ROWS, COLUMNS = 128, 64
+
+
+@triton.jit(do_not_specialize=["batch", "parts"])
+def finish_kernel(
+    partial_ptr,  # fp32 (KINDS, B, parts, features) contiguous
+    first_ptr,  # fp32 (features,): the sum of the first kind, written if SUMS
+    last_ptr,  # fp32 (features,): of the last
+    sqnorm_ptr,  # fp64 (KINDS, B), written if SQUARES
+    batch,
+    parts,
+    features,
+    KINDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The squared norm of one example, or the sum over all of them for a few features."""
+    index = tl.program_id(0)
+    examples = 0
+    if SQUARES:
+        examples = KINDS * batch
+        if index < examples:
+            base = partial_ptr + tl.cast(index, tl.int64) * parts * features
+            squares = tl.zeros((WIDTH,), tl.float64)
+            for column in range(0, features, WIDTH):
+                columns = column + tl.arange(0, WIDTH)
+                sums = tl.zeros((PARTS, WIDTH), tl.float64)
+                for part in range(0, parts, PARTS):
+                    rows = part + tl.arange(0, PARTS)
+                    sums += read(base, rows, parts, columns, features).to(tl.float64)
+                total = tl.sum(sums, axis=0)
+                squares += total * total
+            tl.store(sqnorm_ptr + index, tl.sum(squares))
+    if SUMS:
+        if index >= examples:
+            tiles = tl.cdiv(features, COLUMNS)
+            kind = (index - examples) // tiles
+            columns = (index - examples) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+            count = batch * parts
+            base = partial_ptr + tl.cast(kind, tl.int64) * count * features
+            # lanes are summed once at the end: a reduction inside the loop would stall every load
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for row in range(0, count, ROWS):
+                sums += read(base, row + tl.arange(0, ROWS), count, columns, features)
+            total = tl.sum(sums, axis=0)
+            if kind == 0:
+                tl.store(first_ptr + columns, total, mask=columns < features)
+            else:
+                tl.store(last_ptr + columns, total, mask=columns < features)
+
+
+@triton.jit
+def read(base, rows, count, columns, features):
+    """[rows, columns] of a contiguous matrix, zero past its end."""
+    offsets = tl.cast(rows, tl.int64)[:, None] * features + columns[None, :]
+    inside = (rows < count)[:, None] & (columns < features)[None, :]
+    return tl.load(base + offsets, mask=inside, other=0.0)
+
+
+def finish(
+    partial: torch.Tensor, *, sums: bool, squares: bool
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Finishes the results of a kernel for one kind or two.
+
+    Args:
+        partial: fp32 (kinds, B, parts, features) contiguous; an example is the sum of its parts.
+        sums, squares: which results are wanted.
+    Returns:
+        (sums over everything, each fp32 (features,) in memory of its own, as others may resize
+        gradients of parameters; squared norms of the examples, each fp64 (B,)); what is not wanted
+        is left out.
+    """
+    kinds, batch, parts, features = partial.shape
+    device = partial.device
+    totals = tuple(
+        torch.empty((features,), dtype=torch.float32, device=device)
+        for _ in range(kinds if sums else 0)
+    )
+    sqnorm = None
+    programs = kinds * _check.cdiv(features, COLUMNS) if sums else 0
+    if squares:
+        sqnorm = torch.empty((kinds, batch), dtype=torch.float64, device=device)
+        programs += kinds * batch
+    if programs:
+        launch_kernel(
+            finish_kernel,
+            programs,
+            partial,
+            totals[0] if sums else None,
+            totals[-1] if sums else None,
+            sqnorm,
+            batch,
+            parts,
+            features,
+            KINDS=kinds,
+            SUMS=sums,
+            SQUARES=squares,
+            PARTS=PARTS,
+            WIDTH=WIDTH,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=8,
+        )
+    return totals, () if sqnorm is None else sqnorm.unbind(0)
