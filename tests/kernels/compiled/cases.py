@@ -86,4 +86,5 @@ def cases() -> Iterator[Case]:
 def needs_tensor_cores(case: Case, kernel: str) -> bool:
     """Whether a kernel that a case launches multiplies matrices on tensor cores."""
     multiplies = SHARED_TILES.get(case.operation, case.operation) in _config.MATMULS
-    return multiplies and case.kind != "ieee" and not kernel.startswith("segment_sum")
+    adds = kernel.startswith(("segment_sum", "add_parts"))
+    return multiplies and case.kind != "ieee" and not adds
