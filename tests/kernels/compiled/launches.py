@@ -9,6 +9,7 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    _order,
     _patches,
     _tile,
     convolution,
@@ -61,6 +62,7 @@ MODULES = (
     statistics,
     means,
     scale,
+    _order,
     rows,
     rows_direction,
     rows_pairs,
@@ -133,6 +135,8 @@ def launches(
             else:
                 for longest in (0, 10**6):
                     rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
+                # what adds up runs has a tile of its own
+                rows.rows_sqnorm(ids, g, padding_idx=0, **(one | {"config": None}))
                 rows.rows_inner(ids, g, ids.int(), g, **two)
                 rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)
         elif operation == "layer_norm":
