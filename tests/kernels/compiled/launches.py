@@ -230,7 +230,10 @@ def group_norm_launches(config, dtype, aligned, layout):
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):
-    """Channels last where aligned, else first. Layout: "dense", or "stem" with three channels."""
+    """Channels last where aligned; else first, and copied to come last unless they are few.
+
+    Layout: "dense", or "stem" with three channels.
+    """
     format_ = torch.channels_last if aligned else torch.contiguous_format
     channels = 3 if layout == "stem" else 128
     x, g = (
