@@ -16,6 +16,8 @@ import triton.language as tl
 from gradstats.kernels import _check
 from gradstats.kernels._tile import dot
 
+FEWEST_ADJACENT = 16  # channels that are worth a tile's columns
+
 
 @triton.jit
 def patch_tile(
@@ -252,7 +254,7 @@ class Convolution:
 
         Few channels would leave most of such a tile empty: then it runs over the taps too.
         """
-        return self.channels >= 16
+        return self.channels >= FEWEST_ADJACENT
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -283,12 +285,34 @@ class Convolution:
             self.groups,
         )
 
+    def arranged(self) -> Convolution:
+        """The same with channels adjacent, copied where the kernels gain more than that costs.
+
+        Where channels come first no whole vectors can be read of patches. They can of channels that
+        come last, if they are a multiple of 16; of depthwise layers even single ones are cheaper.
+        """
+        multiple = FEWEST_ADJACENT if self.channels > 1 else 1
+        few = self.x.shape[1] < FEWEST_ADJACENT or not (self.one_tap or self.channels == 1)
+        if few or self.x.shape[1] % multiple:
+            return self
+        g = self.g if self.g.shape[1] % multiple else channels_last(self.g)
+        return dataclasses.replace(self, x=channels_last(self.x), g=g)
+
     def select(self, groups: slice, rows: slice) -> Convolution:
         """The part of the weight of some whole groups, or of some rows of a single group."""
         x = self.x.unflatten(1, (self.groups, self.channels))[:, groups]
         g = self.g.unflatten(1, (self.groups, self.outputs))[:, groups, rows]
         count = x.shape[1]
         return dataclasses.replace(self, x=x.flatten(1, 2), g=g.flatten(1, 2), groups=count)
+
+
+def channels_last(operand: torch.Tensor) -> torch.Tensor:
+    """The operand (B, C, ...) with channels adjacent, copied if they are not."""
+    if operand.stride(1) <= 1 or operand.numel() == 0:
+        return operand
+    # what is expanded is copied once
+    own = operand[tuple(slice(0, 1 if step == 0 else None) for step in operand.stride())]
+    return own.movedim(1, -1).contiguous().movedim(-1, 1).expand(operand.shape)
 
 
 def check_convolution(

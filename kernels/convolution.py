@@ -189,10 +189,13 @@ def convolution_sqnorm(
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 8 bytes per
-    tile.
+    tile, and a copy of each operand whose channels are not adjacent where that is faster.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
     chosen = _check.check_chosen(chosen, layer.batch, x.device)
+    if chosen is None or layer.channels == 1:
+        # of few chosen examples a copy of all would cost more than it gains
+        layer = layer.arranged()
     if layer.channels == 1:
         # reads each operand once, so that all examples cost no more than finding the chosen
         squares = depthwise.squares(layer, config)
@@ -253,7 +256,7 @@ def convolution_direction(
         fp64 (B,).
     Cost: that of `convolution_sqnorm`, and one read of the direction for each example.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
     if tuple(direction.shape) != layer.weight_shape or direction.device != x.device:
         raise _check.KernelInputError(
             f"direction must be {layer.weight_shape} on {x.device}; got {tuple(direction.shape)} "
@@ -271,7 +274,10 @@ def check_two_convolutions(
     g2: torch.Tensor,
     *layer: Sequence[int] | int,
 ) -> tuple[Convolution, Convolution]:
-    """Checks two factors as `check_convolution` does each, and that they are of one weight."""
+    """Checks two factors as `check_convolution` does each, and that they are of one weight.
+
+    Both come back as `Convolution.arranged` has them.
+    """
     first, second = check_convolution(x1, g1, *layer), check_convolution(x2, g2, *layer)
     _check.check_tensors(first.x, second.x)
     if first.weight_shape != second.weight_shape:
@@ -279,7 +285,9 @@ def check_two_convolutions(
             f"the two factors must be of one weight; got {first.weight_shape} and "
             f"{second.weight_shape}: both must come from the same layer"
         )
-    return first, second
+    same = x1 is x2 and g1 is g2
+    first = first.arranged()
+    return first, first if same else second.arranged()
 
 
 def stored(

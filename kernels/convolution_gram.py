@@ -118,9 +118,9 @@ def convolution_gram_sqnorm(
     Returns:
         (sqnorm, magnitude, size), each fp64 (B,).
     Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group;
-    workspace 24 bytes per tile pair.
+    workspace 24 bytes per tile pair, and the copies of `convolution.convolution_sqnorm`.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
     config = config or _config.choose_gram(
         layer.positions,
         x.element_size(),

@@ -176,7 +176,8 @@ def convolution_inner_gram(
     Returns:
         (inner, magnitude), each fp64 (B,).
     Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per example and group; workspace 16 bytes
-    for each example, group and pair of blocks of positions.
+    for each example, group and pair of blocks of positions, and the copies of
+    `convolution.convolution_sqnorm`.
     """
     layer = kernel, stride, padding, dilation, groups
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
@@ -215,7 +216,8 @@ def pairwise_convolution_gram(
     Returns:
         fp32 (B1, B2).
     Cost: 2 T1 T2 ((C / groups) taps + O / groups) flops per pair and group; workspace
-    one fp32 copy of K for each group and each pair of blocks of positions.
+    one fp32 copy of K for each group and each pair of blocks of positions, and the copies of
+    `convolution.convolution_sqnorm`.
     """
     layer = kernel, stride, padding, dilation, groups
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)

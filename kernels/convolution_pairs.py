@@ -35,7 +35,7 @@ def pairwise_convolution(
     Returns:
         fp32 (B1, B2); chunks are summed in fp64.
     Cost: that of both weight gradients, 2 B1 B2 flops per weight, and one write and read of every
-    chunk.
+    chunk; the copies of `convolution.convolution_sqnorm`.
     """
     layer = kernel, stride, padding, dilation, groups
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)

@@ -124,10 +124,10 @@ def convolution_weight_gradient_sqnorm(
     Returns:
         (gradient (O, C / groups, *kernel), sqnorm fp64 (B,)).
     Cost: that of the weight gradient alone, positions rounded up to a multiple of the
-    configuration's `inner`; workspace 8 bytes per example and tile, and 4 bytes per split and
-    weight where the examples are split.
+    configuration's `inner`; workspace 8 bytes per example and tile, 4 bytes per split and weight
+    where the examples are split, and the copies of `convolution.convolution_sqnorm`.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
     gradient_dtype = gradient_dtype or x.dtype
     if layer.channels == 1:
         return depthwise.summed(layer, gradient_dtype, config, splits)

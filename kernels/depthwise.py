@@ -77,6 +77,103 @@ def depthwise_gradient(
     return tl.sum(sums, axis=2)
 
 
+@triton.jit
+def depthwise_gradient_by_lines(
+    x_base,  # pointer to one example of x
+    g_base,  # pointer to one example of g
+    tap,  # [TAPS]
+    row,  # [CHANNELS] output channels
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    outputs,  # output channels of one group
+    rows,  # output channels of all groups
+    WINDOW: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INNER: tl.constexpr,
+    ACROSS: tl.constexpr,  # positions of one line that a block holds
+):
+    """As `depthwise_gradient`, in blocks of LINES lines of an image.
+
+    Whole vectors of channels are read, so that few products share an address: what can be of it is
+    computed once, and no position is divided into axes.
+    """
+    LINES: tl.constexpr = INNER // ACROSS
+    inside_rows = (row < rows)[:, None]
+    inside_taps = (tap < WINDOW[0] * WINDOW[1] * WINDOW[2])[:, None]
+    lane = tl.arange(0, INNER)
+    below = lane // ACROSS
+    beside = lane % ACROSS
+    g_lanes = (below * out_width + beside)[None, :]
+    g_lanes = tl.cast(g_lanes, tl.int64) * stride_gt
+    g_lanes += (tl.cast(row, tl.int64) * stride_gc)[:, None]
+    tap_d = (tap // (WINDOW[1] * WINDOW[2]) * WINDOW[9] - WINDOW[6])[:, None]
+    tap_h = (tap // WINDOW[2] % WINDOW[1] * WINDOW[10] - WINDOW[7])[:, None]
+    tap_w = (tap % WINDOW[2] * WINDOW[11] - WINDOW[8])[:, None]
+    lane_h = tap_h + (below * WINDOW[4])[None, :]
+    lane_w = tap_w + (beside * WINDOW[5])[None, :]
+    lanes = tl.cast(lane_h, tl.int64) * stride_xh + tl.cast(lane_w, tl.int64) * stride_xw
+    lanes = lanes + tl.cast(tap_d, tl.int64) * stride_xd
+    x_lanes = lanes[:, None, :] + (tl.cast(row // outputs, tl.int64) * stride_xc)[None, :, None]
+
+    sums = tl.zeros((TAPS, CHANNELS, INNER), tl.float32)
+    for plane in range(0, positions // (out_height * out_width)):
+        d = plane * WINDOW[3] + tap_d
+        inside_plane = inside_taps & (d >= 0) & (d < depth)
+        x_plane = x_base + tl.cast(plane, tl.int64) * WINDOW[3] * stride_xd
+        for line in range(0, out_height, LINES):
+            x_line = x_plane + tl.cast(line, tl.int64) * WINDOW[4] * stride_xh
+            g_line = g_base + (tl.cast(plane, tl.int64) * out_height + line) * out_width * stride_gt
+            h = line * WINDOW[4] + lane_h
+            inside_lines = inside_plane & (h >= 0) & (h < height)
+            for first in range(0, out_width, ACROSS):
+                inside = ((line + below < out_height) & (first + beside < out_width))[None, :]
+                start = tl.cast(first, tl.int64)
+                g = tl.load(
+                    g_line + start * stride_gt + g_lanes, mask=inside_rows & inside, other=0.0
+                )
+                w = first * WINDOW[5] + lane_w
+                inside = inside & inside_lines & (w >= 0) & (w < width)
+                x = tl.load(
+                    x_line + start * WINDOW[5] * stride_xw + x_lanes,
+                    mask=inside[:, None, :] & inside_rows[None, :, :],
+                    other=0.0,
+                )
+                sums += x.to(tl.float32) * g.to(tl.float32)[None, :, :]
+    return tl.sum(sums, axis=2)
+
+
+@triton.jit
+def example_gradient(
+    x_base, g_base, tap, row, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc, stride_gt,
+    depth, height, width, out_height, out_width, positions, outputs, rows, WINDOW: tl.constexpr,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """[TAPS, CHANNELS] tile of the weight gradient of one example."""
+    if ACROSS:
+        return depthwise_gradient_by_lines(
+            x_base, g_base, tap, row, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc,
+            stride_gt, depth, height, width, out_height, out_width, positions, outputs, rows,
+            WINDOW, TAPS, CHANNELS, INNER, ACROSS,
+        )  # fmt: skip
+    else:
+        return depthwise_gradient(
+            x_base, g_base, tap, row, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc,
+            stride_gt, depth, height, width, out_height, out_width, positions, outputs, rows,
+            WINDOW, TAPS, CHANNELS, INNER,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["batch", "examples_per_program"])
 def depthwise_kernel(
     x1_ptr,  # (B, C, D, H, W)
@@ -117,6 +214,7 @@ def depthwise_kernel(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
+    ACROSS: tl.constexpr,  # positions of one line in a block, 0 for blocks of any positions
 ):
     """One tile of a range of examples' weight gradients: squares, products, sums, or all of it."""
     ALL_TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
@@ -136,19 +234,21 @@ def depthwise_kernel(
     first = part * examples_per_program
     for number in range(first, tl.minimum(first + examples_per_program, batch)):
         example = tl.cast(number, tl.int64)
-        gradient = depthwise_gradient(
+        gradient = example_gradient(
             x1_ptr + example * stride_x1b, g1_ptr + example * stride_g1b, tap, row, stride_x1c,
             stride_x1d, stride_x1h, stride_x1w, stride_g1c, stride_g1t, depth, height, width,
             out_height, out_width, positions, outputs, rows, WINDOW, TAPS, CHANNELS, INNER,
+            ACROSS,
         )  # fmt: skip
         output = output_ptr + example * tiles + tile
         if MODE == "store":
             tl.store(output_ptr + example * rows * ALL_TAPS + offsets, gradient, mask=mask)
         elif MODE == "inner":
-            second = depthwise_gradient(
+            second = example_gradient(
                 x2_ptr + example * stride_x2b, g2_ptr + example * stride_g2b, tap, row, stride_x2c,
                 stride_x2d, stride_x2h, stride_x2w, stride_g2c, stride_g2t, depth, height, width,
                 out_height, out_width, positions, outputs, rows, WINDOW, TAPS, CHANNELS, INNER,
+                ACROSS,
             )  # fmt: skip
             tl.store(output, tl.sum(gradient * second))
         elif MODE == "direction":
@@ -203,6 +303,27 @@ def summed(
     return summed, output.sum(1, dtype=torch.float64)
 
 
+def across(height: int, width: int, inner: int) -> int:
+    """How many positions of one line a block of `inner` holds: as cover lines with fewest lanes."""
+    options = [8 << shift for shift in range(10) if 8 << shift <= inner] or [inner]
+
+    def lanes(size: int) -> tuple[int, int]:
+        lines = inner // size
+        return triton.cdiv(width, size) * size * triton.cdiv(height, lines) * lines, -size
+
+    return min(options, key=lanes)
+
+
+def _choose_by_lines(layer: Convolution) -> _config.TileConfig:
+    """Rows are taps, columns channels, inner positions.
+
+    Both operands come to each lane as it multiplies them, without shared memory: 8 channels of one
+    position, of which a warp holds 4 by 8, and other warps other positions.
+    """
+    warps = 4 if layer.positions > 128 else 1
+    return _config.TileConfig(8 if layer.taps > 12 else 4, 32, 8 * warps, warps, num_stages=1)
+
+
 def _launch(
     first: Convolution,
     second: Convolution,
@@ -214,12 +335,11 @@ def _launch(
     """(partial results of every example, sums of every range of examples)."""
     batch, rows, device = first.batch, first.g.shape[1], first.x.device
     architecture = _check.architecture(device)
-    config = config or _config.choose_depthwise(
-        first.positions,
-        first.x.element_size(),
-        architecture,
-        channels_adjacent=first.channels_last and first.g.stride(1) == 1,
-    )
+    by_lines = first.channels_last and first.g.stride(1) == 1
+    if config is None and by_lines:
+        config = _choose_by_lines(first)
+    elif config is None:
+        config = _config.choose_depthwise(first.positions, first.x.element_size(), architecture)
     tiles = triton.cdiv(rows, config.columns) * triton.cdiv(first.taps, config.rows)
     parts = batch
     if mode == "sum":
@@ -256,6 +376,7 @@ def _launch(
             TAPS=config.rows,
             CHANNELS=config.columns,
             INNER=config.inner,
+            ACROSS=across(first.out[1], first.out[2], config.inner) if by_lines else 0,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

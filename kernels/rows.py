@@ -1,21 +1,25 @@
 """Embeddings: only positions of equal ids meet, so nothing of the table's size is ever formed.
 
-The per-example gradient of a table is G_i = sum_t e_{id_it} g_it^T. Short sequences are grouped by
-comparing ids on chip; long ones are sorted, so that equal ids stand side by side.
+The per-example gradient of a table is G_i = sum_t e_{id_it} g_it^T. For its norm the rows are read
+in the order of their ids, so that equal ids stand side by side.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _order
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_rows, segment
 from gradstats.kernels.direction import segment_sum_kernel
 
 CHUNK = 256  # ids compared at once
-LONGEST_COMPARED = 2048  # beyond, comparing every id with every other costs more than sorting
+LONGEST_COMPARED = 8192  # beyond, comparing every id with every other costs more than sorting
+ROWS = 16  # that one program adds up; its one warp holds them in registers
+AHEAD = 8  # blocks that a run is followed through at once
 
 
 @triton.jit
@@ -27,7 +31,6 @@ def sum_of_equal(
     g_base,  # offset of the example's first row
     stride_gt,
     stride_gd,
-    first,  # position to start at
     length,
     own,  # the id whose rows are summed
     columns,
@@ -36,11 +39,11 @@ def sum_of_equal(
     INNER: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """[COLUMNS] sums of the rows from `first` on whose id is `own`."""
+    """[COLUMNS] sums of the rows whose id is `own`."""
     compared = tl.arange(0, COMPARED)
     inner = tl.arange(0, INNER)
     sums = tl.zeros((INNER, COLUMNS), tl.float32)
-    for start in range(first, length, COMPARED):
+    for start in range(0, length, COMPARED):
         block = start + compared
         block_ids = tl.load(
             ids_ptr + ids_base + tl.cast(block, tl.int64) * stride_it,
@@ -61,13 +64,103 @@ def sum_of_equal(
     return tl.sum(sums, axis=0)
 
 
+@triton.jit(do_not_specialize=["total_rows", "tiles"])
+def run_squares_kernel(
+    g_ptr,
+    places_ptr,  # int64 (2, N) of `_order.places`
+    partial_ptr,  # fp32 (N, tiles), by slots
+    edges_ptr,  # fp32 (blocks, 2, features): sums of runs that lie in several blocks
+    stride_gd,
+    total_rows,
+    features,
+    tiles,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Of a block of slots: the squares of the sums of runs that it holds, at their last slots, and
+    the sums of the run that it goes on with and of the one that goes on after it."""
+    index = tl.program_id(0)
+    block = tl.cast(index // tiles, tl.int64)
+    tile = index % tiles
+    columns = tl.cast(tile * COLUMNS + tl.arange(0, COLUMNS), tl.int64)
+    slots = tl.arange(0, ROWS)
+    first = block * ROWS
+    runs_ptr = places_ptr + total_rows
+
+    opening = tl.load(runs_ptr + first)
+    run = opening
+    previous = opening
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    earlier = tl.zeros((COLUMNS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    # unrolled, and without a branch or a store between, so that all rows are loaded ahead
+    for step in tl.static_range(0, ROWS):
+        slot = first + step
+        offset = tl.load(places_ptr + slot, mask=slot < total_rows, other=0) * UNIT
+        width = tl.where(run >= 0, features, 0)
+        row = tl.load(g_ptr + offset + columns * stride_gd, mask=columns < width, other=0.0)
+        row = row.to(tl.float32)
+        sums = tl.where(run == previous, sums + row, row)
+        earlier = tl.where((run >= 0) & (run < first), sums, earlier)
+        following = tl.load(runs_ptr + slot + 1, mask=slot + 1 < total_rows, other=-1)
+        whole = (run >= first) & (run != following)
+        squares = tl.where((slots == step) & whole, tl.sum(sums * sums), squares)
+        previous = run
+        run = following
+    places = (first + slots) * tiles + tile
+    tl.store(partial_ptr + places, squares, mask=first + slots < total_rows)
+    edges = edges_ptr + block * 2 * features + columns
+    width = tl.where((opening >= 0) & (opening < first), features, 0)
+    tl.store(edges, earlier, mask=columns < width)
+    width = tl.where((previous >= first) & (run == previous), features, 0)
+    tl.store(edges + features, sums, mask=columns < width)
+
+
+@triton.jit(do_not_specialize=["total_rows", "tiles", "blocks"])
+def long_runs_kernel(
+    places_ptr,  # int64 (2, N) of `_order.places`
+    edges_ptr,  # fp32 (blocks, 2, features)
+    partial_ptr,  # fp32 (N, tiles)
+    total_rows,
+    features,
+    tiles,
+    blocks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The square of the sum of the run that begins in a block and goes on after it."""
+    index = tl.program_id(0)
+    block = tl.cast(index // tiles, tl.int64)
+    tile = index % tiles
+    runs_ptr = places_ptr + total_rows
+    after = (block + 1) * ROWS
+    run = tl.load(runs_ptr + after - 1, mask=after < total_rows, other=-1)
+    following = tl.load(runs_ptr + after, mask=after < total_rows, other=-1)
+    if (run >= block * ROWS) & (run == following):
+        columns = tl.cast(tile * COLUMNS + tl.arange(0, COLUMNS), tl.int64)
+        edges = edges_ptr + block * 2 * features + features + columns
+        lanes = tl.zeros((AHEAD, COLUMNS), tl.float32)
+        start = block + 1
+        more = True
+        while more:
+            ahead = start + tl.arange(0, AHEAD)
+            goes_on = ahead < blocks
+            goes_on = goes_on & (tl.load(runs_ptr + ahead * ROWS, mask=goes_on, other=-1) == run)
+            lanes += load_rows(edges_ptr, ahead * 2 * features, goes_on, columns, 1, features)
+            start += AHEAD
+            more = tl.sum(tl.where(goes_on, 1, 0)) == AHEAD
+        sums = tl.load(edges, mask=columns < features, other=0.0) + tl.sum(lanes, axis=0)
+        tl.store(partial_ptr + run * tiles + tile, tl.sum(sums * sums))
+
+
 @triton.jit(do_not_specialize=["positions1", "positions2", "total_rows1", "total_rows2", "tiles"])
 def rows_kernel(
-    ids1_ptr,  # int (B, T1), or packed (N1,); those of one example ascending if SORTED
+    ids1_ptr,  # int (B, T1), or packed (N1,)
     g1_ptr,  # (B, T1, d) or packed (N1, d)
-    order_ptr,  # int64 like ids1: rows of g1 in the order of the ids, read if SORTED
-    ids2_ptr,  # int (B, T2), or packed (N2,), read if PAIRED
-    g2_ptr,  # (B, T2, d) or packed (N2, d), read if PAIRED
+    ids2_ptr,  # int (B, T2), or packed (N2,)
+    g2_ptr,  # (B, T2, d) or packed (N2, d)
     example_ptr,  # int64 (N1,): example of each row, read if RAGGED
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,  # int (B + 1,), read if RAGGED
@@ -91,17 +184,12 @@ def rows_kernel(
     padding,  # this id's row takes no part, if PADDED
     tiles,
     PADDED: tl.constexpr,
-    SORTED: tl.constexpr,
-    PAIRED: tl.constexpr,
     RAGGED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """One row's part of |G_b|^2, or of <G1_b, G2_b> if PAIRED, over the features of one tile.
-
-    A norm is the squares of the sums of equal ids: the first row of each id answers for all.
-    """
+    """One row's part of <G1_b, G2_b>, over the features of one tile."""
     index = tl.program_id(0)
     row = index // tiles
     columns = (index - row * tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -124,83 +212,30 @@ def rows_kernel(
     )
     if PADDED:
         takes_part = takes_part & (own != padding)
-
-    total = 0.0
-    if PAIRED:
-        first2, length2, _ = segment(cu_seqlens2_ptr, example, positions2, total_rows2, RAGGED)
-        sums = sum_of_equal(
-            ids2_ptr,
-            example * stride_i2b + first2 * stride_i2t,
-            stride_i2t,
-            g2_ptr,
-            example * stride_g2b + first2 * stride_g2t,
-            stride_g2t,
-            stride_g2d,
-            0,
-            tl.where(takes_part, length2, 0),
-            own,
-            columns,
-            features,
-            COLUMNS,
-            INNER,
-            COMPARED,
-        )
-        place = g1_base + tl.cast(position, tl.int64) * stride_g1t
-        mine = tl.load(
-            g1_ptr + place + tl.cast(columns, tl.int64) * stride_g1d,
-            mask=columns < tl.where(takes_part, features, 0),
-            other=0.0,
-        )
-        total += tl.sum(sums * mine.to(tl.float32))
-    elif SORTED:
-        before = tl.load(
-            ids1_ptr + i1_base + tl.cast(position - 1, tl.int64) * stride_i1t,
-            mask=takes_part & (position > 0),
-            other=-1,
-        )
-        inner = tl.arange(0, INNER)
-        lanes = tl.zeros((INNER, COLUMNS), tl.float32)
-        start = position
-        more = takes_part & (before != own)
-        while more:
-            positions = start + inner
-            places = i1_base + tl.cast(positions, tl.int64) * stride_i1t
-            ids = tl.load(ids1_ptr + places, mask=positions < length1, other=-1)
-            equal = (positions < length1) & (ids == own)
-            source = tl.load(order_ptr + places, mask=equal, other=0)
-            rows = g1_base + source * stride_g1t
-            lanes += load_rows(g1_ptr, rows, equal, columns, stride_g1d, features).to(tl.float32)
-            start += INNER
-            more = tl.sum(tl.where(equal, 1, 0)) == INNER
-        sums = tl.sum(lanes, axis=0)
-        total += tl.sum(sums * sums)
-    else:
-        earlier = 0
-        compared = tl.arange(0, COMPARED)
-        for start in range(0, tl.where(takes_part, position, 0), COMPARED):
-            positions = start + compared
-            places = i1_base + tl.cast(positions, tl.int64) * stride_i1t
-            ids = tl.load(ids1_ptr + places, mask=positions < position, other=-1)
-            earlier += tl.sum(tl.where((positions < position) & (ids == own), 1, 0))
-        sums = sum_of_equal(
-            ids1_ptr,
-            i1_base,
-            stride_i1t,
-            g1_ptr,
-            g1_base,
-            stride_g1t,
-            stride_g1d,
-            position,
-            tl.where(takes_part & (earlier == 0), length1, 0),
-            own,
-            columns,
-            features,
-            COLUMNS,
-            INNER,
-            COMPARED,
-        )
-        total += tl.sum(sums * sums)
-    tl.store(partial_ptr + index, total)
+    first2, length2, _ = segment(cu_seqlens2_ptr, example, positions2, total_rows2, RAGGED)
+    sums = sum_of_equal(
+        ids2_ptr,
+        example * stride_i2b + first2 * stride_i2t,
+        stride_i2t,
+        g2_ptr,
+        example * stride_g2b + first2 * stride_g2t,
+        stride_g2t,
+        stride_g2d,
+        tl.where(takes_part, length2, 0),
+        own,
+        columns,
+        features,
+        COLUMNS,
+        INNER,
+        COMPARED,
+    )
+    place = g1_base + tl.cast(position, tl.int64) * stride_g1t
+    mine = tl.load(
+        g1_ptr + place + tl.cast(columns, tl.int64) * stride_g1d,
+        mask=columns < tl.where(takes_part, features, 0),
+        other=0.0,
+    )
+    tl.store(partial_ptr + index, tl.sum(sums * mine.to(tl.float32)))
 
 
 def rows_sqnorm(
@@ -230,14 +265,55 @@ def rows_sqnorm(
         fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of g, and T^2 comparisons of ids an example or one sort; workspace 8 bytes per
-    row and tile.
+    Cost: one read of g, and T^2 comparisons of ids an example or one sort; workspace 16 bytes per
+    row, 4 per row and tile, and 8 per feature for each block of rows.
     """
     segments = _check.check_rows(ids, g, cu_seqlens, max_seqlen)
-    order = None
-    if segments.positions > longest_compared:
-        ids, order = sorted_ids(ids, segments)
-    return _products(ids, g, segments, order, ids, g, segments, padding_idx, False, config)
+    features = g.shape[-1]
+    aligned = _check.is_aligned(g)
+    if config is None:
+        config = _config.choose_rows(
+            features, g.element_size(), _check.architecture(g.device), aligned
+        )
+        config = dataclasses.replace(config, inner=ROWS, num_warps=1)
+    rows, tiles = segments.total_rows, triton.cdiv(features, config.columns)
+    blocks = triton.cdiv(rows, config.inner)
+    partial = torch.empty((rows, tiles), dtype=torch.float32, device=g.device)
+    if partial.numel():
+        unit = 16 if aligned else 1
+        places = _order.places(ids, g, segments, padding_idx, unit, longest_compared)
+        edges = torch.empty((blocks, 2, features), dtype=torch.float32, device=g.device)
+        programs = blocks * tiles
+        options = {"ROWS": config.inner, "COLUMNS": config.columns, "num_warps": config.num_warps}
+        launch_kernel(
+            run_squares_kernel,
+            programs,
+            g,
+            places,
+            partial,
+            edges,
+            g.stride(-1),
+            rows,
+            features,
+            tiles,
+            UNIT=unit,
+            **options,
+        )
+        if blocks > 1:
+            launch_kernel(
+                long_runs_kernel,
+                programs,
+                places,
+                edges,
+                partial,
+                rows,
+                features,
+                tiles,
+                blocks,
+                AHEAD=AHEAD,
+                **options,
+            )
+    return _refused(sum_rows(partial, segments), segments)
 
 
 def rows_inner(
@@ -265,7 +341,50 @@ def rows_inner(
     _check.check_match(g1, g2, "width")
     _check.check_layouts(first, second)
     _check.check_batches(first.batch, second.batch)
-    return _products(ids1, g1, first, None, ids2, g2, second, padding_idx, True, config)
+
+    features = g1.shape[-1]
+    config = config or _config.choose_rows(
+        features, g1.element_size(), _check.architecture(g1.device), _check.is_aligned(g1, g2)
+    )
+    tiles = triton.cdiv(features, config.columns)
+    partial = torch.empty((first.total_rows, tiles), dtype=torch.float64, device=g1.device)
+    if partial.numel():
+        launch_kernel(
+            rows_kernel,
+            partial.numel(),
+            ids1,
+            g1,
+            ids2,
+            g2,
+            _order.example_of_rows(first),
+            first.cu_seqlens,
+            second.cu_seqlens,
+            partial,
+            *first.strides(ids1[..., None])[:2],
+            *first.strides(g1),
+            *second.strides(ids2[..., None])[:2],
+            *second.strides(g2),
+            first.batch,
+            first.positions,
+            second.positions,
+            first.total_rows,
+            second.total_rows,
+            features,
+            -1 if padding_idx is None else padding_idx,
+            tiles,
+            PADDED=padding_idx is not None,
+            RAGGED=first.ragged,
+            COLUMNS=config.columns,
+            INNER=config.inner,
+            COMPARED=CHUNK,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    sums = sum_rows(partial, first)
+    if second.ragged:
+        nothing = torch.zeros((second.total_rows, 1), dtype=torch.float64, device=g2.device)
+        sums = sums + sum_rows(nothing, second)
+    return _refused(sums, first, second)
 
 
 def sum_rows(partial: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
@@ -290,89 +409,9 @@ def sum_rows(partial: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
     return sums
 
 
-def example_of_rows(segments: _check.Segments) -> torch.Tensor | None:
-    """Example of each packed row; -1 or B for rows before and after all segments."""
-    if segments.cu_seqlens is None:
-        return None
-    bounds = segments.cu_seqlens
-    rows = torch.arange(segments.total_rows, device=bounds.device, dtype=bounds.dtype)
-    return torch.searchsorted(bounds, rows, right=True) - 1
-
-
-def sorted_ids(ids: torch.Tensor, segments: _check.Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids ascending within each example, the position that each came from), contiguous."""
-    if not segments.ragged:
-        values, order = torch.sort(ids.contiguous(), dim=1, stable=True)
-        return values, order
-    example = example_of_rows(segments)
-    assert example is not None and segments.cu_seqlens is not None
-    by_id = torch.argsort(ids, stable=True)
-    order = by_id[torch.argsort(example[by_id], stable=True)]
-    first_row = segments.cu_seqlens[example.clamp(0, segments.batch - 1)]
-    # rows outside all segments are never read
-    return ids[order], order - first_row
-
-
-def _products(
-    ids1: torch.Tensor,
-    g1: torch.Tensor,
-    first: _check.Segments,
-    order: torch.Tensor | None,
-    ids2: torch.Tensor,
-    g2: torch.Tensor,
-    second: _check.Segments,
-    padding_idx: int | None,
-    paired: bool,
-    config: _config.TileConfig | None,
-) -> torch.Tensor:
-    features = g1.shape[-1]
-    config = config or _config.choose_rows(
-        features, g1.element_size(), _check.architecture(g1.device), _check.is_aligned(g1, g2)
-    )
-    tiles = triton.cdiv(features, config.columns)
-    partial = torch.empty((first.total_rows, tiles), dtype=torch.float64, device=g1.device)
-    if partial.numel():
-        launch_kernel(
-            rows_kernel,
-            partial.numel(),
-            ids1,
-            g1,
-            order,
-            ids2,
-            g2,
-            example_of_rows(first),
-            first.cu_seqlens,
-            second.cu_seqlens,
-            partial,
-            *first.strides(ids1[..., None])[:2],
-            *first.strides(g1),
-            *second.strides(ids2[..., None])[:2],
-            *second.strides(g2),
-            first.batch,
-            first.positions,
-            second.positions,
-            first.total_rows,
-            second.total_rows,
-            features,
-            -1 if padding_idx is None else padding_idx,
-            tiles,
-            PADDED=padding_idx is not None,
-            SORTED=order is not None,
-            PAIRED=paired,
-            RAGGED=first.ragged,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            COMPARED=CHUNK,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    sums = sum_rows(partial, first)
-    if first.cu_seqlens is not None and second.cu_seqlens is not None:
-        # where bounds decrease, the search for a row's example may go astray anywhere
-        wrong = (first.cu_seqlens.diff() < 0).any()
-        if paired:
-            wrong = wrong | (second.cu_seqlens.diff() < 0).any()
-            nothing = torch.zeros((second.total_rows, 1), dtype=torch.float64, device=g2.device)
-            sums = sums + sum_rows(nothing, second)
-        sums = torch.where(wrong, float("nan"), sums)
+def _refused(sums: torch.Tensor, *sides: _check.Segments) -> torch.Tensor:
+    """The sums; NaN where bounds decrease, so that rows of any example may have gone astray."""
+    for segments in sides:
+        if segments.cu_seqlens is not None:
+            sums = torch.where((segments.cu_seqlens.diff() < 0).any(), float("nan"), sums)
     return sums

@@ -9,6 +9,7 @@ import torch
 from gradstats.kernels import (
     _check,
     _config,
+    _order,
     _patches,
     _tile,
     convolution,
@@ -63,6 +64,7 @@ MODULES = (
     statistics,
     means,
     scale,
+    _order,
     rows,
     rows_direction,
     rows_pairs,
@@ -135,6 +137,8 @@ def launches(
             else:
                 for longest in (0, 10**6):
                     rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
+                # what adds up runs has a tile of its own
+                rows.rows_sqnorm(ids, g, padding_idx=0, **(one | {"config": None}))
                 rows.rows_inner(ids, g, ids.int(), g, **two)
                 rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)
         elif operation == "layer_norm":
@@ -228,7 +232,10 @@ def group_norm_launches(config, dtype, aligned, layout):
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):
-    """Channels last where aligned, else first. Layout: "dense", or "stem" with three channels."""
+    """Channels last where aligned; else first, and copied to come last unless they are few.
+
+    Layout: "dense", or "stem" with three channels.
+    """
     format_ = torch.channels_last if aligned else torch.contiguous_format
     channels = 3 if layout == "stem" else 128
     x, g = (

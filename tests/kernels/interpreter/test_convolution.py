@@ -4,10 +4,12 @@ import pytest
 import torch
 from gradstats.kernels import (
     _check,
+    _patches,
     convolution,
     convolution_pair_gram,
     convolution_pairs,
     convolution_weight_gradient,
+    depthwise,
 )
 from gradstats.kernels._config import TileConfig
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +95,96 @@ def test_named_layers(name):
     check(*NAMED[name], layout, torch.float32)
 
 
+# (sizes of x, output channels, layer), whose channels are worth a copy where they come first
+ARRANGED = {
+    "images": ([16, 5, 9], 16, ([3, 3], [1, 2], [1, 1], [1, 1], 1)),
+    "outputs that fill no vector": ([32, 4, 4], 6, ([2, 2], [1, 1], [1, 0], [1, 2], 2)),
+    "lines": ([16, 11], 32, ([3], [1], [1], [2], 1)),
+    "volumes": ([16, 2, 3, 4], 16, ([1, 2, 2], [1, 1, 1], [0, 1, 0], [1, 1, 1], 1)),
+    "depthwise images": ([17, 5, 9], 17, ([3, 2], [1, 2], [1, 1], [1, 1], 17)),
+    "depthwise lines": ([16, 37], 32, ([4], [1], [3], [2], 16)),
+    "depthwise volumes": ([16, 3, 4, 9], 16, ([2, 1, 3], [2, 1, 1], [1, 0, 1], [1, 1, 2], 16)),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGED)
+def test_channels_that_come_first_are_copied_to_come_last(name):
+    sizes, outputs, layer = ARRANGED[name]
+    x, g = build(sizes, outputs, layer, "first", torch.float32, 3)
+    config = DEPTHWISE if sizes[0] == layer[-1] else TILE
+    arranged = _patches.check_convolution(x, g, *layer).arranged()
+    assert arranged.channels_last and arranged.x.is_contiguous() is False
+    torch.testing.assert_close(arranged.x.flatten(2), x.flatten(2), rtol=0, atol=0)
+    assert (arranged.g.stride(1) == 1) == (outputs % 16 == 0 or layer[-1] > 2)
+    check_direct(x, g, layer, config)
+    if outputs % 16 == 0 or layer[-1] > 2:
+        last = [operand.movedim(1, -1).contiguous().movedim(-1, 1) for operand in (x, g)]
+        first = convolution.convolution_sqnorm(x, g, *layer, config=config)
+        got = convolution.convolution_sqnorm(*last, *layer, config=config)
+        torch.testing.assert_close(first, got, rtol=0, atol=0)
+
+
+def check_direct(x, g, layer, config=None):
+    want, terms = exact(x, g, layer), absolute(x, g, layer)
+    got = convolution.convolution_sqnorm(x, g, *layer, config=config)
+    assert_close(got, want.square().sum(1), terms.square().sum(1))
+    gradient, squares = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+        x, g, *layer, config=config, splits=2, gradient_dtype=torch.float32
+    )
+    assert_close(squares, want.square().sum(1), terms.square().sum(1))
+    assert_close(gradient.flatten(), want.sum(0), terms.sum(0))
+
+
+def test_pairs_of_channels_that_come_first_and_last():
+    sizes, outputs, layer = ARRANGED["images"]
+    x, g = build(sizes, outputs, layer, "first", torch.float32)
+    x2, g2 = build(sizes, outputs, layer, "last", torch.float32, seed=5)
+    check_pairs(x, g, x2, g2, layer, TILE, gram=GRAM)
+
+
+@pytest.mark.parametrize("expanded", ["batch", "positions", "channels"])
+def test_what_is_expanded_is_copied_once(expanded):
+    sizes, outputs, layer = ARRANGED["images"]
+    x, g = build(sizes, outputs, layer, "first", torch.float32, 3)
+    axes = {"batch": (0,), "positions": (2, 3), "channels": (1,)}[expanded]
+    for axis in axes:
+        x = x.narrow(axis, 1, 1).expand_as(x)
+    arranged = _patches.check_convolution(x, g, *layer).arranged()
+    assert arranged.x.untyped_storage().nbytes() <= x.untyped_storage().nbytes()
+    check_direct(x, g, layer, TILE)
+
+
+@pytest.mark.parametrize("name", ["stem", "grouped", "depthwise", "several tiles of channels"])
+def test_few_channels_and_odd_ones_stay_where_they_are(name):
+    sizes, outputs, layer = NAMED[name]
+    x, g = build(sizes, outputs, layer, "first", torch.float32)
+    arranged = _patches.check_convolution(x, g, *layer).arranged()
+    assert arranged.x.data_ptr() == x.data_ptr() and arranged.g.data_ptr() == g.data_ptr()
+
+
+def test_one_position_has_channels_adjacent_already():
+    layer = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
+    x, g = build([16, 1, 1], 16, layer, "first", torch.float32)
+    arranged = _patches.check_convolution(x, g, *layer).arranged()
+    assert arranged.x.data_ptr() == x.data_ptr() and arranged.g.data_ptr() == g.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "inner", "expected"),
+    [(56, 56, 32, 8), (14, 14, 32, 16), (7, 7, 8, 8), (1, 2048, 32, 32), (28, 28, 32, 32),
+     (5, 3, 4, 4)],
+)  # fmt: skip
+def test_blocks_of_lines_leave_few_lanes_empty(height, width, inner, expected):
+    assert depthwise.across(height, width, inner) == expected
+
+
+@pytest.mark.parametrize(("size", "kernel"), [((5, 6), [4, 4]), ((9, 17), [3, 1])])
+def test_depthwise_channels_of_whole_vectors_with_the_tiles_that_ship(size, kernel):
+    layer = (kernel, [1, 1], [2, 2], [1, 1], 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_direct(*build([32, *size], 32, layer, "first", dtype), layer)
+
+
 @pytest.mark.parametrize("name", ["one tap, strided", "depthwise", "patches of three axes"])
 def test_pairs_and_directions(name):
     sizes, outputs, layer = NAMED[name]
@@ -147,7 +239,8 @@ def test_tiles_of_patches_read_nothing_beside_the_examples():
     ("channels", "dtype", "layout", "expected"),
     [
         (16, torch.bfloat16, "last", 64),
-        (16, torch.bfloat16, "first", 32),
+        (16, torch.bfloat16, "first", 64),
+        (20, torch.bfloat16, "first", 32),
         (16, torch.float32, "last", 32),
         (15, torch.bfloat16, "last", 32),
     ],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gradstats.kernels import (
+    _order,
     _patches,
     _reference,
     _tile,
@@ -68,8 +69,8 @@ def check_layer_norm(module, case):
 
 
 def check_rows(module, longest_compared):
-    g = operands("one example")[1]
-    ids = torch.arange(g.shape[1]).expand(g.shape[:2]) * 5 % 3
+    g = random((2, 37, 40), torch.float32, "cpu", 2)
+    ids = 1 + torch.arange(37).expand(2, 37) * 5 % 3
     tile = TileConfig(1, 64, 4, num_warps=1, num_stages=1)
     got = module.rows_sqnorm(ids, g, config=tile, longest_compared=longest_compared)
     want = _reference.rows_sqnorm(ids, g.double())
@@ -225,17 +226,36 @@ def test_a_broken_layer_norm(tmp_path, monkeypatch, right, wrong):
 
 
 @pytest.mark.parametrize(
-    "longest_compared, right, wrong",
+    "right, wrong",
     [
-        (100, "takes_part & (earlier == 0)", "takes_part"),
-        (0, "takes_part & (before != own)", "takes_part"),
-        (0, "more = tl.sum(tl.where(equal, 1, 0)) == INNER", "more = False"),
+        ("tl.where(run == previous, sums + row, row)", "row"),
+        ("whole = (run >= first) & (run != following)", "whole = run != following"),
+        ("tl.where((run >= 0) & (run < first), sums, earlier)", "sums"),
+        ("more = tl.sum(tl.where(goes_on, 1, 0)) == AHEAD", "more = False"),
+        ("tl.load(edges, mask=columns < features, other=0.0) + tl.sum", "tl.sum"),
     ],
-    ids=["every row answers", "every sorted row answers", "a run cut short"],
+    ids=["every row answers", "a run that opens earlier", "a run that ends", "a run cut short",
+         "a run without its first rows"],
+)  # fmt: skip
+def test_broken_runs_of_ids(tmp_path, monkeypatch, right, wrong):
+    monkeypatch.setattr(rows, "AHEAD", 1)
+    source = mutant(rows, "AHEAD = 8  # blocks", "AHEAD = 1  # blocks", tmp_path)
+    check_rows(source, 100)
+    rejects(check_rows, mutant(source, right, wrong, tmp_path), 100)
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("total_rows, tl.int64) + slot, run,", "total_rows, tl.int64) + slot, slot,"),
+        ("example * stride_gb + row * stride_gt", "row * stride_gt"),
+    ],
+    ids=["runs of one row", "another example's rows"],
 )
-def test_broken_groups_of_ids(tmp_path, longest_compared, right, wrong):
-    broken = mutant(rows, right, wrong, tmp_path)
-    rejects(check_rows, broken, longest_compared)
+def test_a_broken_order(tmp_path, monkeypatch, right, wrong):
+    broken = mutant(_order, right, wrong, tmp_path)
+    monkeypatch.setattr(rows, "_order", broken)
+    rejects(check_rows, rows, 100)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of numbers read past the end

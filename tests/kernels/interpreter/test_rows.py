@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, _reference, rows, rows_direction, rows_pairs, tied
+from gradstats.kernels import _check, _order, _reference, rows, rows_direction, rows_pairs, tied
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels.cases import CASES, random
@@ -21,6 +21,8 @@ RAGGED = ("ragged with empty", "ragged int64")
 @pytest.fixture(params=[*NAMES, *RAGGED])
 def case(request, monkeypatch):
     monkeypatch.setattr(rows, "CHUNK", 16)
+    monkeypatch.setattr(_order, "BLOCK", 8)
+    monkeypatch.setattr(_order, "COMPARED", 16)
     dtype = torch.bfloat16 if request.param == "sliced" else torch.float32
     _, g, bounds = CASES[request.param](dtype, BLOCK, "cpu")
     index_dtype = torch.int32 if bounds is None else torch.int64
@@ -49,6 +51,53 @@ def test_norms(case, padding_idx, longest_compared):
     )  # fmt: skip
     want = _reference.rows_sqnorm(ids, g.double(), bounds, padding_idx=padding_idx)
     assert_close(got, want, limit(ids, g, ids, g, bounds, bounds).diagonal())
+
+
+def few_ids(batch, positions):
+    """Ids of every length of run: one over whole examples, pairs across blocks, none twice."""
+    position = torch.arange(positions)
+    ids = [torch.zeros_like(position), position // 2, position.flip(0), (position - 9).clamp(0)]
+    return torch.stack(ids)[:batch]
+
+
+@pytest.mark.parametrize("longest_compared", [0, 100])
+def test_runs_of_equal_ids_through_many_blocks(monkeypatch, longest_compared):
+    monkeypatch.setattr(rows, "AHEAD", 2)
+    ids, g = few_ids(4, 37), random((4, 37, 40), torch.bfloat16, "cpu", 1)
+    want = _reference.rows_sqnorm(ids, g.double())
+    scale = _reference.rows_sqnorm(ids, g.double().abs())
+    for config in (ROWS, TileConfig(1, 64, 16, num_warps=1, num_stages=1), None):
+        got = rows.rows_sqnorm(ids, g, longest_compared=longest_compared, config=config)
+        assert_close(got, want, scale)
+        again = rows.rows_sqnorm(ids, g, longest_compared=longest_compared, config=config)
+        torch.testing.assert_close(got, again, rtol=0, atol=0)
+
+
+def test_rows_are_found_whatever_their_strides():
+    wide = random((37, 3, 64), torch.float32, "cpu", 1)
+    for g in (wide[..., 16:48], wide[..., 1:48:3], wide[:, :1].expand(37, 3, 64)):
+        g = g.transpose(0, 1)
+        ids = few_ids(3, 37)
+        got = rows.rows_sqnorm(ids, g, config=ROWS)
+        want = _reference.rows_sqnorm(ids, g.double())
+        assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
+
+
+def test_an_example_that_is_not_finite_leaves_its_neighbours_alone():
+    # examples of five rows share blocks of sixteen
+    ids, g = few_ids(4, 5) % 3, random((4, 5, 40), torch.float32, "cpu", 1)
+    want = rows.rows_sqnorm(ids, g)
+    g[1, 2], g[2, 0] = float("nan"), float("inf")
+    got = rows.rows_sqnorm(ids, g)
+    assert got.isfinite().tolist() == [True, False, False, True]
+    torch.testing.assert_close(got[::3], want[::3], rtol=0, atol=0)
+
+
+def test_examples_without_rows_and_without_features():
+    ids = torch.zeros((2, 0), dtype=torch.int64)
+    assert (rows.rows_sqnorm(ids, torch.zeros(2, 0, 3)) == 0).all()
+    assert (rows.rows_sqnorm(ids[:0], torch.zeros(0, 0, 3)).shape) == (0,)
+    assert (rows.rows_sqnorm(torch.zeros(2, 5).int(), torch.zeros(2, 5, 0)) == 0).all()
 
 
 @pytest.mark.parametrize("padding_idx", [3])
