@@ -89,7 +89,6 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
         vector,
     )
     from gradstats.kernels import weight_gradient as fused
-    from gradstats.kernels._config import TileConfig
 
     batch, positions, d_in, d_out = shape.batch, shape.positions, shape.d_in, shape.d_out
     size = torch.empty((), dtype=dtype).element_size()
@@ -155,14 +154,9 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
 
     yield Provider("weight_gradient", "cublas", flat_product, product, read + gradient_bytes)
     fused_options: dict[str, dict] = {"gradstats": {}}
-    aligned = d_in % 16 == 0 and d_out % 16 == 0
-    if aligned and descriptors:
+    if d_in % 16 == 0 and d_out % 16 == 0 and descriptors:
         fused_options["gradstats descriptors"] = {"descriptors": True}
-        if size == 2 and min(d_in, d_out) >= 256:
-            fused_options["gradstats descriptors 128x256"] = {
-                "descriptors": True,
-                "config": TileConfig(128, 256, 64, 8, 3),
-            }
+        fused_options["gradstats pointers"] = {"descriptors": False}
     for name, options in fused_options.items():
         yield Provider(
             "weight_gradient", name,

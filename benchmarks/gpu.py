@@ -52,20 +52,29 @@ class Step:
 
 def steps() -> list[Step]:
     kernels, layers = "benchmarks.bench_linear_kernels", "benchmarks.bench_layer_kernels"
-    files = ["tests/test_backend_models.py", "tests/kernels/gpu"]
-    # named one by one as they end, so that tests that are stopped have said what failed
-    tests = ["-m", "pytest", "-v", "--tb=short", "-m", "gpu", *files]
+    files = ["tests/test_backend_models.py", "tests/test_inner_products.py", "tests/kernels/gpu"]
+    # named one by one as they end, so that tests that are stopped have said what failed; a plugin
+    # that complains of being run in parallel stays out, as warnings are errors
+    tests = ["-m", "pytest", "-p", "no:benchmark", "-v", "--tb=short", "-m", "gpu", *files]
     # most of the tests' time is the compiler's, which uses one core a process; two are left for
     # what drives the others and for the system
     workers = str(max(1, (os.cpu_count() or 1) - 2))
-    parallel = ["-n", workers] if importlib.util.find_spec("xdist") else []
+    parallel = ["-n", workers, "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     steps = ["-m", "benchmarks.step_overhead"]
     gpt = [*steps, "gpt2", "--device", "cuda", "--dtype", "bfloat16", "--rounds", "15"]
     tiny = [*steps, "small", "--rounds", "1", "--out", "{out}"]
+    times = ["-m", "benchmarks.kernel_times"]
     found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
         Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
+        Step(
+            "times",
+            [*times, "gpt2", "--dtype", "bfloat16", "--out", "{out}"],
+            60,
+            None,
+            [*times, "small", "--out", "{out}"],
+        ),
         Step("kernels", ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"], 180),
         Step("layers", ["-m", layers, "--seconds", "100", "--out", "{out}/layers.csv"], 150),
         Step("tests", [*tests, *parallel], SECONDS, None, found),

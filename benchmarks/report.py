@@ -252,6 +252,49 @@ def monitor_table() -> str:
     return by_machine(rows, make)
 
 
+def kernel_table() -> str:
+    """Return the times of kernels beside their floors and what else computes the same."""
+
+    def layer(row: Row) -> str:
+        return row["name"] + (", channels last" if row.get("channels_last") == "True" else "")
+
+    def make(rows: list[Row]) -> str:
+        body = []
+        for (operation, _), group in grouped(
+            [{**row, "layer": layer(row)} for row in rows], "operation", "layer"
+        ).items():
+            timed = [row for row in group if row["ms"]]
+            ours = [row for row in timed if row["provider"].startswith("gradstats")]
+            if not ours:
+                continue
+            best = min(ours, key=lambda row: float(row["ms"]))
+            others = [
+                f"{row['provider']} {float(row['ms']) / float(best['ms']):.2f}×"
+                for row in sorted(timed, key=lambda row: float(row["ms"]))
+                if not row["provider"].startswith("gradstats")
+            ]
+            body.append(
+                [
+                    operation.replace("_", " "),
+                    group[0]["layer"],
+                    f"{1e3 * float(best['ms']):.0f}",
+                    f"{float(best['percent_of_floor']):.0f} %",
+                    ", ".join(others) or "–",
+                ]
+            )
+        header = ["operation", "layer", "µs", "of the floor", "others' times, of ours"]
+        return table(header, body)
+
+    keys = ("gpu", "dtype", "operation", "name", "channels_last", "provider")
+    rows = [row for name in ("kernels", "layers") for row in read_csv(name)]
+    tables = []
+    for (gpu, dtype), group in grouped(latest(rows, *keys), "gpu", "dtype").items():
+        versions = f"PyTorch {group[0]['torch']}, Triton {group[0]['triton']}"
+        dates = span(sorted({row["date"] for row in group}))
+        tables.append(f"{gpu}; {dtype}; {versions}; {dates}:\n\n{make(group)}")
+    return "\n\n".join(tables)
+
+
 def plot(name: str, what: str) -> Callable[[], str]:
     """Return the maker of a link to a plot, "" where there is nothing to plot."""
     return lambda: f"![{what}](benchmarks/results/{name}.png)" if read_csv(name) else ""
@@ -270,6 +313,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
         plot("crossover", "Time of both forms over T, the chosen one marked"),
         "crossover",
     ),
+    "kernels": (kernel_table, "gpu"),
     "influence": (influence_table, "influence"),
     "monitor": (monitor_table, "monitor_overhead"),
 }

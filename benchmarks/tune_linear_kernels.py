@@ -33,7 +33,7 @@ STREAMING = {
         (operation, kind): tiles
         for kind in ("half", "ieee")
         for operation, tiles in {
-            "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w8s1 4x512x1w8s1 8x128x1w4s1",
+            "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w2s1 4x512x1w8s1 8x128x1w4s1",
             "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
             "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
             "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",

@@ -39,6 +39,12 @@ KERNEL_BLOCK = 128
 # Positions that a direct kernel takes at once.
 KERNEL_STEP = 64
 
+# What kernels with two accumulators take for as many multiply-adds, of half precision on an NVIDIA
+# H100 (benchmarks/bench_linear_kernels.py): the Gram form beside the direct one, which has a larger
+# tile, and the direct form that adds up the gradient beside a product that does no more.
+KERNEL_GRAM_COST = 1.5
+KERNEL_SUM_COST = 1.4
+
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
 CACHE_BYTES = 1 * 1024 * 1024
@@ -144,11 +150,12 @@ def choose_outer_form(
         return "direct"
     if on_chip:
         entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
-        gram: float = entries * (d_left + d_right)
-        if with_sum:
-            gram += positions * d_left * d_right
+        gram: float = KERNEL_GRAM_COST * entries * (d_left + d_right)
         # The direct kernels step through positions in blocks and pad the last one.
         direct: float = max(positions, KERNEL_STEP) * d_left * d_right
+        if with_sum:
+            gram += positions * d_left * d_right
+            direct *= KERNEL_SUM_COST
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if patches:

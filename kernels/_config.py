@@ -322,6 +322,59 @@ def choose_partition(batch: int, blocks: int, architecture: int = 90) -> tuple[i
 
 
 @remembered
+def choose_weight_gradient(
+    d_out: int,
+    d_in: int,
+    batch: int,
+    itemsize: int,
+    precision: str = "ieee",
+    architecture: int = 90,
+    aligned: bool = True,
+    operation: str = "weight_gradient",
+) -> TileConfig:
+    """Rows are output features, columns input features, inner positions: the tile with which the
+    processors that take longest take least."""
+    processors = MULTIPROCESSORS[family(architecture)]
+
+    def cost(config: TileConfig) -> float:
+        tiles = max(1, tiles_of(config, d_out, d_in))
+        whole, splits = split_tiles(config, tiles, max(1, batch), architecture)
+        at_once = programs_at_once(config, architecture)
+        examples = -(-whole // at_once) * batch + (-(-batch // splits) if whole < tiles else 0)
+        # those that run at once share a processor
+        sharing = -(-min(at_once, whole + (tiles - whole) * splits) // processors)
+        return examples * sharing * (config.rows * config.columns) ** 0.7
+
+    return min(candidates(operation, itemsize, precision, architecture, aligned), key=cost)
+
+
+def tiles_of(config: TileConfig, rows: int, columns: int) -> int:
+    """Number of tiles that cover a rows x columns area."""
+    return -(-rows // config.rows) * -(-columns // config.columns)
+
+
+def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
+    """How many programs that keep two accumulators of a tile the whole device runs at once."""
+    each = max(1, min(8, 128 * 128 // (config.rows * config.columns)))
+    return MULTIPROCESSORS[family(architecture)] * each
+
+
+@remembered
+def split_tiles(
+    config: TileConfig, tiles: int, batch: int, architecture: int = 90
+) -> tuple[int, int]:
+    """(tiles that one program walks through all examples, parts of the examples for the others).
+
+    Programs fill the device in whole rounds. Tiles that would leave most of it idle in the last
+    round are split, which costs an fp32 copy of a tile for each part, written and read once.
+    """
+    programs = programs_at_once(config, architecture)
+    left = tiles % programs
+    splits = min(batch, programs // left, MAX_SPLITS) if left else 1
+    return (tiles, 1) if splits <= 1 else (tiles - left, splits)
+
+
+@remembered
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     """Into how many ranges of examples a weight gradient of few tiles is split.
 

@@ -145,7 +145,7 @@ def weight_gradient_sqnorm(
     max_seqlen: int | None = None,
     precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
-    descriptors: bool = False,
+    descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     total = a.new_zeros((g.shape[-1], a.shape[-1]), dtype=torch.float64)
     squares = []

@@ -175,7 +175,7 @@ OPERATORS = {
     ),
     "weight_gradient_sqnorm": Operator(
         f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, ScalarType? gradient_dtype=None,"
-        " bool descriptors=False) -> (Tensor, Tensor)",
+        " bool? descriptors=None) -> (Tensor, Tensor)",
         "weight_gradient",
         2,
         (_linear_gradient, _per_example),

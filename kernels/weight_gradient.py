@@ -2,63 +2,37 @@
 
 Each program owns one tile of the weight gradient and walks the examples inside it. One accumulator
 holds the current example's tile; where an example ends, its squares leave as a partial norm, the
-tile joins the sum over examples, and the accumulator starts again from zero. The walk is one flat
-loop over (example, block of positions), so the memory pipeline never drains between examples.
+tile joins the sum over examples, and the accumulator starts again from zero.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels._tile import (
-    dot,
-    example_base,
-    grouped,
-    load_tile,
-    segment,
-    segment_length,
-)
+from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._results import added
+from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
+ADDED_ROWS = 8  # of a tile, whose parts one program adds up
+
+# Multiply-adds of a launch for which the tensor memory accelerator saves more than it costs: it
+# takes a fifth of the time of a large product away, and tens of microseconds of the host.
+WORTH_DESCRIPTORS = 2**33
 
 
-@triton.jit
-def steps_of(
-    cu_seqlens_ptr,
-    first_example,
-    last_example,
-    positions,
-    total_rows,
-    INNER: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Number of position blocks in a range of examples; an empty example still takes one."""
-    if RAGGED:
-        steps = tl.zeros((), tl.int32)
-        for first in range(first_example, last_example, CHUNK):
-            examples = first + tl.arange(0, CHUNK)
-            inside = examples < last_example
-            starts = tl.load(cu_seqlens_ptr + examples, mask=inside, other=0)
-            ends = tl.load(cu_seqlens_ptr + examples + 1, mask=inside, other=0)
-            lengths, _ = segment_length(starts, ends, positions, total_rows)
-            blocks = tl.maximum(tl.cdiv(lengths, INNER), 1)
-            steps += tl.sum(tl.where(inside, blocks, 0))
-        return steps
-    else:
-        return (last_example - first_example) * tl.maximum(tl.cdiv(positions, INNER), 1)
-
-
-@triton.jit(do_not_specialize=["batch", "positions", "total_rows", "examples_per_split"])
+@triton.jit(do_not_specialize=["batch", "positions", "total_rows", "whole", "examples_per_split"])
 def weight_gradient_kernel(
     a_ptr,  # (B, T, d_in) or packed (N, d_in); a descriptor of [1, INNER, COLUMNS] if DESCRIPTORS
     g_ptr,  # (B, T, d_out) or packed (N, d_out); a descriptor of [1, INNER, ROWS] if DESCRIPTORS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    gradient_ptr,  # (splits, d_out, d_in) contiguous: sums over each range of examples
+    gradient_ptr,  # (d_out, d_in) contiguous
+    parts_ptr,  # fp32 (splits, tiles - whole, ROWS, COLUMNS): sums over each range of examples
     partial_ptr,  # fp64 (B, tiles)
     stride_ab,
     stride_at,
@@ -71,6 +45,7 @@ def weight_gradient_kernel(
     total_rows,
     d_in,
     d_out,
+    whole,  # tiles that one program walks through all examples; the others are split
     examples_per_split,
     RAGGED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -85,65 +60,96 @@ def weight_gradient_kernel(
     row_tiles = tl.cdiv(d_out, ROWS)
     column_tiles = tl.cdiv(d_in, COLUMNS)
     tiles = row_tiles * column_tiles
-    split = index // tiles
-    tile = index - split * tiles
+    tile = index
+    first_example = 0
+    last_example = batch
+    if index >= whole:
+        split = (index - whole) // (tiles - whole)
+        tile = whole + (index - whole) % (tiles - whole)
+        first_example = split * examples_per_split
+        last_example = tl.minimum(first_example + examples_per_split, batch)
     row_tile, column_tile = grouped(tile, row_tiles, column_tiles, GROUP_ROWS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
 
-    example = split * examples_per_split
-    last_example = tl.minimum(example + examples_per_split, batch)
-    steps = steps_of(
-        cu_seqlens_ptr, example, last_example, positions, total_rows, INNER, RAGGED, CHUNK=256
-    )
-    first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
-    poisoned = poison
-    position = 0
-
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for _ in range(0, steps):
+    for example in range(first_example, last_example):
+        first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
+        gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
         if DESCRIPTORS:
-            # a three-dimensional box ends with its example: past T it reads zeros
-            g = g_ptr.load([example, position, row_tile * ROWS]).reshape(INNER, ROWS)
-            a = a_ptr.load([example, position, column_tile * COLUMNS]).reshape(INNER, COLUMNS)
+            for position in range(0, length, INNER):
+                # a three-dimensional box ends with its example: past T it reads zeros
+                g = g_ptr.load([example, position, row_tile * ROWS]).reshape(INNER, ROWS)
+                a = a_ptr.load([example, position, column_tile * COLUMNS]).reshape(INNER, COLUMNS)
+                gradient = dot(g.T, a, gradient, PRECISION)
         else:
-            # the base moves and the offsets inside the tile stay, so they are computed once
-            g_base = example_base(g_ptr, example, stride_gb, first_row + position, stride_gt)
-            a_base = example_base(a_ptr, example, stride_ab, first_row + position, stride_at)
-            left = length - position
-            g = load_tile(g_base, inner, stride_gt, left, rows, stride_gd, d_out)
-            a = load_tile(a_base, inner, stride_at, left, columns, stride_ad, d_in)
-        gradient = dot(g.T, a, gradient, PRECISION)
-
-        ends = position + INNER >= length
-        if ends:
-            squares = tl.sum(gradient * gradient)
-            if RAGGED:
-                squares += poison
-                poisoned += poison
-            tl.store(partial_ptr + tl.cast(example, tl.int64) * tiles + tile, squares)
-            total += gradient
-            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
-        # where the walk stands is kept apart from the sums, so that loads can run ahead of them
-        position = tl.where(ends, 0, position + INNER)
-        example = tl.where(ends, example + 1, example)
+            # the bases move and the offsets inside the tile stay, so they are computed once
+            g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
+            a_base = example_base(a_ptr, example, stride_ab, first_row, stride_at)
+            for position in range(0, length, INNER):
+                left = length - position
+                g = load_tile(g_base, inner, stride_gt, left, rows, stride_gd, d_out)
+                a = load_tile(a_base, inner, stride_at, left, columns, stride_ad, d_in)
+                gradient = dot(g.T, a, gradient, PRECISION)
+                g_base += tl.cast(INNER, tl.int64) * stride_gt
+                a_base += tl.cast(INNER, tl.int64) * stride_at
+        squares = tl.sum(gradient * gradient) + poison
+        tl.store(partial_ptr + tl.cast(example, tl.int64) * tiles + tile, squares)
+        total += gradient
         if RAGGED:
-            first_row, length, poison = segment(
-                cu_seqlens_ptr,
-                tl.minimum(example, batch - 1),
-                positions,
-                total_rows,
-                RAGGED,
-            )
+            total += poison
 
-    if RAGGED:
-        total += poisoned
-    output = gradient_ptr + tl.cast(split, tl.int64) * d_out * d_in
+    if index < whole:
+        offsets = tl.cast(rows, tl.int64)[:, None] * d_in + tl.cast(columns, tl.int64)[None, :]
+        mask = (rows < d_out)[:, None] & (columns < d_in)[None, :]
+        tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
+    else:
+        part = parts_ptr + tl.cast(index - whole, tl.int64) * ROWS * COLUMNS
+        within = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(part + within, total)
+
+
+@triton.jit(do_not_specialize=["whole", "splits"])
+def add_parts_kernel(
+    parts_ptr,  # fp32 (splits, tiles - whole, ROWS, COLUMNS)
+    gradient_ptr,  # (d_out, d_in) contiguous
+    d_in,
+    d_out,
+    whole,
+    splits,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """A few rows of a tile of the gradient: its parts added, in their order."""
+    row_tiles = tl.cdiv(d_out, ROWS)
+    column_tiles = tl.cdiv(d_in, COLUMNS)
+    index = tl.program_id(0) // (ROWS // ADDED)
+    row = tl.program_id(0) % (ROWS // ADDED) * ADDED + tl.arange(0, ADDED)
+    column = tl.arange(0, COLUMNS)
+    stride = tl.cast(row_tiles * column_tiles - whole, tl.int64) * ROWS * COLUMNS
+    part = parts_ptr + tl.cast(index, tl.int64) * ROWS * COLUMNS
+    total = tl.zeros((ADDED, COLUMNS), tl.float32)
+    for _ in range(0, splits):
+        total += tl.load(part + row[:, None] * COLUMNS + column[None, :])
+        part += stride
+    row_tile, column_tile = grouped(whole + index, row_tiles, column_tiles, GROUP_ROWS)
+    rows = row_tile * ROWS + row
+    columns = column_tile * COLUMNS + column
     offsets = tl.cast(rows, tl.int64)[:, None] * d_in + tl.cast(columns, tl.int64)[None, :]
     mask = (rows < d_out)[:, None] & (columns < d_in)[None, :]
-    tl.store(output + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
+    tl.store(gradient_ptr + offsets, total.to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+def is_expanded(*operands: torch.Tensor) -> bool:
+    """Whether an axis of an operand stands for many elements in one place."""
+    return any(
+        stride == 0 and size > 1
+        for operand in operands
+        for stride, size in zip(operand.stride(), operand.shape, strict=True)
+    )
 
 
 def weight_gradient_sqnorm(
@@ -154,7 +160,7 @@ def weight_gradient_sqnorm(
     max_seqlen: int | None = None,
     precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
-    descriptors: bool = False,
+    descriptors: bool | None = None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,9 +179,9 @@ def weight_gradient_sqnorm(
             torch.backends.cuda.matmul.fp32_precision.
         gradient_dtype: dtype of the gradient; None means that of `a`. Sums are fp32 either way.
         descriptors: read operands through the tensor memory accelerator (compute capability 9.0
-            and later); needs dense, aligned operands.
+            and later); needs dense, aligned operands. None for where that pays.
         config: overrides the tile table.
-        splits: overrides the number of ranges that the examples are split into.
+        splits: overrides the number of ranges that the examples are split into, for all tiles.
     Returns:
         (gradient (d_out, d_in), sqnorm fp64 (B,)). A packed example whose bounds are wrong makes
         its norm and the gradient NaN.
@@ -184,62 +190,105 @@ def weight_gradient_sqnorm(
     Cost: 2 T d_in d_out flops per example, those of the weight gradient alone, with T rounded up
     to a multiple of the configuration's `inner`: far shorter examples are better served by a plain
     weight gradient beside `gram_sqnorm`, and T = 1 by `rank_one_sqnorm`. Workspace 8 bytes
-    per example and tile, and 4 splits d_in d_out bytes where the examples are split.
+    per example and tile, and for tiles whose examples are split 4 bytes per element and part: no
+    more parts at once than programs that the device runs at once.
     """
+    plan = _plan(
+        weight_gradient_kernel, (a, g), cu_seqlens, max_seqlen,
+        _check.check_precision(a.dtype, precision), descriptors, config, splits,
+    )  # fmt: skip
+    batch, tiles = plan.partial
+    shape = (g.shape[-1], a.shape[-1])
+    dtype, device = gradient_dtype or a.dtype, a.device
+    partial = torch.empty((batch, tiles), dtype=torch.float64, device=device)
+    if plan.launch is None:
+        return torch.zeros(shape, dtype=dtype, device=device), partial.sum(1)
+    gradient = torch.empty(shape, dtype=dtype, device=device)
+    parts = torch.empty(plan.parts, dtype=torch.float32, device=device)
+    operands: tuple[Any, Any] = (a, g)
+    if plan.boxes is not None:
+        operands = (
+            TensorDescriptor.from_tensor(a, plan.boxes[0]),
+            TensorDescriptor.from_tensor(g, plan.boxes[1]),
+        )
+    plan.launch(*operands, plan.bounds, gradient, parts, partial)
+    if plan.add_parts is not None:
+        plan.add_parts(parts, gradient)
+    return gradient, added(partial)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        bounds: of packed examples.
+        partial: shape of the partial norms: examples and tiles.
+        parts: shape of the sums over ranges of examples.
+        boxes: what is read at once of a and of g, where through descriptors.
+        launch: None where there is nothing to compute.
+        add_parts: None where no tile is split.
+    """
+
+    bounds: torch.Tensor | None
+    partial: tuple[int, int]
+    parts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    boxes: tuple[list[int], list[int]] | None = None
+    launch: Launch | None = None
+    add_parts: Launch | None = None
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    precision: str,
+    descriptors: bool | None,
+    config: _config.TileConfig | None,
+    splits: int | None,
+) -> _Plan:
+    a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
     batch, d_in, d_out = segments.batch, a.shape[-1], g.shape[-1]
-    precision = _check.check_precision(a.dtype, precision)
-    gradient_dtype = gradient_dtype or a.dtype
     architecture = _check.architecture(a.device)
     aligned = _check.is_aligned(a, g)
-    expanded = any(
-        stride == 0 and size > 1
-        for operand in (a, g)
-        for stride, size in zip(operand.stride(), operand.shape, strict=True)
-    )
-    if descriptors and (segments.ragged or not aligned or expanded or architecture < 90):
+    dense = not segments.ragged and aligned and architecture >= 90 and not is_expanded(a, g)
+    if descriptors is None:
+        large = a[..., 0].numel() * d_in * d_out >= WORTH_DESCRIPTORS
+        descriptors = dense and large and _config.family(architecture) == 90
+    if descriptors and not dense:
         raise _check.KernelInputError(
             "descriptors need dense operands with aligned rows, not expanded, on compute "
             f"capability 9.0 or later; got {'packed' if segments.ragged else 'dense'} operands "
-            f"with strides {a.stride()} and {g.stride()} on {architecture}: leave descriptors=False"
+            f"with strides {a.stride()} and {g.stride()} on {architecture}: leave descriptors=None"
         )
-    config = config or _config.choose_direct(
+    config = config or _config.choose_weight_gradient(
         d_out,
         d_in,
+        batch,
         a.element_size(),
         precision,
         architecture,
         aligned,
         "weight_gradient_descriptor" if descriptors else "weight_gradient",
     )
-    tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
-    partial = torch.empty((batch, tiles), dtype=torch.float64, device=a.device)
-    if not partial.numel():
-        gradient = torch.zeros((d_out, d_in), dtype=gradient_dtype, device=a.device)
-        return gradient, partial.sum(1)
+    tiles = _config.tiles_of(config, d_out, d_in)
+    if not batch * tiles:
+        return _Plan(segments.cu_seqlens, (batch, tiles))
 
-    splits = min(splits or _config.choose_splits(tiles, batch, architecture), batch)
-    examples_per_split = triton.cdiv(batch, splits)
-    splits = triton.cdiv(batch, examples_per_split)
-    gradient = torch.empty(
-        (splits, d_out, d_in),
-        dtype=gradient_dtype if splits == 1 else torch.float32,
-        device=a.device,
-    )
-    if descriptors:
-        operands = (
-            TensorDescriptor.from_tensor(a, [1, config.inner, config.columns]),
-            TensorDescriptor.from_tensor(g, [1, config.inner, config.rows]),
-        )
+    if splits is None:
+        whole, splits = _config.split_tiles(config, tiles, batch, architecture)
     else:
-        operands = (a, g)
-    launch_kernel(
-        weight_gradient_kernel,
-        tiles * splits,
-        *operands,
-        segments.cu_seqlens,
-        gradient,
-        partial,
+        whole = 0
+    examples_per_split = _check.cdiv(batch, min(splits, batch))
+    splits = _check.cdiv(batch, examples_per_split)
+    if splits == 1:
+        whole = tiles
+    split_tiles = tiles - whole
+    launch = Launch(
+        kernel,
+        whole + split_tiles * splits,
         *segments.strides(a),
         *segments.strides(g),
         batch,
@@ -247,6 +296,7 @@ def weight_gradient_sqnorm(
         segments.total_rows,
         d_in,
         d_out,
+        whole,
         examples_per_split,
         RAGGED=segments.ragged,
         DESCRIPTORS=descriptors,
@@ -258,5 +308,28 @@ def weight_gradient_sqnorm(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
-    return summed, partial.sum(1, dtype=torch.float64)
+    add_parts = None
+    if split_tiles:
+        rows = min(ADDED_ROWS, config.rows)
+        add_parts = Launch(
+            add_parts_kernel,
+            split_tiles * (config.rows // rows),
+            d_in,
+            d_out,
+            whole,
+            splits,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            GROUP_ROWS=GROUP,
+            ADDED=rows,
+        )
+    parts = (splits, split_tiles, config.rows, config.columns)
+    boxes = ([1, config.inner, config.columns], [1, config.inner, config.rows])
+    return _Plan(
+        segments.cu_seqlens,
+        (batch, tiles),
+        parts,
+        boxes if descriptors else None,
+        launch,
+        add_parts,
+    )

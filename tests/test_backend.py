@@ -716,6 +716,27 @@ def test_a_tied_output_projection(kernels):
     assert "tied_inner" in kernels
 
 
+def test_a_tied_projection_is_contracted_with_its_weight_gradient(kernels):
+    """At more positions than products of positions pay for: from one pass, of one operand."""
+    model = Transformer(layers=1, width=16, heads=2, vocabulary=50, positions=90)
+    model.head.weight = model.tokens.weight
+    tokens = torch.randint(50, (4, 91))
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    next_token(model, batch).mean().backward()
+    gradient = model.head.weight.grad.clone()
+    expected = oracle_sqnorms(model, batch, next_token)
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    for fused, contracted in ((True, "weight_gradient_sqnorm"), (False, "direct_sqnorm")):
+        kernels.clear()
+        model.zero_grad()
+        with gs.track(model, batch_size=4, fused=fused) as tracker:
+            tracker.backward(next_token(model, batch))
+        assert_sqnorms(tracker.stats, expected, 1e-4)
+        torch.testing.assert_close(model.head.weight.grad, gradient, rtol=1e-4, atol=1e-6)
+        assert kernels.count(contracted) == layers
+        assert {"weight_gradient_sqnorm", "direct_sqnorm"} & set(kernels) == {contracted}
+
+
 def test_compiled(monkeypatch):
     monkeypatch.setattr(_triton, "runs", lambda first, second: True)
     monkeypatch.setattr(

@@ -104,9 +104,9 @@ def test_rows_too_long_for_the_hardware_are_not_multiplied_with_each_other():
     for p, q, form in ((4096, 4096, "gram"), (2304, 50257, "direct"), (4096, 128256, "direct")):
         lost = cut_off(torch.bfloat16, p + q, (9, 0))
         assert _cost.choose_outer_form(512, p, q, on_chip=True, cut_off=lost) == form
-    # A sixteenth of the rows' length in blocks, each of half an eps.
-    assert cut_off(torch.bfloat16, 32, (9, 0)) == pytest.approx(2.0**-23)
-    assert cut_off(torch.bfloat16, 32, (8, 0)) == pytest.approx(2.0**-22)
+    # A sixteenth of the rows' length in blocks, each of three quarters of an eps.
+    assert cut_off(torch.bfloat16, 32, (9, 0)) == pytest.approx(1.5 * 2.0**-23)
+    assert cut_off(torch.bfloat16, 32, (8, 0)) == pytest.approx(1.5 * 2.0**-22)
 
 
 def test_a_gram_forms_bound_holds_what_is_cut_off():

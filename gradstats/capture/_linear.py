@@ -137,10 +137,8 @@ class LinearUse(torch.autograd.Function):
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         if layer.weight:
-            # A consumer that wants no sum has its own way to norms and products.
-            pays = (want_weight and settings.fused) or settings.consumer is None
             factor = layer.of_weight(grad, x)
-            if not (pays and use is not None and use.is_sole(0)):
+            if not _is_contracted_here(use, settings, factor, want_weight):
                 factors.append(factor)
             else:
                 fused = fuse(factor, settings, want_weight)
@@ -164,6 +162,19 @@ class LinearUse(torch.autograd.Function):
             multiply = torch.mm if grad.dim() == 2 else torch.matmul
             grad_x = multiply(grad, weight.t() if layer.inputs_first else weight)
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def _is_contracted_here(
+    use: Use | None, settings: Settings, factor: Outer | Ragged, want_sum: bool
+) -> bool:
+    """Whether the norms of a weight's factor are found in the backward of its layer."""
+    if use is None:
+        return False
+    with_sum = want_sum and settings.fused
+    # A consumer that wants no sum has its own way to norms and products.
+    if use.is_sole(0):
+        return with_sum or settings.consumer is None
+    return with_sum and settings.consumer is None and use.is_tied(0, factor)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

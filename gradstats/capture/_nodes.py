@@ -141,11 +141,16 @@ class Root(Node):
         """Whether the graph of the losses holds one use and no more."""
         return self.counted == 1 and not self.postponed
 
+    @property
+    def is_projection(self) -> bool:
+        """Whether the graph of the losses holds look-ups and one other use."""
+        others = self.counted - len(self.lookups)
+        return bool(self.lookups) and others == 1 and not self.postponed
+
     def deliver(self, factor: Factor | Fused, parts: int = 1) -> None:
         """Take a part of what a use contributes, which has so many of them."""
         kept: Factor | Fused | Projected = factor
-        others = self.counted - len(self.lookups)
-        if self.lookups and others == parts == 1 and not self.postponed:
+        if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
         self._delivered = (*self._delivered, kept)
 

@@ -112,12 +112,14 @@ class Reports:
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
         """Return what must be kept of a factor until the look-ups tied to it deliver."""
-        if self._settings.consumer is not None or not isinstance(factor, (Outer, Ragged)):
+        whole = factor.factor if isinstance(factor, Fused) else factor
+        if self._settings.consumer is not None or not isinstance(whole, (Outer, Ragged)):
             return factor
-        if isinstance(factor, Ragged) or factor.spans_rows:
-            norms = sqnorm([factor], self._settings.workspace)
-            return project(factor, norms, root.lookups, self._settings.workspace)
-        return factor
+        if isinstance(whole, Outer) and not whole.spans_rows:
+            return factor
+        workspace = self._settings.workspace
+        norms = factor.norms if isinstance(factor, Fused) else sqnorm([whole], workspace)
+        return project(whole, norms, root.lookups, workspace)
 
     def _sqnorm(self, factors: list[Factor]) -> Contraction:
         workspace = self._settings.workspace

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor, Lookup
+from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
@@ -86,6 +86,15 @@ class Use:
     def all_sole(self) -> bool:
         """Whether all nodes are parameters to which this use alone contributes."""
         return all(map(self.is_sole, range(len(self.nodes))))
+
+    def is_tied(self, position: int, factor: Factor) -> bool:
+        """Whether the node there is a parameter that is otherwise only looked up in, by its rows.
+
+        Of the factor of this use nothing but its norms and what the look-ups need is kept then.
+        """
+        node = self.nodes[position]
+        spans = isinstance(factor, Ragged) or (isinstance(factor, Outer) and factor.spans_rows)
+        return isinstance(node, Root) and self.direct and node.is_projection and spans
 
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""

@@ -1,6 +1,7 @@
 """The tile choice: pure functions over a committed table."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -137,6 +138,30 @@ def test_splits_fill_the_machine_with_as_few_copies_as_possible():
     assert _config.choose_splits(1, 1) == 1
     for tiles, batch in itertools.product((1, 7, 100, 133, 144), (1, 3, 64)):
         assert 1 <= _config.choose_splits(tiles, batch) <= min(batch, _config.MAX_SPLITS)
+
+
+def test_tiles_beyond_whole_rounds_are_split():
+    tile, half = _config.TileConfig(128, 128, 64, 8, 4), _config.TileConfig(64, 128, 64, 4, 4)
+    assert _config.split_tiles(tile, 132, 8) == (132, 1)
+    assert _config.split_tiles(tile, 144, 8) == (132, 8)  # 12 tiles of 8 examples
+    assert _config.split_tiles(tile, 144, 100) == (132, 11)
+    assert _config.split_tiles(tile, 36, 8) == (0, 3)
+    assert _config.split_tiles(tile, 108, 8) == (108, 1)
+    assert _config.split_tiles(half, 108, 8) == (0, 2)  # two of these run beside each other
+    for tiles, batch in itertools.product((1, 7, 100, 133, 144, 1000), (1, 3, 64)):
+        whole, splits = _config.split_tiles(tile, tiles, batch)
+        assert 1 <= splits <= min(batch, _config.MAX_SPLITS)
+        assert whole == tiles or ((tiles - whole) * splits <= 132 and splits > 1)
+
+
+def test_weight_gradients_take_the_tile_that_fills_the_machine():
+    choose = functools.partial(_config.choose_weight_gradient, batch=8, itemsize=2)
+    for d_out, d_in in ((3072, 768), (768, 768), (4096, 4096), (64, 64), (1, 1)):
+        config = choose(d_out, d_in)
+        assert config in _config.candidates("weight_gradient", 2, "ieee", 90, True)
+    assert choose(4096, 4096).rows * choose(4096, 4096).columns == 128 * 128
+    assert choose(64, 64).rows <= 64
+    assert choose(16, 48).rows == 16
 
 
 def test_rows_are_shared_until_the_machine_is_full():

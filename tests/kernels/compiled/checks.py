@@ -36,11 +36,6 @@ ALLOWED_SPILLS = {
     # Eight accesses in a step of sixteen features: two accumulators of this tile and the parts of
     # its operands are the whole register file. Other tiles of its size spill more.
     ("gram", 80, "128x128x16w8s2"): Local(once=32, inner=32),
-    # Two accumulators of this tile are the whole register file. All accesses of its loop, which
-    # runs over the positions of all examples, stand in the branch taken where an example ends,
-    # save one word that two of the compilers read in every step.
-    ("weight_gradient_descriptor", 90, "128x256x64w8s3"): Local(once=212, inner=144),
-    ("weight_gradient_descriptor", 90, "128x256x64w8s4"): Local(once=212, inner=144),
 }
 
 # Outside the loop over positions, of kernels that wait for memory: the assembler keeps them to at

@@ -56,7 +56,7 @@ LAUNCHED = {
     "gram": (1, 1, lambda: gram.gram_sqnorm(A, G)),
     "direct": (1, 1, lambda: direct.direct_sqnorm(A, G)),
     "weight gradient": (1, 1, lambda: weight_gradient.weight_gradient_sqnorm(A, G, splits=1)),
-    "its examples split": (1, 3, lambda: weight_gradient.weight_gradient_sqnorm(A, G, splits=4)),
+    "its examples split": (2, 1, lambda: weight_gradient.weight_gradient_sqnorm(A, G, splits=4)),
     "bias": (2, 0, lambda: scale_backward.scale_backward(G, None, input_gradient=False)),
     "layer norm": (2, 0, lambda: layer_norm.layer_norm_backward(A, G, WEIGHT, 1e-5)),
     "layer norm, whole examples": (

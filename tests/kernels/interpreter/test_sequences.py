@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gradstats.kernels import _check, direct, gram, vector, weight_gradient
+from gradstats.kernels import _check, _config, direct, gram, vector, weight_gradient
 from gradstats.kernels._config import TileConfig
 
 from gradstats.contractions._triton import gram_bound
@@ -84,6 +84,21 @@ def test_weight_gradient(case, splits):
     a, g, cu_seqlens = case
     gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
         a, g, cu_seqlens=cu_seqlens, config=TILE, splits=splits, gradient_dtype=torch.float32
+    )
+    assert_close(sqnorm, reference.sqnorm_reference(a, g, cu_seqlens))
+    terms = reference.gradients(a.abs(), g.abs(), cu_seqlens).sum(0)
+    assert_close(gradient, reference.weight_gradient_reference(a, g, cu_seqlens), terms)
+
+
+def test_some_tiles_of_a_weight_gradient_are_split(monkeypatch, case):
+    """One program walks through all examples of some tiles, and several share those of others."""
+    a, g, cu_seqlens = case
+    config = TileConfig(16, 16, 16, 1, 1)
+    tiles = _config.tiles_of(config, g.shape[-1], a.shape[-1])
+    assert tiles > 1
+    monkeypatch.setattr(_config, "split_tiles", lambda *_: (tiles - 1, 2))
+    gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
+        a, g, cu_seqlens=cu_seqlens, config=config, gradient_dtype=torch.float32
     )
     assert_close(sqnorm, reference.sqnorm_reference(a, g, cu_seqlens))
     terms = reference.gradients(a.abs(), g.abs(), cu_seqlens).sum(0)
