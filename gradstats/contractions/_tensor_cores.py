@@ -9,6 +9,8 @@ so that rows as long as a vocabulary lose more than the Gram form may.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -37,5 +39,9 @@ def cut_off_of(left: Tensor, right: Tensor) -> float:
     """Return what the Gram form of two operands may lose so, 0 where nothing is cut off."""
     if not left.is_cuda or left.dtype not in EPS_PER_BLOCK or torch.compiler.is_compiling():
         return 0.0
-    capability = torch.cuda.get_device_capability(left.device)
-    return cut_off(left.dtype, left.shape[-1] + right.shape[-1], capability)
+    return cut_off(left.dtype, left.shape[-1] + right.shape[-1], _capability(left.device))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -235,8 +235,10 @@ def layer_norm_backward(
 
     bounds = None if offsets is None else torch.tensor(offsets)
     if not any(wanted):
-        return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms, bounds))
-    result = operators.layer_norm_backward(x, g, weight, eps, rms, wanted[1], bounds)
+        return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms=rms, cu_seqlens=bounds))
+    result = operators.layer_norm_backward(
+        x, g, weight, eps, rms=rms, sums=wanted[1], cu_seqlens=bounds
+    )
     return _norm_gradients(result, wanted[1])
 
 
@@ -312,10 +314,12 @@ def elementwise(
         total = values.sum().float().reshape(factor.shape) if wanted[1] else None
         return well_conditioned(values.square(), torch.float32), total, None
     if x is None and not wanted[1]:
-        value = operators.vector_sqnorm(g, bounds)
+        value = operators.vector_sqnorm(g, cu_seqlens=bounds)
         return well_conditioned(value, torch.float32), None, None
-    options = (x is None, *wanted, bounds)
-    gradient, *both = operators.scale_backward(g, x, weight, None, None, *options)
+    gradient, *both = operators.scale_backward(
+        g, x, weight=weight, shift=x is None, input_gradient=wanted[0], sums=wanted[1],
+        cu_seqlens=bounds,
+    )  # fmt: skip
     kind = int(x is None)  # of scale and shift
     total, value = both[kind], both[2 + kind]
     return (
