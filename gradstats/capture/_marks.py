@@ -208,10 +208,13 @@ class Marks:
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):
-            leave_graph("data whose examples do not lie along batch_dim")
-            tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
-            self._marked.append(ref(tensor))
-            self.follows_layouts = True
+            self._mark(tensor, layout, at)
+
+    def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
+        leave_graph("data whose examples do not lie along batch_dim")
+        tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
+        self._marked.append(ref(tensor))
+        self.follows_layouts = True
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether something was noted of a tensor of data."""

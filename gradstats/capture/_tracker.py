@@ -16,11 +16,11 @@ from gradstats._factors import Segments
 from gradstats.capture._attributes import STANDARD_ATTRIBUTES, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking, run_backward
 from gradstats.capture._coverage import check_coverage, leaves_of
-from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nodes import Derived, Root, tensors_in
+from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
 from gradstats.capture._selection import anatomy_of, check_trackable, compiler_is_used
 from gradstats.capture._sharded import ShardedParameters
@@ -46,7 +46,7 @@ class BackwardListener(Protocol):
     def after_backward(self) -> None: ...
 
 
-class Tracker(Data):
+class Tracker(Repeated):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
     def __init__(
