@@ -117,15 +117,15 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
-        if func in QUESTIONS and TRACKED_TYPES.isdisjoint(types):
-            return func(*args, **kwargs)
-        instead = INSTEAD.get(func)
-        if instead is not None:
-            return instead(self, *args, **kwargs)
-        check = CHECKS.get(func)
-        if check is not None:
-            check(self, *args, **kwargs)
-        if ORDINARY_TYPES.issuperset(types) and not TRACKED_TYPES.isdisjoint(types):
+        tracked = not TRACKED_TYPES.isdisjoint(types)
+        if func in OUT_OF_THE_ORDINARY:
+            if func in QUESTIONS and not tracked:
+                return func(*args, **kwargs)
+            if func in INSTEAD:
+                return INSTEAD[func](self, *args, **kwargs)
+            if func in CHECKS:
+                CHECKS[func](self, *args, **kwargs)
+        if tracked and ORDINARY_TYPES.issuperset(types):
             # What the call would come to, without having its arguments parsed again.
             result = run(func, args, kwargs)
             followed, self.tracker.followed = self.tracker.followed, None
@@ -342,6 +342,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch.batch_norm: ConstantTracking._check_native_statistics,
     torch.autograd.grad: ConstantTracking._check_inner,
 }
+OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 
 
 @cache

@@ -20,7 +20,7 @@ from gradstats.capture._layout import FOLLOWED, REINDEXES
 from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, variants
 from gradstats.capture._reductions import QUANTILES
 from gradstats.capture._sequences import PRESCRIBES
-from gradstats.capture._tensors import DerivedTensor, TrackedParameter
+from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.capture._writes import WRITES
 
 # Operations that pick rows by numbers among their arguments, not in tensors.
@@ -37,8 +37,6 @@ REPEATABLE = FOLLOWED.difference(
     BLANKS, CALLERS_VALUES,
 )  # fmt: skip
 
-TENSORS = frozenset({Tensor, nn.Parameter, TrackedParameter, DerivedTensor})
-
 # Types of arguments that are equal where they say the same.
 VALUES = frozenset(
     {int, bool, str, type(None), type(...), torch.Size, torch.dtype, torch.device, torch.layout,
@@ -46,7 +44,7 @@ VALUES = frozenset(
 )  # fmt: skip
 
 # What may be noted of a tensor beside where its examples lie.
-NOTHING, CONSTANT, TRACKED = "nothing", "constant", "tracked"
+NOTHING, CONSTANT = "nothing", "constant"
 
 # What was noted of the results of operations that are alike. All is forgotten before it is much.
 NOTED: dict[tuple[Any, ...], tuple[Examples | str, ...]] = {}
@@ -66,49 +64,70 @@ class Repeated(Data):
         if func not in REPEATABLE or self._written or self.packed:
             return None
         key: list[Any] = [func, self.batch_size, self.batch_dim, self.follows_layouts]
-        tensors: list[Tensor] = []
-        for item in args:
-            if type(item) is Tensor:
-                key.append(Tensor)
-                tensors.append(item)
-            elif not _add_argument(item, key, tensors):
-                return None
-        for name, item in kwargs.items():
-            key.append(name)
-            if not _add_argument(item, key, tensors):
-                return None
-        operands = len(tensors)
-        if operands == 0 or (operands > 1 and func is Tensor.__getitem__):
-            return None  # numbers in an index
-        for item in (result,) if isinstance(result, Tensor) else result:
-            if item is tensors[0]:
-                key.append(NOTHING)  # it stays what it is
-            elif type(item) is not Tensor or item.__dict__:
-                return None
-            else:
-                tensors.append(item)
-        # Which operand a tensor is may decide.
-        if len(tensors) > 2 and len({*map(id, tensors)}) < len(tensors):
-            return None
+        operands: list[Tensor] = []
         try:
-            for tensor in tensors:
-                note = self._note_of(tensor)
-                if note is TRACKED:
-                    with torch._C.DisableTorchFunctionSubclass():
-                        key += (note, tensor.shape)
-                elif note is None:
+            for item in args:
+                if not self._add_argument(item, key, operands):
+                    return None
+            for name, item in kwargs.items():
+                key.append(name)
+                if not self._add_argument(item, key, operands):
+                    return None
+            if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
+                return None  # numbers in an index
+            results: list[Tensor] = []
+            for item in (result,) if isinstance(result, Tensor) else result:
+                if item is operands[0]:
+                    key.append(NOTHING)  # it stays what it is
+                elif type(item) is not Tensor or item.__dict__ or id(item) in self._constants:
                     return None
                 else:
-                    key += (note, tensor.shape, tensor.stride(), tensor.requires_grad)
+                    key += (item.shape, item.stride(), item.requires_grad)
+                    results.append(item)
         except RuntimeError:
             return None  # a layout without strides
-        return tuple(key), tensors[operands:]
+        # Which of several tensors one is may decide.
+        if len(operands) > 1:
+            distinct = {*map(id, operands), *map(id, results)}
+            if len(distinct) < len(operands) + len(results):
+                return None
+        return tuple(key), results
+
+    def _add_argument(self, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
+        """Add what following may read of an argument; return whether that is all."""
+        kind = type(item)
+        if kind is Tensor:
+            note = self._note_of(item)
+            if note is None:
+                return False
+            key += (note, item.shape, item.stride(), item.requires_grad)
+            operands.append(item)
+        elif kind in VALUES:
+            key += (kind, item)
+        elif kind is tuple or kind is list:
+            key += (kind, len(item))
+            return all(self._add_argument(each, key, operands) for each in item)
+        elif kind is slice:
+            key.append(kind)
+            ends = item.start, item.stop, item.step
+            return all(self._add_argument(each, key, operands) for each in ends)
+        elif kind is nn.Parameter:
+            key += (kind, item.shape, item.stride(), item.requires_grad)
+            operands.append(item)
+        elif kind in TRACKED_TYPES:
+            if node_of(item) is None:
+                return False
+            with torch._C.DisableTorchFunctionSubclass():
+                key += (kind, item.shape)
+            operands.append(item)
+        else:
+            key.append(kind)
+            return kind is float  # of which no number says where examples lie
+        return True
 
     def _note_of(self, tensor: Tensor) -> tuple[int, ...] | str | None:
         """Return what was noted of a tensor; None where that is more than can be said in short."""
-        notes, kind = tensor.__dict__, type(tensor)
-        if kind is not Tensor and kind is not nn.Parameter:
-            return TRACKED if notes.get("_gradstats") is not None else None
+        notes = tensor.__dict__
         constant = id(tensor) in self._constants
         if not notes:
             return CONSTANT if constant else NOTHING
@@ -161,21 +180,3 @@ class Repeated(Data):
                 self.mark_constant(tensor)
             elif note is not NOTHING:
                 self._mark(tensor, note)
-
-
-def _add_argument(item: Any, key: list[Any], tensors: list[Tensor]) -> bool:
-    """Add what following may read of an argument; return whether that is all."""
-    kind = type(item)
-    key.append(kind)
-    if kind in VALUES:
-        key.append(item)
-    elif kind in TENSORS:
-        tensors.append(item)
-    elif kind is tuple or kind is list:
-        key.append(len(item))
-        return all(_add_argument(each, key, tensors) for each in item)
-    elif kind is slice:
-        return all(_add_argument(each, key, tensors) for each in (item.start, item.stop, item.step))
-    else:
-        return kind is float  # of which no number says where examples lie
-    return True
