@@ -13,7 +13,7 @@ from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._factors import Segments
-from gradstats.capture._attributes import STANDARD_ATTRIBUTES, restore_attributes, tensors_kept
+from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking, run_backward
 from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._dispatch import dispatch
@@ -96,7 +96,7 @@ class Tracker(Repeated):
             tracked = {id(parameter) for parameter in named.values()}
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            for name in vars(module).keys() - STANDARD_ATTRIBUTES:
+            for name in kept_by(module):
                 attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
