@@ -16,6 +16,12 @@ STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
+def kept_by(module: nn.Module) -> list[str]:
+    """Return the names of the plain attributes of a module that may hold tensors."""
+    own = vars(module)
+    return [name for name in own.keys() - STANDARD_ATTRIBUTES if type(own[name]) not in PLAIN_TYPES]
+
+
 def tensors_kept(item: Any) -> list[Tensor]:
     """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
     if isinstance(item, Tensor):
@@ -31,7 +37,7 @@ def tensors_kept(item: Any) -> list[Tensor]:
 def restore_attributes(module: nn.Module) -> None:
     """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
     own = vars(module)
-    for name in own.keys() - STANDARD_ATTRIBUTES:
+    for name in kept_by(module):
         if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
             own[name] = _unwrapped(own[name])
 

@@ -11,7 +11,7 @@ from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture._lineage import rearranged_root
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import fuse, report, unseen, use_of
+from gradstats.capture._uses import attach, fuse, report, unseen, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
@@ -122,7 +122,7 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
 def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
     """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
     use, probes = use_of([node])
-    return BroadcastUse.apply(use, tracker.settings, plan, multiply, x, node.value, *probes)
+    return attach(BroadcastUse, use, tracker.settings, plan, multiply, x, node.value, *probes)
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):

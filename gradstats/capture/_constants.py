@@ -43,13 +43,17 @@ from gradstats.capture._layout import (
 from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
+    BLANKS,
+    CALLERS_VALUES,
     EXTREMES,
+    FACTORIES,
     OPAQUE,
     PRODUCTS,
     RESHAPES,
     SCRAMBLES,
 )
 from gradstats.capture._reductions import OVER_AXES, runs_over
+from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
@@ -57,41 +61,6 @@ from gradstats.errors import CoupledExamplesError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
-
-CALLERS_VALUES = frozenset(
-    {
-        torch.tensor,
-        torch.as_tensor,
-        torch.asarray,
-        torch.from_numpy,
-        torch.frombuffer,
-        torch.rand,
-        torch.randn,
-        torch.randint,
-        torch.randperm,
-        torch.normal,
-        torch.bernoulli,
-        torch.rand_like,
-        torch.randn_like,
-        torch.randint_like,
-        torch.bernoulli,
-    }
-)
-
-FACTORIES = frozenset(
-    {
-        torch.zeros,
-        torch.ones,
-        torch.empty,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_full,
-        Tensor.new_empty,
-    }
-)
-
-# Operations that take of data their form alone.
-BLANKS = frozenset({torch.zeros_like, torch.empty_like})
 
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
@@ -114,6 +83,12 @@ WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
     | BLANKS | {torch.broadcast_tensors, torch.cdist}
 )  # fmt: skip
+
+# What models ask of most tensors, whose answers are no tensors.
+QUESTIONS = frozenset(
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")}
+)
 
 GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -142,13 +117,15 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
-        instead = INSTEAD.get(func)
-        if instead is not None:
-            return instead(self, *args, **kwargs)
-        check = CHECKS.get(func)
-        if check is not None:
-            check(self, *args, **kwargs)
-        if ORDINARY_TYPES.issuperset(types) and not TRACKED_TYPES.isdisjoint(types):
+        tracked = not TRACKED_TYPES.isdisjoint(types)
+        if func in OUT_OF_THE_ORDINARY:
+            if func in QUESTIONS and not tracked:
+                return func(*args, **kwargs)
+            if func in INSTEAD:
+                return INSTEAD[func](self, *args, **kwargs)
+            if func in CHECKS:
+                CHECKS[func](self, *args, **kwargs)
+        if tracked and ORDINARY_TYPES.issuperset(types):
             # What the call would come to, without having its arguments parsed again.
             result = run(func, args, kwargs)
             followed, self.tracker.followed = self.tracker.followed, None
@@ -159,7 +136,7 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
             # What torch.vmap shows has not the axes that its tensors have outside.
             if func is not GRADIENT_GETTER and torch._C._functorch.maybe_current_level() is None:
-                self._follow(func, args, kwargs, result)
+                self._follow_repeated(func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result
@@ -222,6 +199,21 @@ class ConstantTracking(TorchFunctionMode):
                     "no per-example gradient. Compute it outside the context, or leave the "
                     f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
                 )
+
+    def _follow_repeated(self, func, args, kwargs, result) -> None:
+        tracker = self.tracker
+        alike = tracker.likeness(func, args, kwargs, result)
+        if alike is None:
+            self._follow(func, args, kwargs, result)
+            return
+        key, results = alike
+        found = NOTED.get(key)
+        if found is None:
+            before = tracker.noted
+            self._follow(func, args, kwargs, result)
+            tracker.remember(key, results, before)
+        elif found:
+            tracker.note_again(results, found)
 
     def _follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
@@ -350,6 +342,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch.batch_norm: ConstantTracking._check_native_statistics,
     torch.autograd.grad: ConstantTracking._check_inner,
 }
+OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
@@ -46,6 +47,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
     uses, hidden, found = [], False, Coverage(False, [])
+    coupled, shown_nodes = tracker.coupled, tracker.shown
     while stack:
         node = stack.pop()
         found.reentrant |= type(node) is REENTRANT_CHECKPOINT
@@ -55,13 +57,15 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         if on_node is not None:
             edge = on_node.place.edge
             edges = () if edge is None else (edges[edge],)  # the others lead to its parameters
-        use: Any = getattr(node, "use", None) if on_node is None else on_node
+        use: Any = on_node
+        if isinstance(node, BackwardCFunction):
+            use = getattr(node, "use", None)
         tracked = isinstance(use, Use)
         if tracked:
             uses.append(use)
         if tracked or partial:
             found.reporting.append(node)
-        how = tracker.coupled.get(node)
+        how = coupled.get(node) if coupled else None
         if how is not None:
             raise CoupledExamplesError(
                 f"{node.name()} {how}: each loss depends on several examples, and their gradients "
@@ -72,7 +76,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         for child, _ in edges:
             if child is None or child in seen:
                 continue
-            shown = tracker.shown.get(child)
+            shown = shown_nodes.get(child) if shown_nodes else None
             if shown is not None and not {*tracker.roots}.isdisjoint(shown.roots):
                 raise _unseen(node, shown)
             if type(child) is not ACCUMULATE_GRAD:

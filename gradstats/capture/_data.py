@@ -153,14 +153,17 @@ class Data(Following):
         self._note_base(target, None, first=False)
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
-        """Note, if it is so, that there is nothing to note of a rule's result.
+        """Note where the examples lie in a rule's result, so that it need not be followed.
 
         Args:
             result: what the rule returns.
             examples: where the examples lie in it.
         """
-        if examples is self._contract and not torch.compiler.is_compiling():
-            self.followed = result
+        if examples.segments is not None or torch.compiler.is_compiling():
+            return
+        if examples is not self._contract:
+            self.place(result, examples)
+        self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
         """Note of a tensor what is known of the one that it was made of, row by row."""

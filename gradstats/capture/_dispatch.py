@@ -117,7 +117,7 @@ def dispatch(
                 continue
             nodes.append(node)
             if isinstance(node, Derived):
-                leave_graph(node.describe())
+                leave_graph(node.describe)
             if node.tracker is not tracker:
                 raise TrackingError(
                     f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
@@ -161,8 +161,9 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     if _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT:
         return _note_alias(func(*args, **kwargs), args, kwargs)
-    described = first_node(*operands_of(args, kwargs)).describe()
-    leave_graph(f"a computation without data on {described}")
+    if torch.compiler.is_dynamo_compiling():
+        described = first_node(*operands_of(args, kwargs)).describe()
+        leave_graph(f"a computation without data on {described}")
 
     def as_node(item):
         node = node_of(item)

@@ -81,6 +81,15 @@ class Examples:
             return self.segments.filled_up(tensor)
         return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
 
+    def positions(self, tensor: Tensor) -> Tensor:
+        """Return (…, width) as (B, T, width), where rows do not differ in number."""
+        tensor = self.lead(tensor)
+        if tensor.dim() == 2:
+            return tensor.view(self.batch, self.fold, tensor.shape[1])
+        if self.fold != 1:
+            tensor = tensor.unflatten(0, (self.batch, self.fold))
+        return tensor if tensor.dim() == 3 else tensor.flatten(1, -2)
+
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over each example's rows of (rows, *): (B, *)."""
         if self.segments is not None:

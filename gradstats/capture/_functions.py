@@ -17,6 +17,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
+from gradstats.capture._graph import INNERMOST
 from gradstats.capture._nodes import Derived, Node, function_name, operands_of
 from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.errors import UnsupportedOperationError
@@ -26,7 +27,6 @@ SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 
 # Where ``apply`` is looked up: from PyTorch 2.14 on ``Function`` has PyTorch's innermost itself. An
 # ``apply`` that was kept from before all contexts is then not seen, and refused.
-INNERMOST = torch._C._FunctionBase.__dict__["apply"]
 HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 
 # PyTorch's own Functions run code of the caller's, graphs or communication between processes; those

@@ -24,4 +24,7 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     MUL = type((_leaf * _leaf).grad_fn)
     ADD = type((_leaf + _leaf).grad_fn)
 
+# What applies an autograd Function, inside of all that PyTorch has around it in Python.
+INNERMOST = torch._C._FunctionBase.__dict__["apply"]
+
 REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]

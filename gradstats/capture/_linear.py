@@ -20,7 +20,7 @@ from gradstats._factors import (
 )
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Settings, Use, derived, fuse, report, unseen
+from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
 from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
 
 
@@ -89,7 +89,7 @@ class LinearFactors:
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
         again = LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
-        return LinearUse.apply(Use([node]), settings, again, grad, node.value, None)
+        return attach(LinearUse, Use([node]), settings, again, grad, node.value, None)
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -210,8 +210,7 @@ def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vecto
     if alone or not _triton.streams(grad) or (segments is not None and segments.order is not None):
         return Vector(bias_gradient(examples, grad), shape)
     if segments is None:
-        rows = examples.first(grad)
-        return Elementwise(rows.flatten(1, -2), None, shape)
+        return Elementwise(examples.positions(grad), None, shape)
     rows = examples.lead(grad).flatten(0, -2)
     return Elementwise(rows, None, shape, segments.offsets_of(len(rows)))
 
@@ -248,17 +247,15 @@ def outer_factor(
         shape: of the parameter.
     """
     if examples.segments is None:
-        return Outer(as_positions(examples.first(left)), as_positions(examples.first(right)), shape)
+        return Outer(_one_group(examples, left), _one_group(examples, right), shape)
     left, right = (
         examples.segments.sorted(examples.lead(side)).flatten(0, -2) for side in (left, right)
     )
     return Ragged(left, right, examples.segments.offsets_of(len(left)), shape)
 
 
-def as_positions(tensor: Tensor) -> Tensor:
-    """Return (B, *, width) as (B, 1, T, width), an ``Outer`` operand with one group."""
-    if tensor.dim() == 2:
-        return tensor.view(tensor.shape[0], 1, 1, tensor.shape[1])
-    if tensor.dim() == 3:
-        return tensor.unsqueeze(1)
-    return tensor.flatten(1, -2).unsqueeze(1)
+def _one_group(examples: Examples, tensor: Tensor) -> Tensor:
+    """Return (rows, *, width) as (B, 1, T, width)."""
+    if tensor.dim() == 2 and examples.axis == 0:
+        return tensor.view(examples.batch, 1, examples.fold, tensor.shape[1])
+    return examples.positions(tensor).unsqueeze(1)

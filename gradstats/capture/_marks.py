@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -16,9 +16,10 @@ from gradstats.capture._examples import Examples, Mixed, Whole
 SERIALS = itertools.count()
 
 
-def leave_graph(what: str) -> None:
+def leave_graph(what: str | Callable[[], str]) -> None:
     """Stop a graph from being traced: what comes next has to be remembered in Python."""
     if torch.compiler.is_dynamo_compiling():
+        what = what if isinstance(what, str) else what()
         # The compiler takes this for the end of the graph, or says it where one graph is demanded.
         raise RuntimeError(
             f"a compiled graph holds {what}, which is followed outside of graphs only. Compile "
@@ -34,6 +35,7 @@ class Marks:
         serial: layouts are marked with this number: a tensor may be copied with its mark.
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
+        packed: the rows of examples differ in number, as the caller gave them.
         coupled: autograd nodes in which examples met that a loss may not depend on together, with
             how they met there.
     """
@@ -44,6 +46,7 @@ class Marks:
         self.batch_dim = batch_dim
         self.follows_layouts = False
         self.coupled: dict[Any, str] = {}
+        self.packed = segments is not None
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -171,11 +174,6 @@ class Marks:
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
 
-    @property
-    def packed(self) -> bool:
-        """Whether the rows of examples differ in number, as the caller gave them."""
-        return self._contract.segments is not None
-
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
         if result.requires_grad and self.batch_size > 1:
@@ -208,10 +206,13 @@ class Marks:
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):
-            leave_graph("data whose examples do not lie along batch_dim")
-            tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
-            self._marked.append(ref(tensor))
-            self.follows_layouts = True
+            self._mark(tensor, layout, at)
+
+    def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
+        leave_graph("data whose examples do not lie along batch_dim")
+        tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
+        self._marked.append(ref(tensor))
+        self.follows_layouts = True
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether something was noted of a tensor of data."""

@@ -432,4 +432,6 @@ def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:
     """Return the roots of several nodes, each once, in order."""
     if len(nodes) == 1:
         return nodes[0].roots
+    if len(nodes) == 2 and isinstance(nodes[0], Root) and isinstance(nodes[1], Root):
+        return nodes[0].roots if nodes[0] is nodes[1] else (nodes[0], nodes[1])
     return tuple(dict.fromkeys([root for node in nodes for root in node.roots]))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradstats._factors import Factor
+from gradstats._factors import Factor, cast
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Use, free_of_views, report, unseen
 from gradstats.contractions import Fused
@@ -74,8 +74,10 @@ class NormalisationUse(torch.autograd.Function):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
         wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[6:8]]
         # Autocast normalises in a wider dtype than that of the input it is given.
-        own, dtype = x.dtype, torch.promote_types(x.dtype, grad.dtype)
-        grad, x = grad.to(dtype), x.to(dtype)
+        own = dtype = x.dtype
+        if grad.dtype != own:
+            dtype = torch.promote_types(own, grad.dtype)
+        grad, x = cast(grad, dtype), cast(x, dtype)
         result = layer.backward(
             grad, x, weight, (ctx.needs_input_grad[5], any(wanted)), *statistics
         )
@@ -84,10 +86,10 @@ class NormalisationUse(torch.autograd.Function):
             if wanted[index]:
                 assert total is not None
                 shape, dtype = ctx.parameters[index]
-                totals[index] = total.view(shape).to(dtype)
+                totals[index] = cast(total.view(shape), dtype)
         factors = _factors(use, layer, result, totals, grad, x, *statistics)
         reports = report(use, settings, factors)
-        grad_x = None if result.input is None else result.input.to(own)
+        grad_x = None if result.input is None else cast(result.input, own)
         none = (None for _ in statistics)
         return (None, None, None, None, None, grad_x, *totals, *reports, *none)
 

@@ -256,3 +256,40 @@ LAYERS = frozenset(
 KEEPS = (
     POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS
 )  # fmt: skip
+
+# Operations that make tensors of values that the caller has, or that are drawn.
+CALLERS_VALUES = frozenset(
+    {
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        torch.from_numpy,
+        torch.frombuffer,
+        torch.rand,
+        torch.randn,
+        torch.randint,
+        torch.randperm,
+        torch.normal,
+        torch.bernoulli,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.bernoulli,
+    }
+)
+
+# Operations that make tensors of a size.
+FACTORIES = frozenset(
+    {
+        torch.zeros,
+        torch.ones,
+        torch.empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_empty,
+    }
+)
+
+# Operations that take of data their form alone.
+BLANKS = frozenset({torch.zeros_like, torch.empty_like})

@@ -13,14 +13,14 @@ from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._factors import Segments
-from gradstats.capture._attributes import STANDARD_ATTRIBUTES, restore_attributes, tensors_kept
+from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking, run_backward
 from gradstats.capture._coverage import check_coverage, leaves_of
-from gradstats.capture._data import Data
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nodes import Derived, Root, tensors_in
+from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
 from gradstats.capture._selection import anatomy_of, check_trackable, compiler_is_used
 from gradstats.capture._sharded import ShardedParameters
@@ -46,7 +46,7 @@ class BackwardListener(Protocol):
     def after_backward(self) -> None: ...
 
 
-class Tracker(Data):
+class Tracker(Repeated):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Tracker(Data):
             tracked = {id(parameter) for parameter in named.values()}
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
-            for name in vars(module).keys() - STANDARD_ATTRIBUTES:
+            for name in kept_by(module):
                 attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]

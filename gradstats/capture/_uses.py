@@ -11,14 +11,17 @@ whose gradients are the reports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
@@ -170,6 +173,21 @@ def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
             )
         return None, probes
     return Use(nodes), []
+
+
+def attach(function: type[torch.autograd.Function], *args):
+    """Apply an autograd Function that takes a ``Use``.
+
+    In eager mode without what PyTorch does for torch.func transforms, where there is no ``Use``.
+    """
+    if torch.compiler.is_compiling():
+        return function.apply(*args)
+    return _innermost(function)(*args)
+
+
+@cache
+def _innermost(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return INNERMOST.__get__(None, function)
 
 
 def fuse(factor: Factor, settings: Settings, want_sum: bool) -> Fused:
@@ -328,7 +346,7 @@ def tap(
     use, probes = use_of(nodes)
     if use is not None:
         use.lookup = lookup
-    return Tap.apply(use, tracker.settings, factors_of, len(probes), result, *probes, *saved)
+    return attach(Tap, use, tracker.settings, factors_of, len(probes), result, *probes, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gradstats._complex import as_real
 from gradstats._factors import Vector, compute_dtype
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._uses import report, use_of
+from gradstats.capture._uses import attach, report, use_of
 
 
 class ExampleView(torch.autograd.Function):
@@ -102,4 +102,4 @@ def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     # A parameter enters as it is, save where all its gradients are to meet at its alias.
     bare = use is None or (isinstance(node, Root) and not tracker.settings.exact)
     value = node.parameter if bare else node.value  # type: ignore[attr-defined]
-    return ExampleView.apply(use, tracker.settings, layout, value, *probes)
+    return attach(ExampleView, use, tracker.settings, layout, value, *probes)

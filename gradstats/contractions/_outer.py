@@ -31,18 +31,20 @@ SMALL = 4096
 
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
-    form = _cheapest_form(factor, guarded=guarded)
+    on_chip = _triton.serves(factor)
+    form = _cheapest_form(factor, on_chip, guarded=guarded)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
         return guarded_gram(factor, workspace)
-    return direct(factor, workspace)
+    return _triton.direct(factor) if on_chip else direct(factor, workspace)
 
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
-    form = _cheapest_form(factor, with_sum=True)
-    if form == "direct" and factor.left.shape[1] == 1 and _triton.serves(factor):
+    on_chip = _triton.serves(factor)
+    form = _cheapest_form(factor, on_chip, with_sum=True)
+    if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
     if form == "direct":
@@ -51,14 +53,19 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     return result, summed(factor)
 
 
-def _cheapest_form(factor: Outer, *, with_sum: bool = False, guarded: bool = True) -> _cost.Form:
+def _cheapest_form(
+    factor: Outer, on_chip: bool, *, with_sum: bool = False, guarded: bool = True
+) -> _cost.Form:
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    return _cost.choose_outer_form(
-        positions, p, q, with_sum=with_sum, guarded=guarded,
-        on_chip=_triton.serves(factor), examples=batch * groups,
-        roundoff=product_roundoff(factor.left, factor.right),
-        cut_off=cut_off_of(factor.left, factor.right),
+    choose = partial(
+        _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
+        on_chip=on_chip, examples=batch * groups,
     )  # fmt: skip
+    form = choose(roundoff=0.0)
+    if form != "gram":
+        return form  # whatever its rounding errors
+    sides = factor.left, factor.right
+    return choose(roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides))
 
 
 def rank_one(factor: Outer) -> Contraction:

@@ -13,7 +13,7 @@ from gradstats.capture._convolution import ConvolutionUse, channel_factor, convo
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import tap, use_of
+from gradstats.capture._uses import attach, tap, use_of
 from gradstats.capture.rules._common import (
     Examples,
     as_data,
@@ -98,7 +98,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
     settings = tracker.settings
-    result = ConvolutionUse.apply(use, settings, (*tracked, data), call, *operands, *probes)
+    result = attach(ConvolutionUse, use, settings, (*tracked, data), call, *operands, *probes)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

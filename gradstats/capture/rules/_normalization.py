@@ -22,7 +22,7 @@ from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import Settings, derived, tap, use_of
+from gradstats.capture._uses import Settings, attach, derived, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import Contraction, _triton, _triton_layers
@@ -132,7 +132,12 @@ class AffineFactors:
         """Return the operands as (B, T, features), channels that come first as a view."""
         if self.channel_axis is None:
             features = product(self.shape)
-            return [operand.reshape(len(operand), -1, features) for operand in operands]
+            return [
+                operand
+                if operand.dim() == 3 and operand.shape[2] == features
+                else operand.reshape(operand.shape[0], -1, features)
+                for operand in operands
+            ]
         return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
 
     def one_pass(self, settings: Settings, x: Tensor) -> bool:
@@ -159,10 +164,13 @@ class AffineFactors:
         if result.input is None:
             return result
         gradient = result.input if self.channel_axis is None else result.input.mT
-        gradient = gradient.reshape(leading.shape)
+        if gradient.shape != leading.shape:
+            gradient = gradient.reshape(leading.shape)
         if examples.segments is None and examples.fold != 1:
             gradient = gradient.flatten(0, 1)
-        return result._replace(input=gradient.movedim(0, examples.axis))
+        if examples.axis != 0:
+            gradient = gradient.movedim(0, examples.axis)
+        return result if gradient is result.input else result._replace(input=gradient)
 
     def _offsets(self) -> Sequence[int]:
         """Return where each example's rows begin, once sorted by example."""
@@ -255,9 +263,9 @@ def _attach(
         return result + bias.view(*bias.shape, *ones)
     if not own and factors.one_pass(tracker.settings, input):
         use, probes = use_of(nodes)
-        return NormalisationUse.apply(
-            use, tracker.settings, factors, run, len(probes), input, plain(weight), plain(bias),
-            *probes, *statistics,
+        return attach(
+            NormalisationUse, use, tracker.settings, factors, run, len(probes), input,
+            plain(weight), plain(bias), *probes, *statistics,
         )  # fmt: skip
     if place is not None and not own:
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))

@@ -1,0 +1,228 @@
+"""What is noted again of operations that are alike is what following them finds."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from gradstats.capture import _repeated
+from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._repeated import NOTED
+from gradstats.capture._tensors import DerivedTensor
+
+from .oracle import assert_sqnorms, oracle_sqnorms
+from .test_random_programs import Program, losses
+
+SIZE, WIDTH = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    NOTED.clear()
+    torch.manual_seed(0)
+    yield
+    NOTED.clear()
+
+
+class Followed:
+    """Counts what is followed, and what is noted again instead.
+
+    Attributes:
+        times: how often operations were followed.
+        again: how often one was alike that had been followed.
+        wrong: functions whose results would have been noted otherwise than they are.
+    """
+
+    def __init__(self, monkeypatch, *, check: bool = False):
+        self.times = self.again = 0
+        self.wrong: list = []
+        follow, repeated = ConstantTracking._follow, ConstantTracking._follow_repeated
+
+        def counted(mode, *call):
+            self.times += 1
+            follow(mode, *call)
+
+        def checked(mode, func, args, kwargs, result):
+            alike = mode.tracker.likeness(func, args, kwargs, result)
+            if alike is None or alike[0] not in NOTED:
+                repeated(mode, func, args, kwargs, result)
+                return
+            self.again += 1
+            found, before = NOTED.pop(alike[0]), mode.tracker.noted
+            follow(mode, func, args, kwargs, result)
+            mode.tracker.remember(*alike, before)
+            if NOTED.get(alike[0]) != found:
+                self.wrong.append(func)
+
+        monkeypatch.setattr(ConstantTracking, "_follow", counted)
+        if check:
+            monkeypatch.setattr(ConstantTracking, "_follow_repeated", checked)
+
+
+class Folded(nn.Module):
+    """A linear layer on rows of all examples together, with what surrounds it in a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            rows = layer(x.view(-1, x.shape[-1]))
+            x = x + functional.gelu(rows.view(x.shape)).transpose(1, 2).mT.contiguous()
+        return x
+
+
+def squares(model, batch):
+    return model(batch).square().flatten(1).sum(1)
+
+
+def check(model, batch, loss_fn=squares, **options):
+    got = gs.per_example_norms(model, batch, loss_fn, **options)
+    assert_sqnorms(got, oracle_sqnorms(model, batch, loss_fn), rtol=1e-10)
+
+
+def test_a_second_step_follows_nothing(monkeypatch):
+    model, batch = Folded(), torch.randn(SIZE, SIZE, WIDTH).double()
+    followed = Followed(monkeypatch)
+    check(model, batch)
+    first, followed.times = followed.times, 0
+    check(model, batch)
+    assert first > 5
+    assert followed.times == 0
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_programs_at_random(monkeypatch, batch_dim):
+    followed = Followed(monkeypatch, check=True)
+    for seed in range(150):
+        model = Program(seed, batch_dim)
+        if model.axis is None:
+            continue
+        for _ in range(2):
+            try:
+                gs.per_example_norms(model, model.batch, losses, batch_dim=batch_dim)
+            except gs.GradStatsError:
+                break
+    assert followed.again > 100
+    assert followed.wrong == []
+
+
+class Turned(nn.Module):
+    """The same operations on a square of examples and positions, as it is and turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        straight = self.layer(x.tanh().view(-1, WIDTH)).view(x.shape)
+        turned = self.layer(x.transpose(0, 1).contiguous().tanh())
+        return straight + turned.sin().transpose(0, 1)
+
+
+def test_forms_that_agree_with_examples_along_other_axes():
+    model, batch = Turned(), torch.randn(SIZE, SIZE, WIDTH).double()
+    for _ in range(2):
+        check(model, batch)
+
+
+def test_the_same_forms_with_another_batch_dim():
+    model, batch = Turned(), torch.randn(SIZE, SIZE, WIDTH).double()
+
+    def along_the_second(model, batch):
+        return model(batch).square().sum((0, 2))
+
+    for _ in range(2):
+        check(model, batch)
+        check(model, batch, along_the_second, batch_dim=1)
+
+
+def test_the_same_forms_packed_and_not():
+    rows, bounds = torch.randn(6, 6).double(), torch.tensor([0, 1, 3, 6])
+    model = nn.Linear(6, 2).double()
+
+    def beside_others(model, batch):
+        x, others = batch
+        return model(x).square().sum(1) + others.t().sum()
+
+    def turned(model, rows):
+        squares = model(rows.t()).square().sum(1)
+        return torch.stack([part.sum() for part in squares.split(bounds.diff().tolist())])
+
+    for _ in range(2):
+        check(model, (rows[:3], rows), beside_others)
+        with pytest.raises(gs.GradStatsError):
+            gs.per_example_norms(model, rows, turned, cu_seqlens=bounds)
+
+
+class Weighted(nn.Module):
+    """Multiplies with a square that is a constant in one step and data in the next."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.layer = nn.Linear(SIZE, SIZE).double()
+        self.register_buffer("constant", torch.randn(SIZE, SIZE).double())
+
+    def forward(self, x, square=None):
+        square = self.change(self.constant if square is None else square)
+        return torch.tanh(self.layer(x) @ square)
+
+
+@pytest.mark.parametrize("change", [lambda t: t, torch.tanh], ids=["itself", "computed"])
+def test_what_was_a_constant_is_data_in_the_next_step(change):
+    model, x = Weighted(change), torch.randn(SIZE, SIZE).double()
+
+    def of_both(model, batch):
+        return model(*batch).square().sum(1)
+
+    for _ in range(2):
+        check(model, x)
+        with pytest.raises(gs.ExampleAxisError, match="which loss belongs to which example"):
+            gs.per_example_norms(model, (x, x.cos()), of_both)
+
+
+class Filled(nn.Module):
+    """Reads what it has made, with and without data that it writes there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE).double()
+        self.writes = False
+
+    def forward(self, x):
+        held = torch.zeros(SIZE, SIZE).double()
+        if self.writes:
+            held.copy_(x)
+        hidden = self.layer(held.cos())
+        self.kinds.append(type(hidden))
+        return hidden * x
+
+
+def test_what_was_empty_is_written_in_the_next_step():
+    model, x = Filled(), torch.randn(SIZE, SIZE).double()
+    for model.writes in (False, True, False, True):
+        model.kinds = []
+        check(model, x)
+        assert model.kinds[0] is (torch.Tensor if model.writes else DerivedTensor)
+
+
+def test_what_the_model_kept_is_data_where_it_is_called_with_it():
+    model = Folded()
+    batch = torch.randn(SIZE, SIZE, WIDTH).double()
+    model.last = batch
+    for _ in range(2):
+        check(model, batch)
+    del model.last
+    check(model, batch)
+
+
+def test_little_is_remembered(monkeypatch):
+    monkeypatch.setattr(_repeated, "MOST", 5)
+    model = Folded()
+    for length in range(2, 9):
+        check(model, torch.randn(SIZE, length, WIDTH).double())
+        assert len(NOTED) <= 5
