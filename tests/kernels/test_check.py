@@ -7,6 +7,7 @@ import pytest
 import torch
 from gradstats.kernels import (
     _check,
+    _launching,
     diagonal,
     direct,
     direction,
@@ -137,14 +138,15 @@ def test_every_error_says_what_to_do():
     assert [error for error in errors if ": " not in error] == []
 
 
-def test_every_grid_is_checked():
+def test_every_kernel_is_launched_where_grids_are_checked():
     grids = [
         ast.unparse(node.slice)
         for node in parsed_kernels()
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("kernel")
     ]
-    assert len(grids) > 20
-    assert [grid for grid in grids if "check_programs(" not in grid] == []
+    assert set(grids) == {"(self.programs,)"}
+    with pytest.raises(KernelInputError, match="split the batch"):
+        _launching.Launch(None, 2**31)
 
 
 def test_a_grid_that_cannot_be_launched():
