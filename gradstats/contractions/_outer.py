@@ -32,7 +32,7 @@ SMALL = 4096
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     on_chip = _triton.serves(factor)
-    form = _cheapest_form(factor, on_chip, guarded=guarded)
+    form = _cheapest_form(factor, guarded=guarded, on_chip=on_chip)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -43,7 +43,7 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     on_chip = _triton.serves(factor)
-    form = _cheapest_form(factor, on_chip, with_sum=True)
+    form = _cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
@@ -54,8 +54,14 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
 
 
 def _cheapest_form(
-    factor: Outer, on_chip: bool, *, with_sum: bool = False, guarded: bool = True
+    factor: Outer,
+    *,
+    with_sum: bool = False,
+    guarded: bool = True,
+    on_chip: bool | None = None,
 ) -> _cost.Form:
+    if on_chip is None:
+        on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
