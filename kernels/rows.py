@@ -282,13 +282,13 @@ def rows_sqnorm(
         unit = 16 if aligned else 1
         places = _order.places(ids, g, segments, padding_idx, unit, longest_compared)
         edges = torch.empty((blocks, 2, features), dtype=torch.float32, device=g.device)
-        programs = (_check.check_programs(blocks * tiles),)
+        programs = blocks * tiles
         options = {"ROWS": config.inner, "COLUMNS": config.columns, "num_warps": config.num_warps}
-        run_squares_kernel[programs](
+        run_squares_kernel[(_check.check_programs(programs),)](
             g, places, partial, edges, g.stride(-1), rows, features, tiles, UNIT=unit, **options
         )
         if blocks > 1:
-            long_runs_kernel[programs](
+            long_runs_kernel[(_check.check_programs(programs),)](
                 places, edges, partial, rows, features, tiles, blocks, AHEAD=AHEAD, **options
             )
     return _refused(sum_rows(partial, segments), segments)
