@@ -16,8 +16,6 @@ import triton.language as tl
 from gradstats.kernels import _check
 from gradstats.kernels._tile import dot
 
-FEWEST_ADJACENT = 16  # channels that are worth a tile's columns
-
 
 @triton.jit
 def patch_tile(
@@ -254,7 +252,7 @@ class Convolution:
 
         Few channels would leave most of such a tile empty: then it runs over the taps too.
         """
-        return self.channels >= FEWEST_ADJACENT
+        return self.channels >= 16
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -289,13 +287,11 @@ class Convolution:
         """The same with channels adjacent, copied where the kernels gain more than that costs.
 
         Where channels come first no whole vectors can be read of patches. They can of channels that
-        come last, if they are a multiple of 16; of depthwise layers even single ones are cheaper.
+        come last, if they are a multiple of 16.
         """
-        multiple = FEWEST_ADJACENT if self.channels > 1 else 1
-        few = self.x.shape[1] < FEWEST_ADJACENT or not (self.one_tap or self.channels == 1)
-        if few or self.x.shape[1] % multiple:
+        if self.x.shape[1] % 16 or not (self.one_tap or self.channels == 1):
             return self
-        g = self.g if self.g.shape[1] % multiple else channels_last(self.g)
+        g = self.g if self.g.shape[1] % 16 else channels_last(self.g)
         return dataclasses.replace(self, x=channels_last(self.x), g=g)
 
     def select(self, groups: slice, rows: slice) -> Convolution:

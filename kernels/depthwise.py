@@ -321,7 +321,7 @@ def _choose_by_lines(layer: Convolution) -> _config.TileConfig:
     position, of which a warp holds 4 by 8, and other warps other positions.
     """
     warps = 4 if layer.positions > 128 else 1
-    return _config.TileConfig(8 if layer.taps > 12 else 4, 32, 8 * warps, warps, num_stages=1)
+    return _config.TileConfig(4, 32, 8 * warps, warps, num_stages=1)
 
 
 def _launch(
@@ -335,11 +335,14 @@ def _launch(
     """(partial results of every example, sums of every range of examples)."""
     batch, rows, device = first.batch, first.g.shape[1], first.x.device
     architecture = _check.architecture(device)
-    by_lines = first.channels_last and first.g.stride(1) == 1
+    adjacent = first.channels_last and first.g.stride(1) == 1
+    by_lines = adjacent and first.outputs == 1 and first.aligned and second.aligned
     if config is None and by_lines:
         config = _choose_by_lines(first)
     elif config is None:
-        config = _config.choose_depthwise(first.positions, first.x.element_size(), architecture)
+        config = _config.choose_depthwise(
+            first.positions, first.x.element_size(), architecture, channels_adjacent=adjacent
+        )
     tiles = triton.cdiv(rows, config.columns) * triton.cdiv(first.taps, config.rows)
     parts = batch
     if mode == "sum":

@@ -232,7 +232,7 @@ def group_norm_launches(config, dtype, aligned, layout):
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):
-    """Channels last where aligned; else first, and copied to come last unless they are few.
+    """Channels last where aligned, else first, as where examples are chosen.
 
     Layout: "dense", or "stem" with three channels.
     """
@@ -243,6 +243,18 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         for count in (channels, 128)
     )
     layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
+    if operation == "depthwise_channels_adjacent" and aligned:
+        # blocks of lines have tiles of their own
+        convolution.convolution_sqnorm(x, g, *layer)
+        convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
+        convolution.convolution_inner(x, g, x, g, *layer)
+    with mock.patch.object(_patches.Convolution, "arranged", lambda self: self):
+        tiled_convolution_launches(operation, config, layout, x, g, layer)
+
+
+def tiled_convolution_launches(operation, config, layout, x, g, layer):
+    """What takes the table's tiles."""
+    channels = x.shape[1]
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
         checked = _patches.check_convolution(x, g, *layer)
@@ -263,7 +275,7 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         convolution.convolution_sqnorm(x, g, *layer, chosen=chosen, config=config)
     if operation != "convolution_fused" and layout == "dense":
         shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
-        weight = torch.empty(shape, dtype=dtype, device="meta")
+        weight = torch.empty(shape, dtype=x.dtype, device="meta")
         convolution.convolution_direction(x, g, weight, *layer, config=config)
         convolution_pairs.pairwise_convolution(x, g, x, g, *layer, workspace=2**40, config=config)
 
