@@ -138,13 +138,16 @@ def test_every_error_says_what_to_do():
 
 
 def test_every_grid_is_checked():
-    grids = [
+    nodes = list(parsed_kernels())
+    grids = {
         ast.unparse(node.slice)
-        for node in parsed_kernels()
+        for node in nodes
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("kernel")
-    ]
-    assert len(grids) > 20
-    assert [grid for grid in grids if "check_programs(" not in grid] == []
+    }
+    assert grids == {"(self.programs,)"}, "kernels are launched by _launching.py, which checks"
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    assert calls.count("launch_kernel") + calls.count("Launch") > 20
+    assert "self.programs = check_programs(programs)" in map(ast.unparse, nodes)
 
 
 def test_a_grid_that_cannot_be_launched():
