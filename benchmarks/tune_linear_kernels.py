@@ -33,9 +33,9 @@ STREAMING = {
         (operation, kind): tiles
         for kind in ("half", "ieee")
         for operation, tiles in {
-            "layer_norm": "1x4096x1w16s1 1x2048x1w8s1 2x1024x1w2s1 4x512x1w8s1 8x128x1w4s1",
+            "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
             "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-            "scale": "1x128x32w8s1 1x32x64w4s1 1x16x128w4s1",
+            "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
             "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
             "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
             "rows": "1x256x8w4s1 1x64x16w4s1",
@@ -47,13 +47,8 @@ STREAMING = {
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def candidates(
-    operation: str, kind: str, timed: bool = False
-) -> list[list[tuple[int, int, int, int, int]]]:
-    """Classes of (rows, columns, inner, warps, stages), largest tile first, preferred first.
-
-    Timed runs include tiles whose listed spills only a measurement can justify.
-    """
+def candidates(operation: str, kind: str) -> list[list[tuple[int, int, int, int, int]]]:
+    """Classes of (rows, columns, inner, warps, stages), largest tile first, preferred first."""
     # one step of the contraction is one 128-byte line of each operand row
     line = 64 if kind == "half" else 32
     half = line // 2
@@ -128,8 +123,8 @@ def candidates(
         ]
     descriptors = operation.endswith("_descriptor")
     return [
-        *([tiles(128, 256, (line, 8, 3), (line, 8, 4))] if descriptors and timed else []),
-        tiles(128, 128, *usual[:1], (line, 8, 4), *usual[1:]),
+        tiles(128, 128, (line, 8, 5), (line, 8, 4), *usual),
+        tiles(64, 256, (line, 8, 5), (line, 8, 4), (line, 8, 3), (line, 8, 2)),
         tiles(64, 128, *small, (line, 8, 3), (half, 8, 3)),
         tiles(64, 64, (line, 4, 4), *small),
         *([] if descriptors else [tiles(16, 64, *small)]),
@@ -273,7 +268,7 @@ def tune(operation: str, key: tuple[int, str, bool], timed: bool) -> str:
     architecture, kind, aligned = key
     itemsize = 2 if kind == "half" else 4
     chosen = []
-    for group in candidates(operation, kind, timed):
+    for group in candidates(operation, kind):
         best: tuple[float, TileConfig] | None = None
         for row in dict.fromkeys(group):
             config = TileConfig(*row, precision="ieee" if kind == "half" else kind)

@@ -285,6 +285,15 @@ def gpt2(large: bool = False) -> Workload:
     return Workload(name, GPT2LMHeadModel(config), tokens, next_token, *bars)
 
 
+def gpt2_wide(large: bool = False) -> Workload:
+    """The same with four times the batch, where a GPU has more to do than the host."""
+    work = gpt2(large)
+    batch, positions = work.batch[0].shape
+    tokens = shifted(4 * batch, positions, work.model.config.vocab_size)
+    name = f"GPT-2 small, T={positions}, B={4 * batch}"
+    return dataclasses.replace(work, name=name, batch=tokens)
+
+
 def llama(large: bool = False) -> Workload:
     """A Llama-style model of a billion parameters; two layers of it without ``large``."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -303,7 +312,8 @@ def llama(large: bool = False) -> Workload:
 
 WORKLOADS = {
     "mlp": mlp, "cnn": cnn, "gpt": gpt, "gpt-expanded": gpt_expanded, "small": small,
-    "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2, "llama": llama,
+    "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2,
+    "gpt2-wide": gpt2_wide, "llama": llama,
 }  # fmt: skip
 DEFAULT = ("mlp", "cnn", "gpt")
 DTYPES = ("float32", "autocast", "bfloat16")

@@ -310,12 +310,14 @@ def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> in
 
 
 @remembered
-def choose_partition(batch: int, blocks: int, architecture: int = 90) -> tuple[int, int]:
+def choose_partition(
+    batch: int, blocks: int, architecture: int = 90, per_processor: int = 4
+) -> tuple[int, int]:
     """(examples per program, parts per example) for a walk over examples of `blocks` blocks each.
 
-    Four programs per processor: whole examples where there are enough of them, else parts of one.
+    A few programs per processor: whole examples where there are enough of them, else parts of one.
     """
-    wanted = 4 * MULTIPROCESSORS[family(architecture)]
+    wanted = per_processor * MULTIPROCESSORS[family(architecture)]
     if batch >= wanted:
         return -(-batch // wanted), 1
     return 1, max(1, min(blocks, -(-wanted // max(batch, 1))))

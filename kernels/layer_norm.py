@@ -298,7 +298,9 @@ def _plan(
             "choice of the tile to the table"
         )
     blocks = _check.cdiv(segments.positions, config.rows)
-    per_program, parts = _config.choose_partition(batch, blocks, architecture)
+    # every part leaves sums that are added later, so there are no more than hide latency
+    at_once = max(1, 8 // config.num_warps)
+    per_program, parts = _config.choose_partition(batch, blocks, architecture, at_once)
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or every_example else per_program
     programs = _check.cdiv(batch, per_program) * splits

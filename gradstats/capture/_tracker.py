@@ -79,6 +79,7 @@ class Tracker(Repeated):
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
         self.device = device = next(iter(named.values())).device
+        self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         if self._compiler:
             for root in self.roots:
@@ -229,7 +230,7 @@ class Tracker(Repeated):
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
                 with without_autocast():
-                    run_backward((total,), (one,), inputs=targets)
+                    run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
         # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
@@ -241,7 +242,7 @@ class Tracker(Repeated):
             leaf.grad = None
         try:
             with without_autocast():
-                run_backward((total,), (one,))
+                run_backward((total,), (one,), in_threads=self.spans_devices)
         finally:
             for leaf, grad in grads:
                 leaf.grad = grad

@@ -35,10 +35,10 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
     first, *printed = capsys.readouterr().out.splitlines()
     assert first == gpu.versions() and "setuptools " in first
     assert [line.partition(",")[0] for line in printed] == [
-        "quick: ok", "training: ok", "kernels: ok", "layers: ok", "tests: ok"
+        "quick: ok", "training: ok", "times: ok", "kernels: ok", "layers: ok", "tests: ok"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
+        "kernel_times.csv", "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
     ]  # fmt: skip
     with (tmp_path / "layers.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
@@ -181,12 +181,11 @@ def test_the_committed_table_is_what_the_script_writes(tmp_path):
 @pytest.mark.parametrize("kind", _config.KINDS)
 @pytest.mark.parametrize("operation", _config.MATMULS)
 def test_candidates_are_distinct_tiles_that_a_dot_can_take(operation, kind):
-    for timed in (False, True):
-        groups = tune_linear_kernels.candidates(operation, kind, timed)
-        areas = [{row[0] * row[1] for row in group} for group in groups]
-        assert all(len(area) == 1 for area in areas)
-        assert [max(area) for area in areas] == sorted((max(area) for area in areas), reverse=True)
-        assert all(min(row[:3]) >= 16 for group in groups for row in group)
+    groups = tune_linear_kernels.candidates(operation, kind)
+    areas = [{row[0] * row[1] for row in group} for group in groups]
+    assert all(len(area) == 1 for area in areas)
+    assert [max(area) for area in areas] == sorted((max(area) for area in areas), reverse=True)
+    assert all(min(row[:3]) >= 16 for group in groups for row in group)
 
 
 def test_every_shape_has_floors():

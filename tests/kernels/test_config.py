@@ -182,7 +182,8 @@ def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
 def test_the_axis_that_is_adjacent_in_memory_is_the_long_one():
     adjacent = _config.choose_scale(3136, 64, 2, positions_adjacent=True)
     apart = _config.choose_scale(3136, 256, 2)
-    assert adjacent.inner > adjacent.columns and apart.columns > apart.inner
+    assert adjacent.inner > adjacent.columns and apart.columns > adjacent.columns
+    assert 2 * min(adjacent.inner, apart.columns) >= 128, "less than a line is read at once"
 
 
 def test_a_partition_takes_whole_examples_where_there_are_enough():
@@ -190,4 +191,5 @@ def test_a_partition_takes_whole_examples_where_there_are_enough():
     assert _config.choose_partition(4 * 528 + 1, 100) == (5, 1)
     assert _config.choose_partition(16, 1000) == (1, 33)
     assert _config.choose_partition(16, 7) == (1, 7)
+    assert _config.choose_partition(16, 1000, per_processor=2) == (1, 17)
     assert _config.choose_partition(1, 0) == (1, 1)
