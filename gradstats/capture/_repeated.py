@@ -71,9 +71,13 @@ class Repeated(Data):
         try:
             for item in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(item)
-                # Most arguments are one of these two; a call for each takes longer than the rest.
-                if kind is Tensor and not item.__dict__:
-                    note = CONSTANT if id(item) in constants else NOTHING
+                # Most arguments are of these; a call for each would take longer than the rest.
+                if kind is Tensor:
+                    note: Any = CONSTANT if id(item) in constants else NOTHING
+                    if item.__dict__:
+                        note = self._note_of(item)
+                        if note is None:
+                            return None
                     key += (note, item.shape, item.stride(), item.requires_grad)
                     operands.append(item)
                 elif kind in VALUES:
