@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 def kept_by(module: nn.Module) -> list[str]:
     """Return the names of the plain attributes of a module that may hold tensors."""
-    own = vars(module)
-    return [name for name in own.keys() - STANDARD_ATTRIBUTES if type(own[name]) not in PLAIN_TYPES]
+    own = module.__dict__
+    names = filterfalse(STANDARD_ATTRIBUTES.__contains__, own)
+    return [name for name in names if type(own[name]) not in PLAIN_TYPES]
 
 
 def tensors_kept(item: Any) -> list[Tensor]:

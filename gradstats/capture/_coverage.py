@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
-from gradstats.capture._hooked import hooked_on
+from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
@@ -50,17 +50,22 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     coupled, shown_nodes = tracker.coupled, tracker.shown
     while stack:
         node = stack.pop()
-        found.reentrant |= type(node) is REENTRANT_CHECKPOINT
-        partial = type(node) is COPY_SLICES
-        hidden |= partial
-        edges, on_node = node.next_functions, hooked_on(node)
-        if on_node is not None:
-            edge = on_node.place.edge
-            edges = () if edge is None else (edges[edge],)  # the others lead to its parameters
-        use: Any = on_node
-        if isinstance(node, BackwardCFunction):
+        kind = type(node)
+        partial = kind is COPY_SLICES
+        if partial:
+            hidden = True
+        elif kind is REENTRANT_CHECKPOINT:
+            found.reentrant = True
+        edges: Any = node.next_functions
+        use: Any = None
+        if kind in KINDS:
+            use = hooked_on(node)
+            if use is not None:
+                edge = use.place.edge
+                edges = () if edge is None else (edges[edge],)  # the others lead to its parameters
+        elif isinstance(node, BackwardCFunction):
             use = getattr(node, "use", None)
-        tracked = isinstance(use, Use)
+        tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)
         if tracked or partial:

@@ -26,7 +26,15 @@ from gradstats.capture._nodes import (
     same_storage,
 )
 from gradstats.capture._operations import COMPLEX
-from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, value_of, wrap
+from gradstats.capture._tensors import (
+    TRACKED_TYPES,
+    DerivedTensor,
+    first_node,
+    node_of,
+    show,
+    value_of,
+    wrap,
+)
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -110,8 +118,8 @@ def dispatch(
             return _note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex = [], False, False
         for item in operands:
-            is_complex = is_complex or item.is_complex()
-            node = node_of(item)
+            is_complex = is_complex or item.dtype.is_complex
+            node = getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
             if node is None:
                 data = data or tracker.is_data(item)
                 continue

@@ -202,7 +202,7 @@ class Marks:
             layout: where they lie.
             at: the name of the operation after which nobody knows.
         """
-        known = layout == self.by_contract(tensor) and not self.is_marked(tensor)
+        known = layout == self.by_contract(tensor) and self._mark_of(tensor) is None
         # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):

@@ -63,15 +63,26 @@ class Repeated(Data):
         """
         if func not in REPEATABLE or self._written or self.packed:
             return None
-        key: list[Any] = [func, self.batch_size, self.batch_dim, self.follows_layouts]
+        constants = self._constants
+        key: list[Any] = [func, self.batch_size, self.batch_dim, self.follows_layouts, len(args)]
+        if kwargs:
+            key.append((*kwargs,))
         operands: list[Tensor] = []
         try:
-            for item in args:
-                if not self._add_argument(item, key, operands):
-                    return None
-            for name, item in kwargs.items():
-                key.append(name)
-                if not self._add_argument(item, key, operands):
+            for item in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(item)
+                # Most arguments are of these; a call for each would take longer than the rest.
+                if kind is Tensor:
+                    note: Any = CONSTANT if id(item) in constants else NOTHING
+                    if item.__dict__:
+                        note = self._note_of(item)
+                        if note is None:
+                            return None
+                    key += (note, item.shape, item.stride(), item.requires_grad)
+                    operands.append(item)
+                elif kind in VALUES:
+                    key += (kind, item)
+                elif not self._add_argument(item, key, operands):
                     return None
             if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
                 return None  # numbers in an index
@@ -79,7 +90,7 @@ class Repeated(Data):
             for item in (result,) if isinstance(result, Tensor) else result:
                 if item is operands[0]:
                     key.append(NOTHING)  # it stays what it is
-                elif type(item) is not Tensor or item.__dict__ or id(item) in self._constants:
+                elif type(item) is not Tensor or item.__dict__ or id(item) in constants:
                     return None
                 else:
                     key += (item.shape, item.stride(), item.requires_grad)
@@ -88,8 +99,8 @@ class Repeated(Data):
             return None  # a layout without strides
         # Which of several tensors one is may decide.
         if len(operands) > 1:
-            distinct = {*map(id, operands), *map(id, results)}
-            if len(distinct) < len(operands) + len(results):
+            every = operands + results
+            if len({*map(id, every)}) < len(every):
                 return None
         return tuple(key), results
 

@@ -49,9 +49,10 @@ def run(func, args, kwargs):
     # The context that owns the first tracked operand decides; a copy of a parameter has none.
     operands = operands_of(args, kwargs)
     for item in operands:
-        node = node_of(item)
-        if node is not None and not node.tracker.closed:
-            return node.tracker.dispatch(func, args, kwargs, operands)
+        if type(item) in TRACKED_TYPES:
+            node: Node | None = getattr(item, "_gradstats", None)
+            if node is not None and not node.tracker.closed:
+                return node.tracker.dispatch(func, args, kwargs, operands)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

@@ -263,10 +263,13 @@ def _attach(
         return result + bias.view(*bias.shape, *ones)
     if not own and factors.one_pass(tracker.settings, input):
         use, probes = use_of(nodes)
-        return attach(
+        result = attach(
             NormalisationUse, use, tracker.settings, factors, run, len(probes), input,
             plain(weight), plain(bias), *probes, *statistics,
         )  # fmt: skip
+        if place is not None:
+            tracker.note_followed(result, examples)
+        return result
     if place is not None and not own:
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))
         if found is not None:
