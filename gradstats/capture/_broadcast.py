@@ -163,7 +163,7 @@ class BroadcastUse(torch.autograd.Function):
                 total = reported.values.sum(0)
             reports = report(use, settings, [reported])
         elif want_x and ctx.multiply and not factor.shared:
-            wanted = True, want_value
+            wanted = True, ctx.dtypes[1] if want_value else None
             norms, total, rows = _triton_layers.elementwise(factor, value.flatten(), wanted)
             assert rows is not None
             grad_x = plan.restore(rows, x)

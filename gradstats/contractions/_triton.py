@@ -32,40 +32,50 @@ def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
     first = factors[0].left
     for factor in factors:
-        if not (runs(first, factor.left) and runs(first, factor.right)):
+        if not (_suit(first, factor.left) and _suit(first, factor.right)):
             return False
-    return True
+    return _wanted()
 
 
 def runs(first: Tensor, second: Tensor) -> bool:
     """Whether the kernels take these two operands."""
-    if not (first.is_cuda and second.is_cuda):
-        return False
-    if first.dtype != second.dtype or first.dtype not in DTYPES:
-        return False
-    # get() raises inside where nothing is set, which takes far longer than to look
-    if BACKEND_VARIABLE in os.environ and os.environ[BACKEND_VARIABLE] == "torch":
-        return False
-    require_triton()
-    return True
+    return _suit(first, second) and _wanted()
 
 
 def streams(*operands: Tensor | None) -> bool:
     """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
     for operand in operands:
-        if operand is not None and not runs(operand, operand):
+        if operand is not None and not _suit(operand, operand):
             return False
-    return True
+    return _wanted()
 
 
 def convolves(*factors: Patches) -> bool:
     """Whether the kernels contract these convolutions, alone or with each other."""
     first = factors[0]
-    return len(first.geometry.stride) <= 3 and all(
-        factor.geometry == first.geometry and runs(first.input, side)
-        for factor in factors
-        for side in (factor.input, factor.grad)
-    )
+    if len(first.geometry.stride) > 3:
+        return False
+    for factor in factors:
+        if factor.geometry != first.geometry:
+            return False
+        if not (_suit(first.input, factor.input) and _suit(first.input, factor.grad)):
+            return False
+    return _wanted()
+
+
+def _suit(first: Tensor, second: Tensor) -> bool:
+    """Whether the kernels could take these two operands."""
+    if not (first.is_cuda and second.is_cuda):
+        return False
+    return first.dtype == second.dtype and first.dtype in DTYPES
+
+
+def _wanted() -> bool:
+    """Whether the kernels are chosen and can run; to look takes as long as all other questions."""
+    if os.environ.get(BACKEND_VARIABLE) == "torch":
+        return False
+    require_triton()
+    return True
 
 
 @cache
