@@ -169,7 +169,7 @@ class BroadcastUse(torch.autograd.Function):
             grad_x = plan.restore(rows, x)
             reports = report(use, settings, [Fused(None, norms, total)])
         else:
-            fused = fuse(factor, settings, want_value)
+            fused = fuse(factor, settings, want_value, ctx.dtypes[1])
             total = fused.total
             reports = report(use, settings, [fused])
         if want_x and grad_x is None:

@@ -22,7 +22,6 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
 from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
-from gradstats.contractions._elementwise import sqnorm_and_sum
 
 
 @dataclass(eq=False, slots=True)
@@ -236,10 +235,8 @@ def bias_report(
     """
     sole = use is not None and settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):
-        if wanted is None or not settings.fused:
-            return fuse(factor, settings, want_sum=False), None
-        norms, total = sqnorm_and_sum(factor, settings.workspace, wanted)
-        return Fused(factor, norms, total), total
+        fused = fuse(factor, settings, wanted is not None, wanted)
+        return fused, fused.total
     if wanted is None:
         return factor, None
     vector = summed(factor) if isinstance(factor, Elementwise) else factor

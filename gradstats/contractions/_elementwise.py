@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gradstats._factors import Elementwise, Factor, Vector
 from gradstats.contractions import _triton, _triton_layers, _vector
-from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction
 
 
@@ -33,19 +32,18 @@ def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction
     return _vector.sqnorm(summed(factor), workspace, guarded=guarded)
 
 
-@in_full_precision
 def sqnorm_and_sum(
-    factor: Elementwise, workspace: int, dtype: torch.dtype = torch.float32
+    factor: Elementwise, workspace: int, dtype: torch.dtype | None = None
 ) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i, in one pass where kernels serve.
 
     Args:
         factor: what is contracted.
         workspace: bytes of scratch memory.
-        dtype: in which the sum is wanted; it may come in another.
+        dtype: in which the sum is wanted, though it may come in another; None for any.
     """
     if _triton.streams(factor.grad, factor.input):
-        norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype))
+        norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
         assert total is not None
         return norms, total
     vector = summed(factor)

@@ -30,52 +30,43 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
-    first = factors[0].left
-    for factor in factors:
-        if not (_suit(first, factor.left) and _suit(first, factor.right)):
-            return False
-    return _wanted()
+    return _run(factors[0].left, [side for each in factors for side in (each.left, each.right)])
 
 
 def runs(first: Tensor, second: Tensor) -> bool:
     """Whether the kernels take these two operands."""
-    return _suit(first, second) and _wanted()
+    if not (first.is_cuda and second.is_cuda):
+        return False
+    if first.dtype != second.dtype or first.dtype not in DTYPES:
+        return False
+    # get() raises inside where nothing is set, which takes far longer than to look
+    if BACKEND_VARIABLE in os.environ and os.environ[BACKEND_VARIABLE] == "torch":
+        return False
+    require_triton()
+    return True
 
 
 def streams(*operands: Tensor | None) -> bool:
     """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
     for operand in operands:
-        if operand is not None and not _suit(operand, operand):
+        if operand is not None and not runs(operand, operand):
             return False
-    return _wanted()
+    return True
 
 
 def convolves(*factors: Patches) -> bool:
     """Whether the kernels contract these convolutions, alone or with each other."""
     first = factors[0]
-    if len(first.geometry.stride) > 3:
+    if len(first.geometry.stride) > 3 or any(each.geometry != first.geometry for each in factors):
         return False
-    for factor in factors:
-        if factor.geometry != first.geometry:
-            return False
-        if not (_suit(first.input, factor.input) and _suit(first.input, factor.grad)):
-            return False
-    return _wanted()
+    return _run(first.input, [side for each in factors for side in (each.input, each.grad)])
 
 
-def _suit(first: Tensor, second: Tensor) -> bool:
-    """Whether the kernels could take these two operands."""
-    if not (first.is_cuda and second.is_cuda):
-        return False
-    return first.dtype == second.dtype and first.dtype in DTYPES
-
-
-def _wanted() -> bool:
-    """Whether the kernels are chosen and can run; to look takes as long as all other questions."""
-    if os.environ.get(BACKEND_VARIABLE) == "torch":
-        return False
-    require_triton()
-    return True
+def _run(first: Tensor, operands: list[Tensor]) -> bool:
+    """Whether the kernels take the first of the operands with every one of them."""
+    # what goes with another goes with itself
+    others = [operand for operand in operands if operand is not first]
+    return all(runs(first, operand) for operand in others or operands)
 
 
 @cache
