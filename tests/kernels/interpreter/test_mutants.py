@@ -188,9 +188,8 @@ def test_a_missing_off_diagonal_factor(tmp_path):
 def test_a_missing_example_boundary_is_seen_in_the_norms_alone(tmp_path):
     broken = mutant(
         weight_gradient,
-        "            total += gradient\n"
-        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
-        "            total = gradient\n",
+        "squares = tl.sum(gradient * gradient) + poison",
+        "squares = tl.sum((total + gradient) * (total + gradient)) + poison",
         tmp_path,
     )
     # what makes this mistake dangerous: the weight gradient itself is right
