@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Experts, Factor, Outer, Patches, Ragged, Rows, Vector
