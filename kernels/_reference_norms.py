@@ -77,6 +77,7 @@ def scale_backward(
     sums: bool = True,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     gradients = scale_sum((g if x is None else x).double(), g, mean, rstd, cu_seqlens)
     gradient = g.double() * (1.0 if weight is None else weight)
@@ -84,7 +85,7 @@ def scale_backward(
         gradient = gradient * (rstd if rstd.dim() == 1 else rstd[:, None])
     _clear_outside(gradient, cu_seqlens)
     like = g if x is None else x
-    own, *both = _whole_backward(like, gradient, gradients, sums)
+    own, *both = _whole_backward(like, gradient, gradients, sums, gradient_dtype)
     scale, shift_, scale_sqnorm, shift_sqnorm = (
         part if wanted else part.new_empty(0)
         for part, wanted in zip(both, (x is not None, shift) * 2, strict=True)
@@ -129,22 +130,29 @@ def layer_norm_backward(
     sums: bool = True,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     both = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
     gradient = _norm_gradient(x, g if weight is None else g.double() * weight, eps, rms)
     _clear_outside(gradient, cu_seqlens)
-    return _whole_backward(x, gradient, both, sums)
+    return _whole_backward(x, gradient, both, sums, gradient_dtype)
 
 
 def group_norm_backward(
-    x: Tensor, g: Tensor, weight: Tensor | None, groups: int, eps: float, sums: bool = True
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    eps: float,
+    sums: bool = True,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, positions, channels = x.shape
     both = group_norm_sum(x.double(), g, groups, eps)
     weighted = g.double() if weight is None else g.double() * weight
     blocks, own = (side.double().mT.reshape(batch, groups, -1) for side in (x, weighted))
     gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
-    return _whole_backward(x, gradient, both, sums)
+    return _whole_backward(x, gradient, both, sums, gradient_dtype)
 
 
 def _clear_outside(gradient: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -166,10 +174,14 @@ def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor
 
 
 def _whole_backward(
-    x: Tensor, gradient: Tensor, both: tuple[Tensor, Tensor], sums: bool
+    x: Tensor,
+    gradient: Tensor,
+    both: tuple[Tensor, Tensor],
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Results of a layer's backward out of its input gradient and per-example gradients."""
-    dtype = result_dtype(x)
+    dtype = gradient_dtype or result_dtype(x)
     scale, shift = (
         values.sum(0).to(dtype) if sums else values.new_empty(0, dtype=dtype) for values in both
     )

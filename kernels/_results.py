@@ -8,6 +8,8 @@ for operators they part (`_calls.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -21,3 +23,14 @@ def apart(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if partial.dim() > 3:
         partial = partial.flatten(2)
     return (partial.squeeze(2) if partial.shape[2] == 1 else partial.sum(2)).unbind(0)
+
+
+def empty_like(ragged: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes the gradient of an input, in its layout."""
+    # rows that belong to no example are written by no program
+    return torch.zeros_like if ragged else torch.empty_like
+
+
+def nothing(device: torch.device, *dtypes: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """What is returned for results that are not wanted: one element-less tensor of each dtype."""
+    return tuple(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)

@@ -5,11 +5,13 @@ One launch in place of one for each sum: a small operation takes the host as lon
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check
-from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._launching import Launch, remembered
 
 # parts of an example, and features, read at once
 PARTS, WIDTH = 32, 256
@@ -20,8 +22,8 @@ ROWS, COLUMNS = 128, 64
 @triton.jit(do_not_specialize=["batch", "parts"])
 def finish_kernel(
     partial_ptr,  # fp32 (KINDS, B, parts, features) contiguous
-    first_ptr,  # fp32 (features,): the sum of the first kind, written if SUMS
-    last_ptr,  # fp32 (features,): of the last
+    first_ptr,  # (features,): the sum of the first kind, written if SUMS
+    last_ptr,  # (features,), as the first: of the last
     sqnorm_ptr,  # fp64 (KINDS, B), written if SQUARES
     batch,
     parts,
@@ -62,7 +64,7 @@ def finish_kernel(
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             for row in range(0, count, ROWS):
                 sums += read(base, row + tl.arange(0, ROWS), count, columns, features)
-            total = tl.sum(sums, axis=0)
+            total = tl.sum(sums, axis=0).to(first_ptr.dtype.element_ty)
             if kind == 0:
                 tl.store(first_ptr + columns, total, mask=columns < features)
             else:
@@ -78,37 +80,52 @@ def read(base, rows, count, columns, features):
 
 
 def finish(
-    partial: torch.Tensor, *, sums: bool, squares: bool
+    partial: torch.Tensor, *, sums: bool, squares: bool, dtype: torch.dtype | None = None
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Finishes the results of a kernel for one kind or two.
 
     Args:
         partial: fp32 (kinds, B, parts, features) contiguous; an example is the sum of its parts.
         sums, squares: which results are wanted.
+        dtype: of the sums over everything, which are fp32 until they are stored; None for fp32.
     Returns:
-        (sums over everything, each fp32 (features,) in memory of its own, as others may resize
+        (sums over everything, each (features,) in memory of its own, as others may resize
         gradients of parameters; squared norms of the examples, each fp64 (B,)); what is not wanted
         is left out.
     """
-    kinds, batch, parts, features = partial.shape
-    device = partial.device
-    totals = tuple(
-        torch.empty((features,), dtype=torch.float32, device=device)
-        for _ in range(kinds if sums else 0)
-    )
-    sqnorm = None
+    return run(_prepared(finish_kernel, (partial,), sums, squares, dtype), partial)
+
+
+class Finish(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        totals: how many sums over everything are wanted.
+        features, dtype: of each.
+        sqnorm: shape of the squared norms, without an axis for one kind; None if not wanted.
+        launch: None where there is nothing to compute.
+    """
+
+    totals: int
+    features: int
+    dtype: torch.dtype
+    sqnorm: tuple[int, ...] | None
+    launch: Launch | None
+
+
+def prepare(
+    shape: tuple[int, ...], sums: bool, squares: bool, dtype: torch.dtype | None = None
+) -> Finish:
+    """What `run` needs to finish partial results of a shape; arguments as of `finish`."""
+    kinds, batch, parts, features = shape
     programs = kinds * _check.cdiv(features, COLUMNS) if sums else 0
     if squares:
-        sqnorm = torch.empty((kinds, batch), dtype=torch.float64, device=device)
         programs += kinds * batch
+    launch = None
     if programs:
-        launch_kernel(
+        launch = Launch(
             finish_kernel,
             programs,
-            partial,
-            totals[0] if sums else None,
-            totals[-1] if sums else None,
-            sqnorm,
             batch,
             parts,
             features,
@@ -121,4 +138,42 @@ def finish(
             COLUMNS=COLUMNS,
             num_warps=8,
         )
-    return totals, () if sqnorm is None else sqnorm.unbind(0)
+    sqnorm = (batch,) if kinds == 1 else (kinds, batch)
+    return Finish(
+        kinds if sums else 0, features, dtype or torch.float32, sqnorm if squares else None, launch
+    )
+
+
+@remembered
+def _prepared(
+    _: Any,
+    operands: tuple[torch.Tensor],
+    sums: bool,
+    squares: bool,
+    dtype: torch.dtype | None,
+) -> Finish:
+    return prepare(tuple(operands[0].shape), sums, squares, dtype)
+
+
+def run(
+    plan: Finish, partial: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """As `finish`, of what was prepared for the shape."""
+    count, features, dtype, shape, launch = plan
+    device = partial.device
+    totals: tuple[torch.Tensor, ...] = ()
+    first = last = None
+    if count:
+        first = last = torch.empty(features, dtype=dtype, device=device)
+        totals = (first,)
+        if count == 2:
+            last = torch.empty(features, dtype=dtype, device=device)
+            totals = (first, last)
+    sqnorm = None
+    if shape is not None:
+        sqnorm = torch.empty(shape, dtype=torch.float64, device=device)
+    if launch is not None:
+        launch(partial, first, last, sqnorm)
+    if sqnorm is None:
+        return totals, ()
+    return totals, sqnorm.unbind(0) if sqnorm.dim() == 2 else (sqnorm,)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels._results import apart
+from gradstats.kernels._results import apart, nothing
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
@@ -182,6 +182,7 @@ def group_norm_backward(
     eps: float,
     *,
     sums: bool = True,
+    gradient_dtype: torch.dtype | None = None,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The whole backward of a GroupNorm and the squared norm of every example's share in it.
@@ -190,10 +191,11 @@ def group_norm_backward(
         x, g, groups, eps: as `group_norm_sqnorm`.
         weight: (C,) the layer's scale; None for 1.
         sums: whether the summed gradients are wanted; without them they are empty.
+        gradient_dtype: dtype of the summed gradients; None for fp32. Sums are fp32 either way.
         config: overrides the tile table.
     Returns:
-        (input_gradient like x, scale_gradient fp32 (C,), shift_gradient fp32 (C,),
-        scale_sqnorm fp64 (B,), shift_sqnorm fp64 (B,)).
+        (input_gradient like x, scale_gradient (C,), shift_gradient (C,), scale_sqnorm fp64 (B,),
+        shift_sqnorm fp64 (B,)).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of both operands from memory, the further ones from cache, and one write of the
@@ -207,7 +209,9 @@ def group_norm_backward(
     width = channels // groups
     if width > WIDEST and config is None:
         statistics = with_means(group_statistics(x, groups, eps), x, g, weight)
-        return whole_backward(g, x, segments, statistics, weight=weight, sums=sums)
+        return whole_backward(
+            g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
+        )
     architecture = _check.architecture(x.device)
     config = config or _config.choose_group_norm(
         width, x.element_size(), architecture, _check.is_aligned(x, g)
@@ -254,8 +258,9 @@ def group_norm_backward(
         partial.zero_()
         sqnorm.zero_()
     if sums:
-        (scale, shift), _ = finish(partial.unsqueeze(2), sums=True, squares=False)
+        found, _ = finish(partial.unsqueeze(2), sums=True, squares=False, dtype=gradient_dtype)
+        scale, shift = found
     else:
-        scale, shift = (partial.new_empty(0) for _ in range(2))
+        scale, shift = nothing(x.device, *2 * (gradient_dtype or torch.float32,))
     scale_sqnorm, shift_sqnorm = apart(sqnorm)
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm

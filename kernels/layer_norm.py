@@ -6,15 +6,16 @@ One pass over the data yields the input gradient, the summed gradients and the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, finish
 from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale import per_example_sums
@@ -45,10 +46,8 @@ def layer_norm_kernel(
     weight_ptr,  # (D,) contiguous, read if WEIGHT
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     input_gradient_ptr,  # (B, T, D) or packed (N, D), written if INPUT_GRADIENT
-    scale_sums_ptr,  # fp32 (programs, D): sums of every program, written if SUMS
-    shift_sums_ptr,  # as scale_sums_ptr
-    scale_sqnorm_ptr,  # fp64 (B,), written if SQUARES
-    shift_sqnorm_ptr,  # as scale_sqnorm_ptr
+    sums_ptr,  # fp32 (2, programs, D): scale's and shift's of every program, written if SUMS
+    sqnorm_ptr,  # fp64 (2, B), written if SQUARES
     stride_xb,
     stride_xt,
     stride_xd,
@@ -127,14 +126,15 @@ def layer_norm_kernel(
         shift_sum = tl.sum(shift_sums, axis=0) + poison
         if SQUARES:
             # poison reaches lanes past the features too: they must not count as zeros then
-            tl.store(scale_sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
-            tl.store(shift_sqnorm_ptr + example, tl.sum(shift_sum * shift_sum))
+            tl.store(sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
+            tl.store(sqnorm_ptr + batch + example, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
         shift_total += shift_sum
     if SUMS:
         output = tl.cast(index, tl.int64) * features + columns
-        tl.store(scale_sums_ptr + output, scale_total, mask=inside)
-        tl.store(shift_sums_ptr + output, shift_total, mask=inside)
+        tl.store(sums_ptr + output, scale_total, mask=inside)
+        output += tl.cast(tl.num_programs(0), tl.int64) * features
+        tl.store(sums_ptr + output, shift_total, mask=inside)
 
 
 def layer_norm_sqnorm(
@@ -169,14 +169,13 @@ def layer_norm_sqnorm(
     Cost: one read of both operands; workspace of a few sums for each processor of the device.
     Rows too long to be held on chip take two reads of x.
     """
-    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, False, False, False)
+    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, False, False, False, None)
     plan = _plan(layer_norm_kernel, (x, g, None), *options)
     if plan.wide:
         statistics = row_statistics(x, eps, rms)
         scale, shift = launch_scale(g, x, plan.segments, statistics, sums=False).sqnorm
         return scale, shift
-    _, partial, sqnorm = _launch(plan, x, g)
-    _, (scale, shift) = _finished(plan, partial, sqnorm, sums=False)
+    _, _, _, (scale, shift) = _launch(plan, x, g)
     return scale, shift
 
 
@@ -199,12 +198,12 @@ def layer_norm_sum(
     Returns:
         (scale, shift), each fp32 (B, D).
     """
-    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, True, False, True)
+    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, True, False, True, None)
     plan = _plan(layer_norm_kernel, (x, g, None), *options)
     if plan.wide:
         scale, shift = per_example_sums(g, x, plan.segments, row_statistics(x, eps, rms))
         return scale, shift
-    _, sums, _ = _launch(plan, x, g)
+    _, sums, _, _ = _launch(plan, x, g)
     scale, shift = sums.unflatten(1, (plan.segments.batch, -1)).sum(2).unbind(0)
     return scale, shift
 
@@ -217,6 +216,7 @@ def layer_norm_backward(
     *,
     rms: bool = False,
     sums: bool = True,
+    gradient_dtype: torch.dtype | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     config: _config.TileConfig | None = None,
@@ -227,23 +227,28 @@ def layer_norm_backward(
     Args, raises: as `layer_norm_sqnorm`, and
         weight: (D,) the layer's scale; None for 1.
         sums: whether the summed gradients are wanted; without them they are empty.
+        gradient_dtype: dtype of the summed gradients; None for fp32. Sums are fp32 either way.
     Returns:
-        (input_gradient like x, scale_gradient fp32 (D,), shift_gradient fp32 (D,),
-        scale_sqnorm fp64 (B,), shift_sqnorm fp64 (B,)). Rows outside every segment have input
+        (input_gradient like x, scale_gradient (D,), shift_gradient (D,), scale_sqnorm fp64 (B,),
+        shift_sqnorm fp64 (B,)). Rows outside every segment have input
         gradient zero.
     Cost: one read of both operands and one write of the input gradient, those of the backward
     alone; workspace as `layer_norm_sqnorm`. Rows too long to be held on chip take three reads of x
     and two of g.
     """
-    options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, sums, True, False)
+    options = (
+        cu_seqlens, max_seqlen, float(eps), rms, config, splits, sums, True, False, gradient_dtype
+    )  # fmt: skip
     plan = _plan(layer_norm_kernel, (x, g, weight), *options)
     if plan.wide:
         statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
-        return whole_backward(g, x, plan.segments, statistics, weight=weight, sums=sums)
-    gradient, partial, sqnorm = _launch(plan, x, g, weight)
+        return whole_backward(
+            g, x, plan.segments, statistics,
+            weight=weight, sums=sums, gradient_dtype=gradient_dtype,
+        )  # fmt: skip
+    gradient, _, totals, (scale_sqnorm, shift_sqnorm) = _launch(plan, x, g, weight)
     assert gradient is not None
-    totals, (scale_sqnorm, shift_sqnorm) = _finished(plan, partial, sqnorm, sums)
-    scale, shift = totals or (partial.new_empty(0), partial.new_empty(0))
+    scale, shift = totals or nothing(x.device, *2 * (gradient_dtype or torch.float32,))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
@@ -253,18 +258,20 @@ class _Plan(NamedTuple):
     Attributes:
         segments: without bounds where the operands are dense.
         wide: the rows are too long to be held on chip, and there is no launch.
-        splits: into how many parts the positions of an example are divided.
-        shape: of the sums, fp32: scale's and shift's, of all programs.
-        input_gradient: whether it is wanted.
+        sums: shape of the sums, scale's and shift's, of all programs.
+        sqnorm: shape of the squared norms; None where the finish finds them.
+        empty: makes the input gradient of what it is like; None where none is wanted.
         launch: None where there are no examples.
+        finish: of the sums; None where nothing is left to do.
     """
 
     segments: _check.Segments
     wide: bool
-    splits: int = 1
-    shape: tuple[int, int, int] = (2, 0, 0)
-    input_gradient: bool = False
+    sums: tuple[int, int, int] = (2, 0, 0)
+    sqnorm: tuple[int, int] | None = None
+    empty: Callable[[torch.Tensor], torch.Tensor] | None = None
     launch: Launch | None = None
+    finish: finish.Finish | None = None
 
 
 @remembered
@@ -280,6 +287,7 @@ def _plan(
     sums: bool,
     input_gradient: bool,
     every_example: bool,
+    gradient_dtype: torch.dtype | None,
 ) -> _Plan:
     """Sums of every example alone are found with `every_example`."""
     x, g, weight = operands
@@ -332,46 +340,42 @@ def _plan(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    shape = (2, programs if store else 0, features)
-    return _Plan(segments, False, splits, shape, input_gradient, launch)
+    stored = programs if store else 0
+    totals = sums and not every_example
+    squares = splits > 1 and not every_example
+    finished = None
+    if totals or squares:
+        parts = (2, stored // splits, splits, features)
+        finished = finish.prepare(parts, totals, squares, gradient_dtype)
+    return _Plan(
+        segments,
+        False,
+        (2, stored, features),
+        (2, batch) if splits == 1 else None,
+        empty_like(segments.ragged) if input_gradient else None,
+        launch,
+        finished,
+    )
 
 
 def _launch(
     plan: _Plan, x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor | None = None
-) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """(input gradient, sums fp32 (2, programs, D), two sqnorm fp64 (B,)) as far as asked for.
+) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(input gradient, sums, two sums over all examples, two sqnorm (B,)) as far as asked for.
 
-    Of two the first is the scale's, the second the shift's. Parts of examples have no sqnorm.
+    Of two the first is the scale's, the second the shift's.
     """
-    segments = plan.segments
-    partial = torch.empty(plan.shape, dtype=torch.float32, device=x.device)
+    segments, _, shape, squares, empty, launched, finished = plan
+    device = x.device
+    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    own = None if squares is None else torch.empty(squares, dtype=torch.float64, device=device)
+    gradient = None if empty is None else empty(x)
+    if launched is not None:
+        if weight is not None:
+            weight = weight.contiguous()
+        launched(x, g, weight, segments.cu_seqlens, gradient, partial, own)
+    totals: tuple[torch.Tensor, ...] = ()
     sqnorm: tuple[torch.Tensor, ...] = ()
-    if plan.splits == 1:
-        sqnorm = torch.empty((2, segments.batch), dtype=torch.float64, device=x.device).unbind(0)
-    gradient = None
-    if plan.input_gradient:
-        # rows that belong to no example are written by no program
-        gradient = torch.zeros_like(x) if segments.ragged else torch.empty_like(x)
-    if plan.launch is not None:
-        plan.launch(
-            x,
-            g,
-            None if weight is None else weight.contiguous(),
-            segments.cu_seqlens,
-            gradient,
-            partial[0],
-            partial[1],
-            *(sqnorm or (None, None)),
-        )
-    return gradient, partial, sqnorm
-
-
-def _finished(
-    plan: _Plan, partial: torch.Tensor, sqnorm: tuple[torch.Tensor, ...], sums: bool
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(sums over all examples where wanted, two sqnorm)."""
-    if not sums and plan.splits == 1:
-        return (), sqnorm
-    parts = partial.view(2, -1, plan.splits, plan.shape[2])
-    totals, squares = finish(parts, sums=sums, squares=plan.splits > 1)
-    return totals, squares or sqnorm
+    if finished is not None:
+        totals, sqnorm = finish.run(finished, partial)
+    return gradient, partial, totals, sqnorm if own is None else own.unbind(0)

@@ -108,28 +108,33 @@ def _input_gradient(arguments: Arguments) -> Tensor:
     return torch.empty_like(like) if wanted else like.new_empty((0,))
 
 
-def _of_backward(arguments: Arguments, wanted: bool, size: int, exact: bool = False) -> Tensor:
+def _of_backward(arguments: Arguments, wanted: bool, size: int, dtype: torch.dtype) -> Tensor:
     like = arguments["g"] if arguments["x"] is None else arguments["x"]
-    dtype = torch.float64 if exact else _reference.result_dtype(like)
     return like.new_empty((size if wanted else 0,), dtype=dtype)
 
 
+def _sum_of_backward(arguments: Arguments, wanted: bool) -> Tensor:
+    like = arguments["g"] if arguments["x"] is None else arguments["x"]
+    dtype = arguments["gradient_dtype"] or _reference.result_dtype(like)
+    return _of_backward(arguments, arguments["sums"] and wanted, arguments["g"].shape[-1], dtype)
+
+
 def _scale_sum(arguments: Arguments) -> Tensor:
-    wanted = arguments["sums"] and arguments["x"] is not None
-    return _of_backward(arguments, wanted, arguments["g"].shape[-1])
+    return _sum_of_backward(arguments, arguments["x"] is not None)
 
 
 def _shift_sum(arguments: Arguments) -> Tensor:
-    wanted = arguments["sums"] and arguments.get("shift", True)
-    return _of_backward(arguments, wanted, arguments["g"].shape[-1])
+    return _sum_of_backward(arguments, arguments.get("shift", True))
 
 
 def _scale_squares(arguments: Arguments) -> Tensor:
-    return _of_backward(arguments, arguments["x"] is not None, arguments.batch(), exact=True)
+    wanted = arguments["x"] is not None
+    return _of_backward(arguments, wanted, arguments.batch(), torch.float64)
 
 
 def _shift_squares(arguments: Arguments) -> Tensor:
-    return _of_backward(arguments, arguments.get("shift", True), arguments.batch(), exact=True)
+    wanted = arguments.get("shift", True)
+    return _of_backward(arguments, wanted, arguments.batch(), torch.float64)
 
 
 _TWO_NORMS = (_per_example, _per_example)
@@ -212,7 +217,8 @@ OPERATORS = {
     ),
     "scale_backward": Operator(
         "(Tensor g, Tensor? x, Tensor? weight=None, Tensor? mean=None, Tensor? rstd=None,"
-        f" bool shift=True, bool input_gradient=True, bool sums=True, {SEGMENTS})"
+        f" bool shift=True, bool input_gradient=True, bool sums=True, {SEGMENTS},"
+        " ScalarType? gradient_dtype=None)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "scale_backward",
         2,
@@ -250,13 +256,15 @@ OPERATORS = {
     ),
     "layer_norm_backward": Operator(
         "(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, bool sums=True,"
-        f" {SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f" {SEGMENTS}, ScalarType? gradient_dtype=None)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "layer_norm",
         4,
         _BACKWARD,
     ),
     "group_norm_backward": Operator(
-        "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True)"
+        "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True,"
+        " ScalarType? gradient_dtype=None)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "group_norm",
         5,

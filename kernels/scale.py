@@ -7,16 +7,16 @@ long for `layer_norm.py`. Operands are (B, T, C); channels that come first are a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, finish
 from gradstats.kernels._launching import Launch, remembered
-from gradstats.kernels._results import apart
+from gradstats.kernels._results import apart, empty_like
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.finish import finish
 from gradstats.kernels.statistics import Statistics, given_statistics, strides_of
 
 
@@ -47,8 +47,7 @@ def scale_kernel(
     scale_mean_ptr,  # fp32, as the mean, read if MEANS
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     input_gradient_ptr,  # (B, T, C) or packed (N, C), written if INPUT_GRADIENT
-    scale_sums_ptr,  # fp32 (parts, splits, C), written if SUMS: sums of every program
-    shift_sums_ptr,  # as scale_sums_ptr
+    sums_ptr,  # fp32 (kinds, parts, splits, C), written if SUMS: sums of every program
     values_ptr,  # fp64 (kinds, B, tiles, splits), written if VALUES: of every example and tile
     stride_xb,
     stride_xt,
@@ -172,9 +171,10 @@ def scale_kernel(
     if SUMS:
         place = tl.cast(program, tl.int64) * features + columns
         if SCALE:
-            tl.store(scale_sums_ptr + place, scale_total, mask=inside)
+            tl.store(sums_ptr + place, scale_total, mask=inside)
+            place += tl.cast(tl.num_programs(0) // tiles, tl.int64) * features
         if SHIFT:
-            tl.store(shift_sums_ptr + place, shift_total, mask=inside)
+            tl.store(sums_ptr + place, shift_total, mask=inside)
 
 
 def scale_sqnorm(
@@ -246,7 +246,7 @@ class Products(NamedTuple):
     Attributes:
         input_gradient: like the inputs.
         sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
-        totals: each fp32 (C,), sums of all examples; none of every example alone.
+        totals: each (C,), sums of all examples; none of every example alone.
         sqnorm: each fp64 (B,), or products along the direction.
     """
 
@@ -283,13 +283,14 @@ def launch(
     sums: bool = True,
     along: bool = False,
     every_example: bool = False,
+    gradient_dtype: torch.dtype | None = None,
 ) -> Products:
     """Launches the kernel for the scale, where there is an x, and the shift, where wanted.
 
     Operands and segments are checked already. `weight` is the scale by which the input gradient is
     multiplied, or the direction with `along`. Sums are those of every example with `every_example`.
     """
-    normalised: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+    normalised: Normalised = (None, None, None, None)
     features_per_group, by_position = 1, False
     if statistics is not None:
         normalised = (
@@ -303,47 +304,59 @@ def launch(
         scale_kernel, (x, g, weight, *normalised),
         segments.batch, segments.positions, segments.total_rows, segments.ragged,
         features_per_group, by_position,
-        config, splits, shift, input_gradient, sums, along, every_example,
+        config, splits, shift, input_gradient, sums, along, every_example, gradient_dtype,
     )  # fmt: skip
-    device = g.device
-    partial = torch.empty(plan.sums, dtype=torch.float32, device=device)
-    own = torch.empty(plan.values, dtype=torch.float64, device=device)
-    gradient = None
-    if input_gradient:
-        # rows that belong to no example are written by no program
-        gradient = (torch.zeros_like if segments.ragged else torch.empty_like)(
-            g if x is None else x
-        )
-    if plan.launch is not None:
-        kinds = plan.sums[0]
-        plan.launch(
-            x,
-            g,
-            None if weight is None else weight.contiguous(),
-            *normalised,
-            segments.cu_seqlens,
-            gradient,
-            partial[0] if kinds else None,
-            partial[-1] if kinds else None,
-            own,
-        )
-    values = plan.values[-1] > 0
-    totals: tuple[torch.Tensor, ...] = ()
-    sqnorm: tuple[torch.Tensor, ...] = ()
-    if not values or (sums and not every_example):
-        totals, sqnorm = finish(partial, sums=sums and not every_example, squares=not values)
-    return Products(gradient, partial, totals, apart(own) if values else sqnorm)
+    return run(plan, x, g, weight, normalised, segments.cu_seqlens)
 
 
-class _Plan(NamedTuple):
-    """All of a call but its tensors: shapes of the sums and of the values, and the launch.
+Normalised = tuple[
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+]
 
-    There is no launch where there is nothing to compute.
+
+class Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        sums: shape of the sums of programs.
+        values: shape of the values; None where the sums are squared instead.
+        empty: makes the input gradient of what it is like; None where none is wanted.
+        launch: None where there is nothing to compute.
+        finish: of the sums; None where nothing is left to do.
     """
 
     sums: tuple[int, int, int, int]
-    values: tuple[int, int, int, int]
+    values: tuple[int, int, int, int] | None
+    empty: Callable[[torch.Tensor], torch.Tensor] | None
     launch: Launch | None
+    finish: finish.Finish | None
+
+
+def run(
+    plan: Plan,
+    x: torch.Tensor | None,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    normalised: Normalised,
+    cu_seqlens: torch.Tensor | None,
+) -> Products:
+    """Launches what is planned for operands of such layouts."""
+    shape, values, empty, launched, finished = plan
+    device = g.device
+    partial = torch.empty(shape, dtype=torch.float32, device=device)
+    own = None
+    if values is not None:
+        own = torch.empty(values, dtype=torch.float64, device=device)
+    gradient = None if empty is None else empty(g if x is None else x)
+    if launched is not None:
+        if weight is not None:
+            weight = weight.contiguous()
+        launched(x, g, weight, *normalised, cu_seqlens, gradient, partial, own)
+    totals: tuple[torch.Tensor, ...] = ()
+    sqnorm: tuple[torch.Tensor, ...] = ()
+    if finished is not None:
+        totals, sqnorm = finish.run(finished, partial)
+    return Products(gradient, partial, totals, sqnorm if own is None else apart(own))
 
 
 @remembered
@@ -354,6 +367,19 @@ def _plan(
     positions: int,
     total_rows: int,
     ragged: bool,
+    *options: Any,
+) -> Plan:
+    # kernels find the bounds themselves: here it counts only that there are some
+    bounds = operands[1] if ragged else None
+    return prepare(
+        kernel, operands, _check.Segments(batch, positions, total_rows, bounds), *options
+    )
+
+
+def prepare(
+    kernel: Any,
+    operands: tuple[torch.Tensor | None, ...],
+    segments: _check.Segments,
     features_per_group: int,
     by_position: bool,
     config: _config.TileConfig | None,
@@ -363,9 +389,12 @@ def _plan(
     sums: bool,
     along: bool,
     every_example: bool,
-) -> _Plan:
+    gradient_dtype: torch.dtype | None,
+) -> Plan:
+    """What `run` needs; operands are (x, g, weight, *normalised), arguments as of `launch`."""
     x, g, weight, mean, _, shift_mean, _ = operands
     assert g is not None
+    batch, positions, ragged = segments.batch, segments.positions, segments.ragged
     features = g.shape[-1]
     read = [g] if x is None else [x, g]
     architecture = _check.architecture(g.device)
@@ -390,13 +419,13 @@ def _plan(
         launch = Launch(
             kernel,
             programs * tiles,
-            *((0, 0, 0) if x is None else _check.strides_of(x, ragged)),
-            *_check.strides_of(g, ragged),
-            *(_check.strides_of(like, ragged) if input_gradient else (0, 0, 0)),
+            *((0, 0, 0) if x is None else segments.strides(x)),
+            *segments.strides(g),
+            *(segments.strides(like) if input_gradient else (0, 0, 0)),
             *((0, 0, 0) if mean is None else strides_of(mean, by_position)),
             batch,
             positions,
-            total_rows,
+            segments.total_rows,
             features,
             features_per_group,
             tiles,
@@ -418,8 +447,12 @@ def _plan(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return _Plan(
-        (kinds, programs // splits if store else 0, splits, features),
-        (kinds, batch, tiles, splits if values else 0),
+    shape = (kinds, programs // splits if store else 0, splits, features)
+    totals = sums and not every_example
+    return Plan(
+        shape,
+        (kinds, batch, tiles, splits) if values else None,
+        empty_like(ragged) if input_gradient else None,
         launch,
+        finish.prepare(shape, totals, not values, gradient_dtype) if totals or not values else None,
     )

@@ -6,12 +6,12 @@ broadcast multiplications and additions, of biases, of BatchNorm in evaluation.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, scale
 from gradstats.kernels._launching import remembered
-from gradstats.kernels.scale import launch, scale_kernel
+from gradstats.kernels._results import nothing
 from gradstats.kernels.statistics import Statistics, given_statistics
 
 
@@ -27,6 +27,7 @@ def scale_backward(
     sums: bool = True,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,21 +43,68 @@ def scale_backward(
         shift: whether there is a shift.
         input_gradient: whether it is wanted.
         sums: whether the summed gradients are wanted.
+        gradient_dtype: dtype of the summed gradients; None for fp32. Sums are fp32 either way.
     Returns:
-        (input_gradient like x, scale_gradient fp32 (C,), shift_gradient fp32 (C,), scale_sqnorm
-        fp64 (B,), shift_sqnorm fp64 (B,)); what is not wanted is empty. Rows outside every segment
-        have input gradient zero.
+        (input_gradient like x, scale_gradient (C,), shift_gradient (C,), scale_sqnorm fp64 (B,),
+        shift_sqnorm fp64 (B,)); what is not wanted is empty. Rows outside every segment have input
+        gradient zero.
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of the operands and one write of the input gradient; workspace of a few sums for
     each processor of the device.
     """
-    segments = _checked(scale_kernel, (g, x, weight), cu_seqlens, max_seqlen)
-    statistics = given_statistics(mean, rstd, segments, g)
-    return whole_backward(
-        g, x, segments, statistics, config, splits,
-        weight=weight, shift=shift, input_gradient=input_gradient, sums=sums,
+    plan = _plan(
+        scale.scale_kernel, (x, g, weight, mean, rstd), cu_seqlens, max_seqlen,
+        config, splits, shift, input_gradient, sums, gradient_dtype,
     )  # fmt: skip
+    if not input_gradient:
+        weight = None
+    normalised = (mean, rstd, None, None)
+    found = scale.run(plan.launches, x, g, weight, normalised, plan.bounds)
+    return _results(found, plan.nothing, x is not None, shift)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        bounds: of packed examples.
+        launches: of the operands.
+        nothing: what is returned for an input gradient, a sum and squares that are not wanted.
+    """
+
+    bounds: torch.Tensor | None
+    launches: scale.Plan
+    nothing: tuple[torch.Tensor, ...]
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor | None, ...],
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    config: _config.TileConfig | None,
+    splits: int | None,
+    shift: bool,
+    input_gradient: bool,
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
+) -> _Plan:
+    x, g, weight, mean, rstd = operands
+    assert g is not None
+    segments = _segments(g, x, weight, cu_seqlens, max_seqlen)
+    given_statistics(mean, rstd, segments, g)
+    read = (x, g, weight if input_gradient else None, mean, rstd, None, None)
+    launches = scale.prepare(
+        kernel, read, segments, 1, False, config, splits, shift, input_gradient, sums, False,
+        False, gradient_dtype,
+    )  # fmt: skip
+    return _Plan(segments.cu_seqlens, launches, _nothing(g if x is None else x, gradient_dtype))
+
+
+def _nothing(like: torch.Tensor, gradient_dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+    return nothing(like.device, like.dtype, gradient_dtype or torch.float32, torch.float64)
 
 
 def scale_direction(
@@ -78,21 +126,21 @@ def scale_direction(
     Returns:
         fp64 (B,).
     """
-    segments = _checked(scale_kernel, (g, x, direction), cu_seqlens, max_seqlen)
-    return launch(
+    segments = _segments(g, x, direction, cu_seqlens, max_seqlen)
+    return scale.launch(
         g, x, segments, None, config, splits,
         weight=direction, shift=x is None, sums=False, along=True,
     ).sqnorm[0]  # fmt: skip
 
 
-@remembered
-def _checked(
-    kernel: Any,
-    operands: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+def _segments(
+    g: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> _check.Segments:
-    g, x, weight = operands
+    """How operands divide into examples, checked."""
     segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
     _check.check_scale(weight, g)
     return segments
@@ -110,25 +158,28 @@ def whole_backward(
     shift: bool = True,
     input_gradient: bool = True,
     sums: bool = True,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `scale_backward`, of operands that are checked already and any statistics."""
-    found = launch(
+    found = scale.launch(
         g, x, segments, statistics, config, splits,
         weight=weight if input_gradient else None, shift=shift, input_gradient=input_gradient,
-        sums=sums,
+        sums=sums, gradient_dtype=gradient_dtype,
     )  # fmt: skip
-    gradient = found.input_gradient
-    if gradient is None:
-        gradient = (g if x is None else x).new_empty(0)
-    # kinds stand one after the other as far as there are any
-    kinds = (0 if x is not None else None, -1 if shift else None)
+    unwanted = _nothing(g if x is None else x, gradient_dtype)
+    return _results(found, unwanted, x is not None, shift)
 
-    def total(kind: int | None) -> torch.Tensor:
-        if kind is None or not sums:
-            return g.new_empty(0, dtype=torch.float32)
-        return found.totals[kind]
 
-    def square(kind: int | None) -> torch.Tensor:
-        return g.new_empty(0, dtype=torch.float64) if kind is None else found.sqnorm[kind]
-
-    return gradient, total(kinds[0]), total(kinds[1]), square(kinds[0]), square(kinds[1])
+def _results(
+    found: scale.Products, unwanted: tuple[torch.Tensor, ...], first: bool, last: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Results of the scale, which is first where there is one, and of the shift, which is last."""
+    gradient, _, totals, squares = found
+    no_gradient, no_total, no_square = unwanted
+    return (
+        no_gradient if gradient is None else gradient,
+        totals[0] if first and totals else no_total,
+        totals[-1] if last and totals else no_total,
+        squares[0] if first else no_square,
+        squares[-1] if last else no_square,
+    )

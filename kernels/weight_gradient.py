@@ -209,7 +209,7 @@ def weight_gradient_sqnorm(
         parts = torch.empty(plan.parts, dtype=torch.float32, device=a.device)
     operands: tuple[Any, Any] = (a, g)
     if plan.boxes is not None:
-        operands = tuple(map(TensorDescriptor.from_tensor, operands, plan.boxes))
+        operands = (_descriptor(plan.boxes[0], a), _descriptor(plan.boxes[1], g))
     plan.launch(*operands, plan.bounds, gradient, parts, partial)
     if plan.addition is not None:
         plan.addition(parts, gradient)
@@ -224,7 +224,7 @@ class _Plan(NamedTuple):
         gradient, dtype: the gradient's.
         partial: shape of the partial norms: examples and tiles.
         parts: shape of the sums of tiles that are split.
-        boxes: of the descriptors of a and g; None for pointers.
+        boxes: descriptors of a and g without the tensors; None for pointers.
         launch: None where there is nothing to compute.
         addition: of the parts; None where there are none.
     """
@@ -234,7 +234,7 @@ class _Plan(NamedTuple):
     dtype: torch.dtype
     partial: tuple[int, int]
     parts: tuple[int, int, int, int] = (0, 0, 0, 0)
-    boxes: tuple[list[int], list[int]] | None = None
+    boxes: tuple[TensorDescriptor, TensorDescriptor] | None = None
     launch: Launch | None = None
     addition: Launch | None = None
 
@@ -327,6 +327,20 @@ def _plan(
             GROUP_ROWS=GROUP,
             ADDED=rows,
         )
-    boxes = ([1, config.inner, config.columns], [1, config.inner, config.rows])
+    boxes = None
+    if descriptors:
+        boxes = (
+            TensorDescriptor.from_tensor(a, [1, config.inner, config.columns]),
+            TensorDescriptor.from_tensor(g, [1, config.inner, config.rows]),
+        )
+        for box in boxes:
+            box.base = None  # what is remembered keeps no operand alive
     parts = (splits, split_tiles, config.rows, config.columns)
-    return _Plan(*shapes, parts, boxes if descriptors else None, launch, addition)
+    return _Plan(*shapes, parts, boxes, launch, addition)
+
+
+def _descriptor(box: TensorDescriptor, operand: torch.Tensor) -> TensorDescriptor:
+    """The descriptor of an operand of the layout that was checked when the box was made."""
+    found = object.__new__(TensorDescriptor)
+    found.__dict__.update(box.__dict__, base=operand)
+    return found

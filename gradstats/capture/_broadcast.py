@@ -163,13 +163,13 @@ class BroadcastUse(torch.autograd.Function):
                 total = reported.values.sum(0)
             reports = report(use, settings, [reported])
         elif want_x and ctx.multiply and not factor.shared:
-            wanted = True, want_value
+            wanted = True, ctx.dtypes[1] if want_value else None
             norms, total, rows = _triton_layers.elementwise(factor, value.flatten(), wanted)
             assert rows is not None
             grad_x = plan.restore(rows, x)
             reports = report(use, settings, [Fused(None, norms, total)])
         else:
-            fused = fuse(factor, settings, want_value)
+            fused = fuse(factor, settings, want_value, ctx.dtypes[1])
             total = fused.total
             reports = report(use, settings, [fused])
         if want_x and grad_x is None:

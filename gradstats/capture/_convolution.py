@@ -111,7 +111,9 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(patches)
         if bias_tracked:
             bias = channel_factor(examples, grad)
-            reported, total = bias_report(use, settings, bias, len(factors), want_bias)
+            reported, total = bias_report(
+                use, settings, bias, len(factors), ctx.bias_dtype if want_bias else None
+            )
             factors.append(reported)
             if total is not None:
                 grad_bias = total.to(ctx.bias_dtype)

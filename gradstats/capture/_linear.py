@@ -149,7 +149,9 @@ class LinearUse(torch.autograd.Function):
             grad_weight = cast(layer.weight_gradient(grad, x, weight), weight_dtype)
         if layer.bias:
             bias = bias_factor(layer.examples, grad)
-            reported, total = bias_report(use, settings, bias, len(factors), want_bias)
+            reported, total = bias_report(
+                use, settings, bias, len(factors), bias_dtype if want_bias else None
+            )
             factors.append(reported)
             if total is not None:
                 grad_bias = cast(total, bias_dtype)
@@ -216,7 +218,11 @@ def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vecto
 
 
 def bias_report(
-    use: Use | None, settings: Settings, factor: Vector | Elementwise, place: int, want_sum: bool
+    use: Use | None,
+    settings: Settings,
+    factor: Vector | Elementwise,
+    place: int,
+    wanted: torch.dtype | None,
 ) -> tuple[Factor | Fused, Tensor | None]:
     """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where that can be.
 
@@ -224,13 +230,14 @@ def bias_report(
         use, settings: the bias is the use's node at ``place``.
         factor: the bias's.
         place: among the use's nodes.
-        want_sum: whether the weight gradient is wanted.
+        wanted: the dtype in which the weight gradient is wanted, though it may come in another;
+            None where it is not.
     """
     sole = use is not None and settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):
-        fused = fuse(factor, settings, want_sum)
+        fused = fuse(factor, settings, wanted is not None, wanted)
         return fused, fused.total
-    if not want_sum:
+    if wanted is None:
         return factor, None
     vector = summed(factor) if isinstance(factor, Elementwise) else factor
     return vector, vector.values.sum(0)

@@ -12,7 +12,7 @@ from gradstats._factors import Factor, cast
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Use, free_of_views, report, unseen
 from gradstats.contractions import Fused
-from gradstats.contractions._triton_layers import NormGradients
+from gradstats.contractions._triton_layers import NormGradients, Wanted
 
 
 class OnChip(Protocol):
@@ -33,7 +33,7 @@ class OnChip(Protocol):
         grad: Tensor,
         x: Tensor,
         weight: Tensor | None,
-        wanted: tuple[bool, bool],
+        wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
         """Return the gradients of input and of parameters, as far as wanted, and squared norms."""
@@ -78,8 +78,13 @@ class NormalisationUse(torch.autograd.Function):
         if grad.dtype != own:
             dtype = torch.promote_types(own, grad.dtype)
         grad, x = cast(grad, dtype), cast(x, dtype)
+        # All come in one dtype; where the layer has several, each is cast to its own.
+        dtypes = [ctx.parameters[index][1] for index in range(2) if wanted[index]]
+        total_dtype = dtypes[0] if dtypes else None
+        if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
+            total_dtype = torch.float32
         result = layer.backward(
-            grad, x, weight, (ctx.needs_input_grad[5], any(wanted)), *statistics
+            grad, x, weight, (ctx.needs_input_grad[5], total_dtype), *statistics
         )
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):

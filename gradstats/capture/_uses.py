@@ -190,16 +190,19 @@ def _innermost(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return INNERMOST.__get__(None, function)
 
 
-def fuse(factor: Factor, settings: Settings, want_sum: bool) -> Fused:
+def fuse(
+    factor: Factor, settings: Settings, want_sum: bool, dtype: torch.dtype | None = None
+) -> Fused:
     """Return the factor of a sole use with its norms, and with its sum where one pass gives both.
 
     Args:
         factor: the use's.
         settings: of the context.
         want_sum: whether the weight gradient is wanted.
+        dtype: of that gradient, though it may come in another; None for any.
     """
     if want_sum and settings.fused:
-        return Fused(factor, *sqnorm_and_sum(factor, settings.workspace))
+        return Fused(factor, *sqnorm_and_sum(factor, settings.workspace, dtype))
     return Fused(factor, sqnorm([factor], settings.workspace), None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Experts, Factor, Outer, Patches, Ragged, Rows, Vector
@@ -61,7 +62,6 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Outer: _outer.sqnorm_and_sum,
     Patches: _patches.sqnorm_and_sum,
     Ragged: _ragged.sqnorm_and_sum,
-    Elementwise: _elementwise.sqnorm_and_sum,
 }
 
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
@@ -106,8 +106,15 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
 
 
 @in_full_precision
-def sqnorm_and_sum(factor: Factor, workspace: int) -> tuple[Contraction, Tensor]:
-    """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays."""
+def sqnorm_and_sum(
+    factor: Factor, workspace: int, dtype: torch.dtype | None = None
+) -> tuple[Contraction, Tensor]:
+    """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays.
+
+    The sum is wanted in ``dtype``, but may come in another.
+    """
+    if isinstance(factor, Elementwise):
+        return _elementwise.sqnorm_and_sum(factor, workspace, dtype)
     return WITH_SUM[type(factor)](factor, workspace)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Factor, Vector
@@ -27,14 +28,22 @@ def lean(factor: Factor) -> Factor:
 def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖Σ_t input_t ∘ grad_t‖²."""
     if _triton.streams(factor.grad, factor.input):
-        return _triton_layers.elementwise(factor, None, (False, False))[0]
+        return _triton_layers.elementwise(factor, None, (False, None))[0]
     return _vector.sqnorm(summed(factor), workspace, guarded=guarded)
 
 
-def sqnorm_and_sum(factor: Elementwise, workspace: int) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i, in one pass where kernels serve."""
+def sqnorm_and_sum(
+    factor: Elementwise, workspace: int, dtype: torch.dtype | None = None
+) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i, in one pass where kernels serve.
+
+    Args:
+        factor: what is contracted.
+        workspace: bytes of scratch memory.
+        dtype: in which the sum is wanted, though it may come in another; None for any.
+    """
     if _triton.streams(factor.grad, factor.input):
-        norms, total, _ = _triton_layers.elementwise(factor, None, (False, True))
+        norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
         assert total is not None
         return norms, total
     vector = summed(factor)

@@ -30,11 +30,7 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
-    first = factors[0].left
-    for factor in factors:
-        if not (runs(first, factor.left) and runs(first, factor.right)):
-            return False
-    return True
+    return _run(factors[0].left, [side for each in factors for side in (each.left, each.right)])
 
 
 def runs(first: Tensor, second: Tensor) -> bool:
@@ -61,11 +57,16 @@ def streams(*operands: Tensor | None) -> bool:
 def convolves(*factors: Patches) -> bool:
     """Whether the kernels contract these convolutions, alone or with each other."""
     first = factors[0]
-    return len(first.geometry.stride) <= 3 and all(
-        factor.geometry == first.geometry and runs(first.input, side)
-        for factor in factors
-        for side in (factor.input, factor.grad)
-    )
+    if len(first.geometry.stride) > 3 or any(each.geometry != first.geometry for each in factors):
+        return False
+    return _run(first.input, [side for each in factors for side in (each.input, each.grad)])
+
+
+def _run(first: Tensor, operands: list[Tensor]) -> bool:
+    """Whether the kernels take the first of the operands with every one of them."""
+    # what goes with another goes with itself
+    others = [operand for operand in operands if operand is not first]
+    return all(runs(first, operand) for operand in others or operands)
 
 
 @cache

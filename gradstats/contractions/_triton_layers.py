@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
 from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
-from gradstats.contractions._triton import gram_bound, narrow, operands_of
+from gradstats.contractions._triton import DTYPES, gram_bound, narrow, operands_of
 
 
 def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
@@ -196,12 +196,23 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     return operators.group_norm_sum(x, g, groups, eps)
 
 
+# Whether an input's gradient is wanted, and in which dtype those of the parameters are; None for no
+# gradients of parameters.
+Wanted = tuple[bool, torch.dtype | None]
+
+
+def _stored(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype if the kernels store it; None has them store what they sum in."""
+    return dtype if dtype in DTYPES else None
+
+
 class NormGradients(NamedTuple):
     """The backward of a normalisation layer.
 
     Attributes:
         input: its gradient, in the shape that the kernels took; None where it was not wanted.
-        scale, shift: Σ_i of the examples' gradients, (features,) float32; None where not wanted.
+        scale, shift: Σ_i of the examples' gradients, (features,), in the dtype that is wanted if
+            the kernels store it, else float32; None where not wanted.
         scale_norms, shift_norms: squared norms of the examples' gradients.
     """
 
@@ -219,7 +230,7 @@ def layer_norm_backward(
     eps: float,
     rms: bool,
     offsets: Sequence[int] | None,
-    wanted: tuple[bool, bool],
+    wanted: Wanted,
 ) -> NormGradients:
     """Return the backward of rows (B, T, D), or packed (N, D), normalised over D.
 
@@ -229,17 +240,19 @@ def layer_norm_backward(
         eps: what the layer adds to the variance.
         rms: the layer is an RMSNorm.
         offsets: where the examples of packed rows begin and end; None for dense rows.
-        wanted: whether the input's gradient and the parameters' are wanted.
+        wanted: of the input's gradient and the parameters'.
     """
     from gradstats.kernels import operators
 
     bounds = None if offsets is None else torch.tensor(offsets)
-    if not any(wanted):
+    want_input, dtype = wanted
+    if not want_input and dtype is None:
         return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms=rms, cu_seqlens=bounds))
+    sums = dtype is not None
     result = operators.layer_norm_backward(
-        x, g, weight, eps, rms=rms, sums=wanted[1], cu_seqlens=bounds
+        x, g, weight, eps, rms=rms, sums=sums, cu_seqlens=bounds, gradient_dtype=_stored(dtype)
     )
-    return _norm_gradients(result, wanted[1])
+    return _norm_gradients(result, sums)
 
 
 def group_norm_backward(
@@ -248,15 +261,19 @@ def group_norm_backward(
     weight: Tensor | None,
     groups: int,
     eps: float,
-    wanted: tuple[bool, bool],
+    wanted: Wanted,
 ) -> NormGradients:
     """Return the backward of channels (B, T, C) normalised by groups; as `layer_norm_backward`."""
     from gradstats.kernels import operators
 
-    if not any(wanted):
+    want_input, dtype = wanted
+    if not want_input and dtype is None:
         return _norms_alone(*operators.group_norm_sqnorm(x, g, groups, eps))
-    result = operators.group_norm_backward(x, g, weight, groups, eps, wanted[1])
-    return _norm_gradients(result, wanted[1])
+    sums = dtype is not None
+    result = operators.group_norm_backward(
+        x, g, weight, groups, eps, sums=sums, gradient_dtype=_stored(dtype)
+    )
+    return _norm_gradients(result, sums)
 
 
 def _norms_alone(scale: Tensor, shift: Tensor) -> NormGradients:
@@ -285,47 +302,55 @@ def scale_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    wanted: tuple[bool, bool],
+    wanted: Wanted,
 ) -> NormGradients:
     """Return the backward of channels (B, T, C) with the statistics (C,); `layer_norm_backward`."""
     from gradstats.kernels import operators
 
-    result = operators.scale_backward(g, x, weight, mean, rstd, True, *wanted)
-    gradients = _norm_gradients(result, wanted[1])
-    return gradients if wanted[0] else gradients._replace(input=None)
+    want_input, dtype = wanted
+    sums = dtype is not None
+    result = operators.scale_backward(
+        g, x, weight=weight, mean=mean, rstd=rstd, input_gradient=want_input, sums=sums,
+        gradient_dtype=_stored(dtype),
+    )  # fmt: skip
+    gradients = _norm_gradients(result, sums)
+    return gradients if want_input else gradients._replace(input=None)
 
 
 def elementwise(
-    factor: Elementwise, weight: Tensor | None, wanted: tuple[bool, bool]
+    factor: Elementwise, weight: Tensor | None, wanted: Wanted
 ) -> tuple[Contraction, Tensor | None, Tensor | None]:
     """Return squared norms, Σ_i G_i and grad ∘ weight, the last two as far as wanted.
 
     Args:
         factor: of a parameter that channels do not share, if an input's gradient is wanted.
         weight: (C,).
-        wanted: whether the input's gradient and the sum are wanted.
+        wanted: of the input's gradient and the sum, which is float32 if the kernels do not store
+            the dtype.
     """
     from gradstats.kernels import operators
 
+    want_input, dtype = wanted
+    sums = dtype is not None
     g, x, bounds = factor.grad, factor.input, _offsets(factor)
     if factor.shared:
-        assert not wanted[0]
+        assert not want_input
         values = operators.scale_direction(g, x, _ones(factor), bounds)
-        total = values.sum().float().reshape(factor.shape) if wanted[1] else None
+        total = values.sum().float().reshape(factor.shape) if sums else None
         return well_conditioned(values.square(), torch.float32), total, None
-    if x is None and not wanted[1]:
+    if x is None and not sums:
         value = operators.vector_sqnorm(g, cu_seqlens=bounds)
         return well_conditioned(value, torch.float32), None, None
     gradient, *both = operators.scale_backward(
-        g, x, weight=weight, shift=x is None, input_gradient=wanted[0], sums=wanted[1],
-        cu_seqlens=bounds,
+        g, x, weight=weight, shift=x is None, input_gradient=want_input, sums=sums,
+        cu_seqlens=bounds, gradient_dtype=_stored(dtype),
     )  # fmt: skip
     kind = int(x is None)  # of scale and shift
     total, value = both[kind], both[2 + kind]
     return (
         well_conditioned(value, torch.float32),
-        total.reshape(factor.shape) if wanted[1] else None,
-        gradient if wanted[0] else None,
+        total.reshape(factor.shape) if sums else None,
+        gradient if want_input else None,
     )
 
 

@@ -79,6 +79,11 @@ def operator_samples(dtype, device="cpu"):
     yield "layer_norm_backward", (rows, packed[1], bias, 1e-5), segments
     yield "layer_norm_backward", (x, g, bias, 1e-5), {"sums": False}
     yield "group_norm_backward", (x, g, bias, 1, 1e-5), {"sums": False}
+    narrow = {"gradient_dtype": torch.float16}
+    yield "layer_norm_backward", (x, g, bias, 1e-5), narrow
+    yield "group_norm_backward", (x, g, bias, 4, 1e-5), narrow
+    yield "scale_backward", (g, None), narrow
+    yield "scale_backward", (g, x), {"sums": False} | narrow
 
     ids = torch.tensor([[3, 1, 3, 0, 3], [2, 2, 2, 2, 2], [0, 1, 2, 3, 4]], device=device)
     ids2 = ids.flatten().repeat(2)[:28].view(4, 7).to(torch.int32)

@@ -26,7 +26,7 @@ from gradstats.capture._uses import Settings, attach, derived, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, locate, plain
 from gradstats.contractions import Contraction, _triton, _triton_layers
-from gradstats.contractions._triton_layers import NormGradients
+from gradstats.contractions._triton_layers import NormGradients, Wanted
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
 SCRATCH = 8 * 1024 * 1024
@@ -49,7 +49,7 @@ class Normalise(Protocol):
         g: Tensor,
         weight: Tensor | None,
         offsets: Sequence[int] | None,
-        wanted: tuple[bool, bool],
+        wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
         """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
@@ -106,7 +106,7 @@ class AffineFactors:
         """Return squared norms where the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
             return None
-        found = self.backward(grad, x, None, (False, False), *statistics)
+        found = self.backward(grad, x, None, (False, None), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [norms for wanted, norms in both if wanted]
 
@@ -151,7 +151,7 @@ class AffineFactors:
         grad: Tensor,
         x: Tensor,
         weight: Tensor | None,
-        wanted: tuple[bool, bool],
+        wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
         """Return gradients and squared norms, by the kernels."""

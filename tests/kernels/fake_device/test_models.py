@@ -128,6 +128,38 @@ def test_a_step_beside_training_waits_for_nothing(name):
     assert waits.found == [], "the device would stand idle until the host has launched more"
 
 
+class Casts(TorchDispatchMode):
+    """Notes from which dtype to which tensors are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::_to_copy" and result.dtype != args[0].dtype:
+            self.found.append((args[0].dtype, result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_summed_gradients_are_stored_as_the_parameters_are(dtype):
+    model = nn.Sequential(nn.Linear(7, 24), nn.LayerNorm(24), nn.Linear(24, 7), Scaled())
+    model, (x, _), _ = on_device(model, 40, 7)
+    model, x = model.to(dtype), x.to(dtype)
+    model(x).float().square().mean().backward()
+    want = {name: each.grad for name, each in model.named_parameters()}
+    model.zero_grad()
+    with gs.track(model, batch_size=B) as tracker, Casts() as casts:
+        tracker.backward(model(x).float().square().mean((1, 2)))
+    of_the_loss = int(dtype != torch.float32)
+    assert casts.found.count((torch.float32, dtype)) == of_the_loss, "a kernel for each parameter"
+    for name, each in model.named_parameters():
+        size = want[name].abs().max().item()
+        error = (each.grad.float() - want[name].float()).abs().max().item()
+        assert each.grad.dtype == dtype and error <= 16 * torch.finfo(dtype).eps * size, name
+
+
 @pytest.mark.parametrize("width, form", [(3072, "gram"), (50257, "direct")])
 def test_long_rows_take_the_form_that_tensor_cores_cut_little_off(width, form):
     left, right = (torch.zeros(1, 1, 64, size).cuda().bfloat16() for size in (width, 768))

@@ -30,3 +30,14 @@ def test_an_example_that_is_not_a_number_spoils_no_other():
     partial[0, 1] = float("nan")
     _, (first, last) = finish(partial, sums=False, squares=True)
     assert first.isnan().tolist() == [False, True, False] and not last.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sums_are_rounded_once_when_they_are_stored(dtype):
+    # in float16 none of the ones would change what was summed before
+    partial = torch.ones(2, 40, 1, 5)
+    partial[:, 0] = 2048
+    totals, _ = finish(partial, sums=True, squares=True, dtype=dtype)
+    for total in totals:
+        assert total.dtype == dtype and total.untyped_storage().nbytes() == total.nbytes
+        assert torch.equal(total, torch.full((5,), 2087.0).to(dtype))

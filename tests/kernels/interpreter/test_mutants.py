@@ -188,9 +188,8 @@ def test_a_missing_off_diagonal_factor(tmp_path):
 def test_a_missing_example_boundary_is_seen_in_the_norms_alone(tmp_path):
     broken = mutant(
         weight_gradient,
-        "            total += gradient\n"
-        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
-        "            total = gradient\n",
+        "squares = tl.sum(gradient * gradient) + poison",
+        "squares = tl.sum((total + gradient) * (total + gradient)) + poison",
         tmp_path,
     )
     # what makes this mistake dangerous: the weight gradient itself is right
@@ -350,7 +349,7 @@ def test_a_broken_group_norm(tmp_path, monkeypatch, right, wrong):
 def test_a_broken_scale(tmp_path, monkeypatch, right, wrong):
     monkeypatch.setattr(scale._config, "choose_partition", lambda *sizes: (2, 1))
     broken = mutant(scale, right, wrong, tmp_path)
-    monkeypatch.setattr(scale_backward, "launch", broken.launch)
+    monkeypatch.setattr(scale_backward, "scale", broken)
     with pytest.raises(AssertionError):
         for case in ("prime", "ragged in padding"):
             check_scale(scale_backward, case)
@@ -378,6 +377,6 @@ def test_broken_means(tmp_path, monkeypatch, module, right, wrong):
     if module is means:
         monkeypatch.setattr(layer_norm, "with_means", broken.with_means)
     else:
-        monkeypatch.setattr(scale_backward, "launch", broken.launch)
+        monkeypatch.setattr(scale_backward, "scale", broken)
     with pytest.raises(AssertionError):
         check_wide(layer_norm, None)
