@@ -13,10 +13,10 @@ import triton.language as tl
 from gradstats.kernels import _check
 from gradstats.kernels._launching import Launch, remembered
 
-# parts of an example, and features, read at once
-PARTS, WIDTH = 32, 256
-# rows of all examples, and features, read at once
-ROWS, COLUMNS = 128, 64
+# At most as many parts of an example are read at once, or rows of all examples, and as many numbers:
+# of few parts the more features, so that a program waits for memory a few times and no more.
+PARTS, ROWS, NUMBERS = 32, 128, 8192
+COLUMNS = 64  # features that a program of a sum over all examples takes
 
 
 @triton.jit(do_not_specialize=["batch", "parts"])
@@ -123,6 +123,7 @@ def prepare(
         programs += kinds * batch
     launch = None
     if programs:
+        at_once = min(PARTS, triton.next_power_of_2(max(1, parts)))
         launch = Launch(
             finish_kernel,
             programs,
@@ -132,9 +133,9 @@ def prepare(
             KINDS=kinds,
             SUMS=sums,
             SQUARES=squares,
-            PARTS=PARTS,
-            WIDTH=WIDTH,
-            ROWS=ROWS,
+            PARTS=at_once,
+            WIDTH=min(NUMBERS // at_once, triton.next_power_of_2(max(1, features))),
+            ROWS=min(ROWS, triton.next_power_of_2(max(1, batch * parts))),
             COLUMNS=COLUMNS,
             num_warps=8,
         )
