@@ -160,6 +160,7 @@ def precision_of_products():
     """Leaves PyTorch's settings as they were, whichever way a test sets them."""
     products = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision(), products.fp32_precision
+    products.fp32_precision = "none"  # whatever was set before goes before what is set for all
     yield products
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision(before[0])
