@@ -13,8 +13,8 @@ import triton.language as tl
 from gradstats.kernels import _check
 from gradstats.kernels._launching import Launch, remembered
 
-# The most parts of an example that are read at once, rows of all examples, and numbers: of few parts
-# the more features, so that a program waits for memory a few times and no more.
+# The most parts of an example that are read at once, rows of all examples, and numbers: of few
+# parts the more features, so that a program waits for memory a few times and no more.
 PARTS, ROWS, NUMBERS = 32, 128, 8192
 COLUMNS = 64  # features that a program of a sum over all examples takes
 
