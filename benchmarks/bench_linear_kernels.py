@@ -153,8 +153,9 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
         )  # fmt: skip
 
     yield Provider("weight_gradient", "cublas", flat_product, product, read + gradient_bytes)
-    fused_options: dict[str, dict] = {"gradstats": {}}
-    if d_in % 16 == 0 and d_out % 16 == 0 and descriptors:
+    # of one position norms need no gradient, and nothing beside a plain product
+    fused_options: dict[str, dict] = {"gradstats": {}} if positions > 1 else {}
+    if fused_options and d_in % 16 == 0 and d_out % 16 == 0 and descriptors:
         fused_options["gradstats descriptors"] = {"descriptors": True}
         fused_options["gradstats pointers"] = {"descriptors": False}
     for name, options in fused_options.items():

@@ -21,6 +21,16 @@ REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, str]
 NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
+# Of the kernels' tables, which hold every case, what the README shows.
+SHOWN_LAYERS = (
+    "gpt2_projection", "gpt2_mlp_up", "llama_7b_projection", "vit_b_mlp", "bert_short", "unaligned",
+    "mlp_wide", "resnet50_stem", "resnet50_stage2", "resnet50_stage4", "convnext_t_stage1",
+    "gpt2_layer_norm", "llama_7b_rms_norm", "resnet50_group_norm", "gpt2_bias", "gpt2_embedding",
+)  # fmt: skip
+SHOWN_OPERATIONS = (
+    "rank_one", "gram", "direct", "weight_gradient", "norms", "backward", "bias", "pairwise",
+    "pairwise_gram",
+)  # fmt: skip
 # The workloads that have bars; the others stand in the table of all libraries.
 FIRST = ("MLP 784-2048", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
 TITLES = {each.label: each.title for each in PROVIDERS.values()}
@@ -286,7 +296,12 @@ def kernel_table() -> str:
         return table(header, body)
 
     keys = ("gpu", "dtype", "operation", "name", "channels_last", "provider")
-    rows = [row for name in ("kernels", "layers") for row in read_csv(name)]
+    rows = [
+        row
+        for name in ("kernels", "layers")
+        for row in read_csv(name)
+        if row["name"] in SHOWN_LAYERS and row["operation"] in SHOWN_OPERATIONS
+    ]
     tables = []
     for (gpu, dtype), group in grouped(latest(rows, *keys), "gpu", "dtype").items():
         versions = f"PyTorch {group[0]['torch']}, Triton {group[0]['triton']}"

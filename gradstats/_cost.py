@@ -36,14 +36,13 @@ GRAM_BLOCK = 32
 # The same for the kernels, whose tiles fill the tensor cores.
 KERNEL_BLOCK = 128
 
-# Positions that a direct kernel takes at once.
-KERNEL_STEP = 64
-
-# What kernels with two accumulators take for as many multiply-adds, of half precision on an NVIDIA
-# H100 (benchmarks/bench_linear_kernels.py): the Gram form beside the direct one, which has a larger
-# tile, and the direct form that adds up the gradient beside a product that does no more.
-KERNEL_GRAM_COST = 1.5
-KERNEL_SUM_COST = 1.4
+# What the kernels take beside one product of all positions: so many times its time for as many
+# multiply-adds, and for each example, to begin and to end its sums, the time of so many positions.
+# Half precision on an NVIDIA H100, T from 64 to 2048, widths 768 to 4096
+# (benchmarks/bench_linear_kernels.py).
+KERNEL_GRAM = (1.45, 70)
+KERNEL_DIRECT = (0.87, 230)
+KERNEL_DIRECT_AND_SUM = (1.05, 330)
 
 # Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
 # when the workspace allows more, because a tile is squared right after it is written.
@@ -81,6 +80,24 @@ def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) ->
     elements = d_left * d_right
     passes = 3 if with_sum else 2
     return positions * elements + passes * elements * ELEMENT_COST
+
+
+def kernel_costs(
+    positions: int, d_left: int, d_right: int, *, with_sum: bool
+) -> tuple[float, float]:
+    """Return the costs of one example's Gram form and direct form where tiles stay on the chip.
+
+    Of the Gram matrices the tiles on and below the diagonal are computed. With ``with_sum`` the
+    Gram form needs the weight gradient's product beside it.
+    """
+    elements = d_left * d_right
+    entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
+    rate, begin = KERNEL_GRAM
+    gram = rate * entries * (d_left + d_right) + begin * elements
+    if with_sum:
+        gram += positions * elements
+    rate, begin = KERNEL_DIRECT_AND_SUM if with_sum else KERNEL_DIRECT
+    return gram, (rate * positions + begin) * elements
 
 
 def gram_halvings(positions: int, bytes_per_product: int, workspace: int) -> tuple[int | None, int]:
@@ -149,13 +166,7 @@ def choose_outer_form(
     if not guarded or max(roundoff * positions, cut_off) > GUARD_TOLERANCE:
         return "direct"
     if on_chip:
-        entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
-        gram: float = KERNEL_GRAM_COST * entries * (d_left + d_right)
-        # The direct kernels step through positions in blocks and pad the last one.
-        direct: float = max(positions, KERNEL_STEP) * d_left * d_right
-        if with_sum:
-            gram += positions * d_left * d_right
-            direct *= KERNEL_SUM_COST
+        gram, direct = kernel_costs(positions, d_left, d_right, with_sum=with_sum)
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
     if patches:

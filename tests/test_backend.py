@@ -488,7 +488,7 @@ def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
 @pytest.mark.parametrize(
     ("layer", "size", "norms", "beside"),
     [
-        (nn.Conv2d(3, 4, 3), (16, 16), "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
+        (nn.Conv2d(3, 4, 3), (16, 16), "convolution_sqnorm", "convolution_sqnorm"),
         (nn.Conv2d(32, 40, 3, stride=2, padding=1), (5, 4), "convolution_gram_sqnorm",
          "convolution_gram_sqnorm"),
         (nn.Conv1d(6, 6, 3, groups=6), (20,), "convolution_sqnorm",
@@ -496,7 +496,7 @@ def test_a_norm_layer_that_autocast_widens(kernels, monkeypatch):
         (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), (5, 6),
          "convolution_sqnorm", "convolution_weight_gradient_sqnorm"),
         (nn.Conv3d(2, 3, (2, 3, 1), dilation=(1, 2, 1)), (4, 6, 5), "convolution_sqnorm",
-         "convolution_weight_gradient_sqnorm"),
+         "convolution_sqnorm"),
     ],
     ids=lambda item: str(item).partition("(")[0],
 )  # fmt: skip
