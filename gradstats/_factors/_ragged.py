@@ -36,6 +36,11 @@ class Ragged:
     def lengths(self) -> list[int]:
         return [end - start for start, end in pairwise(self.offsets)]
 
+    @property
+    def spans_rows(self) -> bool:
+        """Whether ``left`` spans the first axis of the parameter and nothing else: always."""
+        return True
+
     def select(self, rows) -> Ragged:
         chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
         bounds = torch.tensor(self.offsets)

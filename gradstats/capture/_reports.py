@@ -115,7 +115,7 @@ class Reports:
         whole = factor.factor if isinstance(factor, Fused) else factor
         if self._settings.consumer is not None or not isinstance(whole, (Outer, Ragged)):
             return factor
-        if isinstance(whole, Outer) and not whole.spans_rows:
+        if not whole.spans_rows:
             return factor
         workspace = self._settings.workspace
         norms = factor.norms if isinstance(factor, Fused) else sqnorm([whole], workspace)

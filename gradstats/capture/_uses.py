@@ -90,14 +90,14 @@ class Use:
         """Whether all nodes are parameters to which this use alone contributes."""
         return all(map(self.is_sole, range(len(self.nodes))))
 
-    def is_tied(self, position: int, factor: Factor) -> bool:
+    def is_tied(self, position: int, factor: Outer | Ragged) -> bool:
         """Whether the node there is a parameter that is otherwise only looked up in, by its rows.
 
         Of the factor of this use nothing but its norms and what the look-ups need is kept then.
         """
         node = self.nodes[position]
-        spans = isinstance(factor, Ragged) or (isinstance(factor, Outer) and factor.spans_rows)
-        return isinstance(node, Root) and self.direct and node.is_projection and spans
+        tied = isinstance(node, Root) and self.direct and node.is_projection
+        return tied and factor.spans_rows
 
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
