@@ -21,6 +21,14 @@ def _seed():
 
 
 @pytest.fixture
+def graphs_run_on_cpus(monkeypatch):
+    """Have contexts run compiled graphs here, as they do on a GPU."""
+    from gradstats.capture import _selection
+
+    monkeypatch.setattr(_selection, "GRAPHS_RUN_ON", {"cpu"})
+
+
+@pytest.fixture
 def kernels(monkeypatch):
     """Send every factor to the operators' CPU implementations and record which had work to do."""
     from gradstats.kernels import operators

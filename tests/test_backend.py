@@ -737,6 +737,7 @@ def test_a_tied_projection_is_contracted_with_its_weight_gradient(kernels):
         assert {"weight_gradient_sqnorm", "direct_sqnorm"} & set(kernels) == {contracted}
 
 
+@pytest.mark.usefixtures("graphs_run_on_cpus")
 def test_compiled(monkeypatch):
     monkeypatch.setattr(_triton, "runs", lambda first, second: True)
     monkeypatch.setattr(

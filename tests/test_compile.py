@@ -19,6 +19,8 @@ from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
 
+pytestmark = pytest.mark.usefixtures("graphs_run_on_cpus")
+
 
 def losses_of(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")

@@ -317,6 +317,7 @@ def test_gradient_accumulation():
 
 # Dynamo itself asks for .grad of tensors between two graphs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.usefixtures("graphs_run_on_cpus")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_compile(fullgraph):
     class Model(nn.Module):

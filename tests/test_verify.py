@@ -535,6 +535,7 @@ def test_losses_and_gradients_that_are_not_finite(batch):
     assert "not finite" in report.check("coupling").detail
 
 
+@pytest.mark.usefixtures("graphs_run_on_cpus")
 def test_compiled(batch):
     model = network()
     torch._dynamo.reset()

@@ -52,14 +52,14 @@ class Reports:
     """
 
     def __init__(
-        self, roots: Sequence[Root], settings: Settings, batch_size: int, *, compiler: bool
+        self, roots: Sequence[Root], settings: Settings, batch_size: int, *, runs_graphs: bool
     ):
         """Take what nothing of a backward changes.
 
         Args:
             roots, settings: of the context.
             batch_size: number of examples B.
-            compiler: whether graphs may have been compiled.
+            runs_graphs: whether compiled graphs may report.
         """
         self.roots = roots
         self.order: Tensor | None = None
@@ -67,7 +67,7 @@ class Reports:
         self._settings = settings
         self._batch_size = batch_size
         self._device = roots[0].parameter.device
-        self._compiler = compiler
+        self._runs_graphs = runs_graphs
 
     @property
     def any(self) -> bool:
@@ -178,7 +178,7 @@ class Reports:
 
     def _compiled_reports(self) -> Tensor | None:
         """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""
-        if not self._compiler:
+        if not self._runs_graphs:
             return None
         grads = [root.compiled_report for root in self.roots]
         if all(grad is None for grad in grads):

@@ -20,6 +20,11 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 # Prefixes that these and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
+# Devices on which a context runs the graphs of compiled models. Elsewhere the models run eagerly: on
+# two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
+# benchmarks/step_overhead.py), and nothing waits for a compiler.
+GRAPHS_RUN_ON = frozenset({"cuda"})
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -188,9 +193,16 @@ def compiler_is_used() -> bool:
     return backends is None or any(backend is not None for backend in backends.values())
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it was given to torch.compile."""
-    return "torch._dynamo" in sys.modules and anatomy_of(model).compiled
+def runs_graphs(model: nn.Module) -> bool:
+    """Whether a context may run compiled graphs of a model that was given to torch.compile."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(map(graphs_run_on, model.parameters())) and anatomy_of(model).compiled
+
+
+def graphs_run_on(parameter: nn.Parameter) -> bool:
+    """Whether a context runs compiled graphs where a parameter lies."""
+    return parameter.device.type in GRAPHS_RUN_ON
 
 
 def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:

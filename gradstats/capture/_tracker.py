@@ -22,7 +22,12 @@ from gradstats.capture._grafted import Grafted
 from gradstats.capture._nodes import Derived, Root, tensors_in
 from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
-from gradstats.capture._selection import anatomy_of, check_trackable, compiler_is_used
+from gradstats.capture._selection import (
+    anatomy_of,
+    check_trackable,
+    compiler_is_used,
+    graphs_run_on,
+)
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.capture._uses import Settings
@@ -72,8 +77,6 @@ class Tracker(Repeated):
         self._backward_ran = False
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
-        self._tied, self.compiled = anatomy.tied, anatomy.compiled
-        self._compiler = anatomy.compiled or compiler_is_used()
         self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
@@ -81,12 +84,16 @@ class Tracker(Repeated):
         self.device = device = next(iter(named.values())).device
         self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
-        if self._compiler:
+        self._compiler = anatomy.compiled or compiler_is_used()
+        self._runs_graphs = self._compiler and self._graphs_serve(anatomy.tied)
+        # Whether parts of the model run as compiled graphs.
+        self.compiled = anatomy.compiled and self._runs_graphs
+        if self._runs_graphs:
             for root in self.roots:
                 root.probe = torch.zeros(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
-        self.reports = Reports(self.roots, settings, batch_size, compiler=self._compiler)
+        self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
         # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
@@ -107,6 +114,17 @@ class Tracker(Repeated):
         self._tracked: list[nn.Parameter] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
+    def _graphs_serve(self, tied: bool) -> bool:
+        """Whether compiled graphs are to run, where anything was compiled.
+
+        A graph has no place for a consumer, nor one where uses of one parameter meet.
+        """
+        if self.settings.consumer is not None or tied:
+            return False
+        parameters = [root.parameter for root in self.roots]
+        shared = any(each in SHARED_IN_GRAPHS for each in parameters)
+        return graphs_run_on(parameters[0]) and not shared
+
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
         whole = [root for root in self.roots if not self.sharded.holds(root)]
@@ -115,14 +133,10 @@ class Tracker(Repeated):
         for root in whole:
             self._track(root)
         self.sharded.open()
-        # A compiled graph has no place for a consumer, nor one where uses of one parameter meet.
-        # Without the compiler nothing is compiled.
-        if self._compiler:
-            shared = any(root.parameter in SHARED_IN_GRAPHS for root in self.roots)
-            if self.settings.consumer is not None or self._tied or shared:
-                self._undo.enter_context(torch.compiler.set_stance("force_eager"))
-            else:
-                self.mark_kept()
+        if self._runs_graphs:
+            self.mark_kept()
+        elif self._compiler:
+            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         if self._model is not None and not self.compiled:
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradstats.capture._consumers import Together
 from gradstats.capture._reports import SharedInGraphError
-from gradstats.capture._selection import is_compiled
+from gradstats.capture._selection import runs_graphs
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
@@ -108,7 +108,7 @@ def per_example_norms(
         "exclude": exclude,
     }
     workspace = check_workspace(workspace)
-    compiled = is_compiled(model)
+    compiled = runs_graphs(model)
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 

@@ -55,7 +55,8 @@ def launchers_on_the_cpu(monkeypatch):
     library._destroy()
 
 
-def test_outputs_are_as_aligned_as_code_for_cuda_expects(launchers_on_the_cpu, monkeypatch):
+@pytest.mark.usefixtures("launchers_on_the_cpu", "graphs_run_on_cpus")
+def test_outputs_are_as_aligned_as_code_for_cuda_expects(monkeypatch):
     # No code is made for the fake device: everything here lies on the CPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch._inductor.graph, "should_assume_input_aligned", lambda example: True)

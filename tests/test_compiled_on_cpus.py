@@ -1,0 +1,88 @@
+"""Compiled models run eagerly in a context on a CPU, which takes less time than their graphs do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+B = 6
+
+
+class Sequences(nn.Module):
+    """What no single graph can hold: trained positions, a recurrent layer, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        return self.head(self.layer(x)[0].mean(1))
+
+
+def case(model):
+    if isinstance(model, Sequences):
+        return torch.randint(11, (B, 5)), torch.randint(11, (B,))
+    return torch.randn(B, 4), torch.randint(3, (B,))
+
+
+def losses_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+MODELS = {
+    "layers": lambda: nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)),
+    "sequences": Sequences,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_no_graph_is_traced(name, fullgraph):
+    torch._dynamo.reset()
+    model = MODELS[name]()
+    batch = case(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    expected, before = oracle_sqnorms(model, batch, losses_of), graphs()
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+    with gs.track(compiled, batch_size=B) as tracker:
+        losses_of(compiled, batch).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-5)
+    assert graphs() == before
+
+
+def test_the_models_own_graphs_are_kept():
+    """Steps outside a context run the graph that they ran before, and it is not made again."""
+    torch._dynamo.reset()
+    model = MODELS["layers"]()
+    batch = case(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    losses_of(compiled, batch).mean().backward()
+    before = graphs()
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            losses_of(compiled, batch).mean().backward()
+    assert graphs() == before
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_compiled_loss_runs_eagerly_too():
+    torch._dynamo.reset()
+    model = MODELS["layers"]()
+    batch = case(model)
+    expected, before = oracle_sqnorms(model, batch, losses_of), graphs()
+    compiled = torch.compile(losses_of, backend="aot_eager", fullgraph=True)
+    assert_sqnorms(gs.per_example_norms(model, batch, compiled), expected, 1e-5)
+    assert graphs() == before
