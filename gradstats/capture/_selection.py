@@ -20,8 +20,8 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 # Prefixes that these and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
-# Devices on which a context runs the graphs of compiled models. Elsewhere the models run eagerly: on
-# two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
+# Devices on which a context runs the graphs of compiled models. Elsewhere the models run eagerly:
+# on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
 # benchmarks/step_overhead.py), and nothing waits for a compiler.
 GRAPHS_RUN_ON = frozenset({"cuda"})
 
