@@ -11,10 +11,10 @@ import dataclasses
 import json
 import sys
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradstats._requirements import require
 from gradstats.errors import TrackingError
@@ -24,7 +24,10 @@ from gradstats.monitor._ranks import group_of
 from gradstats.statistics._loss import infer_batch_size
 
 with require("transformers"):
+    from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+
+Caller = TypeVar("Caller")
 
 
 class GradStatsCallback(TrainerCallback, ExportableState):
@@ -58,8 +61,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     ``train()`` or ``close()``.
 
     Raises:
-        TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel,
-            DeepSpeed or torch.compile.
+        TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel or
+            DeepSpeed.
     """
 
     def __init__(self, every: int = 50, *, ids: str | None = None, **options: Any):
@@ -70,6 +73,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._step: MonitorStep | None = None
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
+        self._called: nn.Module | None = None
         self._first = self._measures = False
         self._accumulation = 1
         try:
@@ -83,7 +87,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
         _refuse_what_cannot_be_measured(args)
-        self._handler = _calling_handler()
+        self._handler = _caller(CallbackHandler)
+        # Hooks of a compiled model are compiled with it; those of the module around it are not.
+        around = _caller(Trainer).model_wrapped
+        self._called = around if "_orig_mod" in around._modules else model
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)
         if group is None and args.world_size > 1:
@@ -111,15 +118,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 stacklevel=2,
             )
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         assert self.monitor is not None
         self.monitor.steps = state.global_step
         self._first, self._measures = True, state.global_step % self.every == 0
-        self._start(model)
+        self._start()
 
-    def on_substep_end(self, args, state, control, model=None, **kwargs) -> None:
+    def on_substep_end(self, args, state, control, **kwargs) -> None:
         self._close(last=False)
-        self._start(model)
+        self._start()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._close(last=True)
@@ -148,23 +155,25 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             "attributes": {"saved": saved},
         }
 
-    def _start(self, model) -> None:
+    def _start(self) -> None:
         """Wait for the forward of the next micro-batch: it says how many examples there are."""
         if self._measures:
+            assert self._called is not None
             self._hooks = [
-                model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                model.register_forward_hook(self._after_forward, always_call=True),
+                self._called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                self._called.register_forward_hook(self._after_forward, always_call=True),
             ]
 
     def _before_forward(self, model, args, kwargs) -> None:
         if self._step is not None or not (model.training and torch.is_grad_enabled()):
             return
-        inputs = kwargs.get(getattr(model, "main_input_name", None))
+        assert self.monitor is not None
+        inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
             inputs = [*args, *kwargs.values()]
         single = self._accumulation == 1
         self._step = MonitorStep(
-            self.monitor,  # type: ignore[arg-type]
+            self.monitor,
             infer_batch_size(inputs, 0),
             None if self._ids is None else self._ids_in(kwargs),
             None,
@@ -208,12 +217,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks = []
 
 
-def _calling_handler() -> CallbackHandler:
-    """Return the handler that is calling this callback: it knows who else is to be told."""
+def _caller(kind: type[Caller]) -> Caller:
+    """Return the handler or Trainer that is calling this callback."""
     frame = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, CallbackHandler):
+        if isinstance(caller, kind):
             return caller
         frame = frame.f_back  # type: ignore[assignment]
     raise TrackingError(
@@ -226,7 +235,6 @@ def _refuse_what_cannot_be_measured(args) -> None:
     for name, uses in (
         ("DataParallel (several GPUs in one process; start one process for each)", args.n_gpu > 1),
         ("DeepSpeed", bool(args.deepspeed)),
-        ("torch.compile", bool(args.torch_compile)),
     ):
         if uses:
             raise TrackingError(

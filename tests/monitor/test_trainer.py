@@ -259,20 +259,51 @@ def test_tensorboard_shows_what_was_measured(tmp_path, monkeypatch):
         np.testing.assert_allclose([point.value for point in points], values, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"torch_compile": True}, "torch.compile"),
-        ({"ids": "page"}, "was not given the input 'page'"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(tmp_path, options, message):
+def test_an_input_that_the_model_was_not_given_is_refused(tmp_path):
     model = language_model()
     state = snapshot(model)
-    callback = GradStatsCallback(every=1, ids=options.pop("ids", None))
-    with pytest.raises(gs.TrackingError, match=message):
-        trainer_for(model, [callback], tmp_path, **options)
+    callback = GradStatsCallback(every=1, ids="page")
+    with pytest.raises(gs.TrackingError, match="was not given the input 'page'"):
+        trainer_for(model, [callback], tmp_path)
     assert_unchanged(model, state)
+
+
+def test_a_model_that_cannot_be_measured_is_refused(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    arguments._n_gpu = 2
+    with pytest.raises(gs.TrackingError, match="DataParallel"):
+        GradStatsCallback().on_train_begin(arguments, None, None, model=language_model())
+
+
+def compiled_run(folder, **options) -> tuple[dict, dict]:
+    """Return what a run logged by step, and the weights at its end."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Classifier()
+    callback = GradStatsCallback(every=2, alignment=False)  # which graphs cannot report
+    trainer = trainer_for(model, [callback], folder, Images(14), max_steps=4, **options)
+    ours = logged(trainer, "gns/tr_sigma")
+    assert not model.net._forward_pre_hooks and not _get_current_function_mode_stack()
+    return ours, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_compiled_models(tmp_path, request, graphs):
+    """Measured steps run them eagerly or, where that is quicker, as graphs; others as ever."""
+    expected, weights = compiled_run(tmp_path)
+    if graphs:
+        request.getfixturevalue("graphs_run_on_cpus")
+    backend = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    ours, trained = compiled_run(tmp_path, **backend)
+    assert list(ours) == list(expected) == [1, 3]
+    for step, metrics in ours.items():
+        assert metrics.keys() == expected[step].keys()
+        assert_close(metrics, expected[step], ("gns/g2", "example_grad_norm/p50"), RTOL)
+    for name, value in trained.items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-7)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1) == graphs
 
 
 def test_options_must_fit_into_the_saved_state():
