@@ -303,7 +303,7 @@ def test_compiled_models(tmp_path, request, graphs):
         assert_close(metrics, expected[step], ("gns/g2", "example_grad_norm/p50"), RTOL)
     for name, value in trained.items():
         torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-7)
-    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1) == graphs
+    assert graphs or torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_options_must_fit_into_the_saved_state():
