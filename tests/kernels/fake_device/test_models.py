@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 from gradstats.kernels import operators
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
@@ -103,8 +104,8 @@ def tied_transformer():
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), next_token
 
 
-class Waits(TorchDispatchMode):
-    """Notes the operations that make the host wait for the device."""
+class Moves(TorchDispatchMode):
+    """Notes the operations that move what is in memory between host and device."""
 
     def __init__(self):
         super().__init__()
@@ -113,19 +114,25 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        source = args[1] if name == "copy_" else args[0] if args else None
-        copied = name in ("_to_copy", "copy_") and source.is_cuda and not result.is_cuda
-        if copied or name in ("_local_scalar_dense", "bincount", "nonzero", "equal"):
+        places = {t.is_cuda for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+        if len(places) == 2 or name in ("_local_scalar_dense", "bincount", "nonzero", "equal"):
             self.found.append(name)
         return result
 
 
 @pytest.mark.parametrize("name", ["tied transformer", "sequences", "convolutions"])
-def test_a_step_beside_training_waits_for_nothing(name):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_step_moves_nothing_between_host_and_device(name, alone):
+    """The device never stands idle until the host has launched more, and a CUDA graph can record
+    the step."""
     model, (x, labels), losses = MODELS[name][0]()
-    with gs.track(model, batch_size=B) as tracker, Waits() as waits:
-        tracker.backward(losses(model, (x, labels)))
-    assert waits.found == [], "the device would stand idle until the host has launched more"
+    with Moves() as moves:
+        if alone:
+            gs.per_example_norms(model, (x, labels), losses, nonfinite="keep")
+        else:
+            with gs.track(model, batch_size=B) as tracker:
+                tracker.backward(losses(model, (x, labels)))
+    assert moves.found == []
 
 
 class Casts(TorchDispatchMode):
