@@ -18,7 +18,7 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import Work
-from gradstats.statistics._inner_products import KeptGradients, Products, keep, products
+from gradstats.statistics._kept import KeptGradients, Products, keep, products
 
 Tile = dict[str, np.ndarray]
 

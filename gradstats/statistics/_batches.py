@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
 from gradstats.capture._nodes import tensors_in
+from gradstats.statistics._arguments import LossFunction
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -51,7 +52,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def on_a_copy(loss_fn: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+def on_a_copy(loss_fn: LossFunction) -> LossFunction:
     """Return a loss function that is given containers of its own, holding the same tensors.
 
     What it takes out of them (``batch.pop("labels")``) is there the next time it is called.

@@ -27,6 +27,8 @@ from gradstats.errors import (
     LossShapeError,
     UnsupportedOperationError,
 )
+from gradstats.statistics._arguments import LossFunction
+from gradstats.statistics._backward import NothingUsedError
 from gradstats.statistics._batches import Division, State, leaves_of, map_tensors
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
@@ -44,7 +46,7 @@ TOLERANCE = {
 class LossOfModel(nn.Module):
     """The user's loss function as a module, so that its parameters can be given as arguments."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]):
+    def __init__(self, model: nn.Module, loss_fn: LossFunction):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -72,7 +74,7 @@ def norms_with_fallback(
     lean: Callable[..., GradientNorms],
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     options: dict[str, Any],
     workspace: int,
     nonfinite: str,
@@ -99,6 +101,10 @@ def norms_with_fallback(
         try:
             with native:
                 stats = lean(**{**options, "exclude": exclude})
+        except NothingUsedError:
+            if not served:
+                raise
+            break
         except (UnsupportedOperationError, ExampleAxisError) as error:
             new = set(error.parameters) - served
             if not new:
@@ -124,7 +130,8 @@ def norms_with_fallback(
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.norm.double().square()
     wide = any_double(selected.values())
-    rows = torch.stack([values[name] for name in selected])
+    unused = torch.zeros_like(values[names[0]])
+    rows = torch.stack([values.get(name, unused) for name in selected])
     total = rows.sum(0)
     relative = partial(_relative, bound, total)
     return summarise(list(selected), rows, total, relative, together.losses, nonfinite, wide)
@@ -137,7 +144,7 @@ def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
 def gradients_together(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     names: Sequence[str],
     batch_size: int,
 ) -> Gradients:
@@ -151,7 +158,7 @@ def gradients_together(
 def sqnorms_one_by_one(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     names: Sequence[str],
     division: Division,
     *,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from gradstats._complex import as_real
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
+from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import State
 from gradstats.statistics._fallback import recurrence_differentiable, sqnorm_of
 
@@ -24,8 +24,6 @@ TOLERANCE = {
     torch.float16: 5e-2,
     torch.bfloat16: 1e-1,
 }
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass

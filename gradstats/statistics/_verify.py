@@ -14,7 +14,7 @@ from gradstats._comparison import same_bits
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
-from gradstats.statistics._arguments import check_call, check_choice, integer
+from gradstats.statistics._arguments import LossFunction, check_call, check_choice, integer
 from gradstats.statistics._batches import (
     Division,
     State,
@@ -30,7 +30,6 @@ from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import (
     TOLERANCE,
     Example,
-    LossFunction,
     Subject,
     gradients_of,
     too_large,
