@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.checking import GIBIBYTE
 from benchmarks.harness import machine, write_csv
-from benchmarks.providers import GIBIBYTE, PROVIDERS, elements
+from benchmarks.providers import PROVIDERS, elements
 from benchmarks.step_overhead import measure, show
 from benchmarks.workloads import Workload, next_token
 

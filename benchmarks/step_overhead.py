@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.checking import GIBIBYTE, Oracle, oracle, prepare, ready
 from benchmarks.harness import (
     Timing,
     against,
@@ -35,18 +36,7 @@ from benchmarks.harness import (
     write_csv,
 )
 from benchmarks.ledger import peak_memory
-from benchmarks.providers import (
-    COMPILED,
-    GIBIBYTE,
-    OURS,
-    PEERS,
-    PROVIDERS,
-    Call,
-    Oracle,
-    oracle,
-    prepare,
-    ready,
-)
+from benchmarks.providers import COMPILED, OURS, PEERS, PROVIDERS, Call
 from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload, build
 
 # What takes longer than this many plain steps is timed in fewer rounds.

@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks import all as every_benchmark
 from benchmarks import (
+    checking,
     convolution_forms,
     harness,
     op_overhead,
@@ -27,8 +28,9 @@ from benchmarks import (
     scaling,
     step_overhead,
 )
+from benchmarks.checking import oracle, prepare
 from benchmarks.ledger import host_peak
-from benchmarks.providers import PROVIDERS, Provider, oracle, prepare
+from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
 from tests.oracle import oracle_gradients, oracle_sqnorms
 
@@ -141,7 +143,7 @@ def failing(kind: str) -> Provider:
     ],
 )
 def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
-    monkeypatch.setattr(providers, "PATIENCE", 1.0)
+    monkeypatch.setattr(checking, "PATIENCE", 1.0)
     monkeypatch.setitem(PROVIDERS, "failing", failing(kind))
     timed: list[str] = []
 
@@ -159,8 +161,8 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
 def test_precisions(dtype):
     work = convolutions().on("cpu", dtype)
     expected = oracle(work)
-    assert expected.tolerance >= providers.TOLERANCE
-    assert (expected.tolerance > providers.TOLERANCE) == (dtype != "float32")
+    assert expected.tolerance >= checking.TOLERANCE
+    assert (expected.tolerance > checking.TOLERANCE) == (dtype != "float32")
     for name in ("norms", "training", "loop", "vmap"):
         assert prepare(PROVIDERS[name], work, expected).note == ""
 
