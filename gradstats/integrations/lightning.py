@@ -115,7 +115,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             return
         size = infer_batch_size(batch, 0) if self._batch_size is None else self._batch_size(batch)
         self._step = MonitorStep(
-            self.monitor, size, self._ids_of(batch), None, first, self._last, count, count == 1
+            self.monitor, size, self._ids_of(batch), first=first, last=self._last, divisor=count
         )
         self._step.open()
 

@@ -171,16 +171,13 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
             inputs = [*args, *kwargs.values()]
-        single = self._accumulation == 1
         self._step = MonitorStep(
             self.monitor,
             infer_batch_size(inputs, 0),
             None if self._ids is None else self._ids_in(kwargs),
-            None,
-            self._first,
-            True if single else None,
-            1,
-            single,
+            first=self._first,
+            last=True if self._accumulation == 1 else None,
+            divisor=1,
         )
         self._first = False
         self._step.open()
