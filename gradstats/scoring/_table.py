@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # What is measured of an example at a checkpoint.
 FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
+SQNORM = FIELDS.index("sqnorm")
 
 # A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
 MEMORISED = 0.995
