@@ -121,6 +121,10 @@ class Monitor:
     Attributes:
         steps: how many optimizer steps have ended.
 
+    Raises:
+        TrackingError: an argument of another kind; inside ``step``, what ``gs.track`` raises.
+        CoverageError: a pattern of ``layers``, ``parameters`` or ``exclude`` that matches nothing.
+
     Cost:
         A measured step costs what ``gs.track`` costs, and one copy from the device to the host
         (two over several processes). Other steps cost nothing.
@@ -192,6 +196,10 @@ class Monitor:
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
+
+        Raises:
+            TrackingError: micro-batches that do not come in order; as the context opens on a
+                measured step, sizes, ids or weights that do not fit.
         """
         index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
@@ -257,6 +265,12 @@ class Monitor:
         Args:
             k: how many.
             by: "norm" or "alignment".
+
+        Returns:
+            list of ExampleRecord, the largest first; empty while no step was measured.
+
+        Raises:
+            TrackingError: "alignment" where none was measured.
         """
         self._settle()
         return self._run.examples(k, by)
@@ -270,6 +284,12 @@ class Monitor:
         """Continue from a saved state; what was measured before is replaced.
 
         What another choice of options left out of it starts anew.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            TrackingError: something else, or of another version of gradstats.
         """
         if not isinstance(state, Mapping):
             raise TrackingError(

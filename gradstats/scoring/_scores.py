@@ -50,7 +50,9 @@ class Ranking:
         return iter(zip(self.ids.tolist(), self.scores.tolist(), strict=True))
 
     def __str__(self) -> str:
-        return "\n".join(f"{score:12.5g}  {name}" for name, score in self)
+        """Return one line for each example, under a header."""
+        lines = (f"{score:12.5g}  {name}" for name, score in self)
+        return "\n".join([f"{'score':>12}  id", *lines])
 
 
 class Rankings:
@@ -90,6 +92,12 @@ class Rankings:
         Args:
             query: its position, 0 … Q - 1.
             k: how many.
+
+        Returns:
+            Ranking: ``ids``, ``scores`` and ``positions``, the largest score first.
+
+        Raises:
+            ScoreError: for a query that is not there, or more examples than ``top_k`` kept.
         """
         return self._ranking(self._check_query(query), check_k(k), 1)
 
@@ -99,11 +107,24 @@ class Rankings:
         Args:
             query: its position, 0 … Q - 1.
             k: how many.
+
+        Returns:
+            Ranking: the smallest score first; all else as for ``proponents``.
         """
         return self._ranking(self._check_query(query), check_k(k), -1)
 
     def plot(self, query: int, k: int = 5) -> Figure:
-        """Return a figure of a query with its proponents and opponents: pictures, or bars."""
+        """Return a figure of a query with its proponents and opponents.
+
+        Pictures where the examples are images and the scores were not loaded from disk, else bars.
+
+        Args:
+            query: its position, 0 … Q - 1.
+            k: how many of either.
+
+        Raises:
+            MissingPackageError: without matplotlib.
+        """
         from gradstats.scoring._pictures import draw_query
 
         rankings = self.proponents(query, k), self.opponents(query, k)

@@ -106,7 +106,11 @@ class SelfInfluence:
         }
 
     def top(self, k: int = 20) -> SelfInfluence:
-        """Return the k rows of largest self-influence, the largest first."""
+        """Return the k rows of largest self-influence, the largest first.
+
+        Raises:
+            ScoreError: k is not a positive number.
+        """
         order = np.argsort(-self.self_influence, kind="stable")[: check_k(k)]
         return SelfInfluence(
             self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
@@ -150,20 +154,36 @@ class SelfInfluence:
         return DetectionReport(rows, missing, len(self), int(bad.sum()), self._warnings(bad))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the table as a pandas DataFrame."""
+        """Return the table as a pandas DataFrame.
+
+        Raises:
+            MissingPackageError: without pandas.
+        """
         with require("tables"):
             import pandas
         return pandas.DataFrame(self.columns)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the table to a Parquet file."""
+        """Write the table to a Parquet file.
+
+        Raises:
+            MissingPackageError: without pandas or pyarrow.
+        """
         with require("tables"):
             # Asked for here: what pandas says of a missing one names no extra.
             importlib.import_module("pyarrow")
         self.to_pandas().to_parquet(path, index=False)
 
     def plot(self, known_bad: Any = None) -> Figure:
-        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds."""
+        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds.
+
+        Args:
+            known_bad: as for ``report``.
+
+        Raises:
+            MissingPackageError: without matplotlib.
+            ScoreError: as ``report``.
+        """
         from gradstats.scoring._pictures import draw_self_influence
 
         bad = None if known_bad is None else self._mask(known_bad)
@@ -171,7 +191,7 @@ class SelfInfluence:
         return draw_self_influence(self.self_influence, bad, report)
 
     def __str__(self) -> str:
-        shown = {name: values for name, values in self.columns.items()}
+        shown = dict(self.columns)
         if self.reason is not None:
             for name in ("label", "predicted", "margin", "el2n"):
                 del shown[name]

@@ -35,7 +35,7 @@ from gradstats.statistics._loss import (
     loss_weights,
     packed_segments,
 )
-from gradstats.statistics._result import GradientNorms, gather
+from gradstats.statistics._result import GradientNorms, statistics_of
 
 
 def per_example_norms(
@@ -117,7 +117,7 @@ def per_example_norms(
         tracker, losses = run_examples(
             model, batch, loss_fn, together_for(alignment, gram), scratch, **options
         )
-        return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        return statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
     if fallback is None:
         before = State(model) if compiled else None
@@ -269,7 +269,9 @@ class track:
         listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reports.any:
             scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
-            self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
+            self._stats = statistics_of(
+                self._tracker, self._losses, self._weights, self._nonfinite, scale
+            )
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.

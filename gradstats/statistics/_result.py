@@ -84,7 +84,7 @@ class GradientNorms:
         )
 
 
-def gather(
+def statistics_of(
     tracker: Tracker,
     loss: Tensor | None,
     weights: Tensor | float,
