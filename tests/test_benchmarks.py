@@ -152,7 +152,7 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
         return {name: numpy.ones(rounds) for name in makers}
 
     monkeypatch.setattr(step_overhead, "take_turns", take_turns)
-    (_, row) = step_overhead.measure(layers, ("failing",), rounds=1)
+    (_, row) = step_overhead.measure(layers, ("failing",), step_overhead.Conditions(rounds=1))
     assert row["note"] == note and timed == ["plain"]
     assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
 
@@ -310,7 +310,8 @@ def test_groups_are_written_as_they_come(monkeypatch):
 
     monkeypatch.setattr(step_overhead, "take_turns", take_turns)
     monkeypatch.setattr(step_overhead, "SLOW", math.inf)
-    groups = step_overhead.measure_in_groups(layers, ("norms", "failing", "loop"), rounds=2)
+    names, conditions = ("norms", "failing", "loop"), step_overhead.Conditions(rounds=2)
+    groups = step_overhead.measure_in_groups(layers, names, conditions)
     first = next(groups)
     assert [row["variant"] for row in first] == ["plain", "norms"]
     assert timed == [["plain", "norms"]]  # the others wait until these are written
