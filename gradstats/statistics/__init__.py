@@ -1,7 +1,8 @@
 """Per-example gradient norms and inner products, and what follows from these two alone.
 
 _arguments      what a caller may pass
-_batches        batches and state: examples taken out, other precisions, what a forward changes
+_batches        batches: looked into, divided into examples, in another precision
+_state          what a forward changes without being asked
 _loss           losses, example axes and weights, checked
 _backward       the forward and backward behind every function that is given a loss function
 _result         GradientNorms, and how it is made of what a backward reported

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -32,6 +33,12 @@ def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter that is to be tracked, in real numbers, by name."""
     selected = select_parameters(model, options.get("parameters"), options.get("exclude", ()))
     return {name: real_shape(parameter) for name, parameter in selected.items()}
+
+
+def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
+    """Return patterns that leave out some named parameters beside what ``exclude`` leaves out."""
+    given = [exclude] if isinstance(exclude, str) else exclude
+    return [*given, *map(glob.escape, names)]
 
 
 def check_call(model: Any, loss_fn: Any) -> None:

@@ -24,7 +24,7 @@ from gradstats.statistics._arguments import (
     check_workspace,
 )
 from gradstats.statistics._backward import run_examples
-from gradstats.statistics._batches import State, on_a_copy
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
@@ -36,6 +36,7 @@ from gradstats.statistics._loss import (
     packed_segments,
 )
 from gradstats.statistics._result import GradientNorms, statistics_of
+from gradstats.statistics._state import State
 
 
 def per_example_norms(

@@ -14,8 +14,9 @@ from gradstats._complex import as_real
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.statistics._arguments import LossFunction
-from gradstats.statistics._batches import State, model_to_float64, to_float64
+from gradstats.statistics._batches import model_to_float64, to_float64
 from gradstats.statistics._fallback import recurrence_differentiable, sqnorm_of
+from gradstats.statistics._state import State
 from gradstats.statistics._verify_report import summary
 
 # Relative errors that rounding explains, by the precision of the reference.

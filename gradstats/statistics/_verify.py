@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -14,14 +13,21 @@ from gradstats._comparison import same_bits
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
-from gradstats.statistics._arguments import LossFunction, check_call, check_choice, integer
-from gradstats.statistics._batches import Division, State, on_a_copy, state_kept
+from gradstats.statistics._arguments import (
+    LossFunction,
+    check_call,
+    check_choice,
+    excluding,
+    integer,
+)
+from gradstats.statistics._batches import Division, on_a_copy
 from gradstats.statistics._elsewhere import Elsewhere
 from gradstats.statistics._fallback import recurrence_differentiable
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import TOLERANCE, Example, choose_subject
 from gradstats.statistics._result import GradientNorms
+from gradstats.statistics._state import State, state_kept
 from gradstats.statistics._verify_report import Check, ParameterRow, VerifyReport, summary
 
 NOT_COMPARED = "not compared: nothing was computed (see coverage)"
@@ -226,9 +232,7 @@ class Verification:
         """Return the norms, parameters left out that are refused and that no fallback serves."""
         options = dict(self.options)
         if options["fallback"] is None:
-            given = options["exclude"]
-            names = [glob.escape(name) for name in self.refused]
-            options["exclude"] = [*([given] if isinstance(given, str) else given), *names]
+            options["exclude"] = excluding(options["exclude"], self.refused)
         state.restore()
         return per_example_norms(model, batch, self.loss_fn, nonfinite="keep", **options)
 
