@@ -7,6 +7,7 @@ Trainer(callbacks=[GradStatsCallback(every=50)])
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -57,6 +58,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
 
     Raises:
         TrackingError: the module uses manual optimization.
+        TypeError: an option that ``gs.Monitor`` does not have.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             raise TrackingError(
                 f"ids is {ids!r}, expected a key or index into the batch, or a function of it."
             )
+        # A misspelt option is named here, not when training starts.
+        inspect.signature(Monitor).bind(None, every, **options)
         self.every = every
         self.monitor: Monitor | None = None
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms

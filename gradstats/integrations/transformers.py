@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import inspect
 import json
 import sys
 import warnings
@@ -63,9 +64,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     Raises:
         TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel or
             DeepSpeed.
+        TypeError: an option that ``gs.Monitor`` does not have.
     """
 
     def __init__(self, every: int = 50, *, ids: str | None = None, **options: Any):
+        # A misspelt option is named here, not when training starts.
+        inspect.signature(Monitor).bind(None, every, **options)
         self.every = every
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None
