@@ -20,8 +20,10 @@ from benchmarks import all as every_benchmark
 from benchmarks import (
     checking,
     convolution_forms,
+    crossover,
     harness,
     op_overhead,
+    pair_forms,
     plots,
     providers,
     report,
@@ -428,6 +430,29 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
     assert "scaling.png" in report.TABLES["scaling"][0]()
+
+
+@pytest.mark.parametrize("module", [crossover, pair_forms])
+def test_forms_of_linear_layers_are_timed(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(module, "WIDTHS", ((4, 6),))
+    monkeypatch.setattr(module, "POSITIONS", (2, 5))
+    if module is pair_forms:
+        monkeypatch.setattr(module, "BATCHES", (3, 4))
+    monkeypatch.setattr("sys.argv", ["forms", "--rounds", "1", "--out", str(tmp_path)])
+    module.main()
+    rows = harness.read_csv(module.__name__.rpartition(".")[2], tmp_path)
+    assert [row["positions"] for row in rows] == (
+        ["2", "2", "5", "5"] if module is pair_forms else ["2", "5", "2", "5"]
+    )
+    assert all(float(row["gram_ms"]) > 0 and row["chosen"] in ("gram", "direct") for row in rows)
+
+
+def test_what_a_choice_loses_is_a_share_of_the_fastest():
+    timings = {
+        name: harness.Timing(1.0, ratio, ratio, ratio)
+        for name, ratio in (("slow", 1.0), ("fast", 0.5), ("slower", 2.0))
+    }
+    assert [harness.lost_by(name, timings) for name in timings] == [1.0, 0.0, 3.0]
 
 
 def test_forms_of_convolutions_are_timed(tmp_path, monkeypatch, capsys):
