@@ -64,7 +64,7 @@ class MonitorStep:
         """Start measuring, if this step is one of those measured."""
         monitor = self._monitor
         if self._first:
-            monitor.begin(single=self._last is True)
+            monitor._begin(single=self._last is True)
         collector = monitor._collector
         if collector is None:
             return
@@ -96,7 +96,7 @@ class MonitorStep:
                 raise
         monitor._next = 0 if last else monitor._next + 1
         if last:
-            monitor.end()
+            monitor._end()
 
     def abandon(self) -> None:
         """Leave the model as it was and forget the step; nothing is counted."""

@@ -309,12 +309,14 @@ class Monitor:
     def continue_in(self, optimizer, scaler, process_group) -> None:
         """Measure another run of the same model: all that was measured stays.
 
+        For callbacks of trainers, which are told of one run after the other.
+
         Args:
             optimizer, scaler, process_group: those of that run, as for a new monitor.
         """
         self.optimizer, self.scaler, self.process_group = optimizer, scaler, process_group
 
-    def begin(self, *, single: bool) -> None:
+    def _begin(self, *, single: bool) -> None:
         """Start an optimizer step, of one micro-batch or of several."""
         self._settle()
         self._metrics, self._collector = {}, None
@@ -327,7 +329,7 @@ class Monitor:
             self.model, self._options, self.optimizer, self.scaler, group, single
         )
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
             self._pending = (self.steps, self._collector.finish())

@@ -226,6 +226,10 @@ class InfluenceScores(Rankings):
     def load(cls, folder: str | Path, normalize: str | None = None) -> InfluenceScores:
         """Return what ``gs.influence(out=folder)`` left, over all its checkpoints.
 
+        Args:
+            folder: of the results; read without the model and the data.
+            normalize: None or "cosine": which form the result shows first.
+
         Raises:
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
@@ -237,10 +241,12 @@ class InfluenceScores(Rankings):
 
     @property
     def raw(self) -> InfluenceScores:
+        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
         return self._as(None)
 
     @property
     def cosine(self) -> InfluenceScores:
+        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
         return self._as("cosine")
 
     def __getitem__(self, key: Any) -> Any:
@@ -311,10 +317,12 @@ class TopScores(Rankings):
 
     @property
     def raw(self) -> TopScores:
+        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
         return self._as(None)
 
     @property
     def cosine(self) -> TopScores:
+        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
         return self._as("cosine")
 
     def __getitem__(self, key: Any) -> Any:

@@ -80,6 +80,9 @@ class SelfInfluence:
 
         These are in the order in which they were added to the folder.
 
+        Args:
+            folder: of the results; read without the model and the data.
+
         Raises:
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
@@ -107,6 +110,9 @@ class SelfInfluence:
 
     def top(self, k: int = 20) -> SelfInfluence:
         """Return the k rows of largest self-influence, the largest first.
+
+        Args:
+            k: how many.
 
         Raises:
             ScoreError: k is not a positive number.
