@@ -92,6 +92,7 @@ def alignment(
         CoverageError: the direction's names or shapes are not those of the tracked parameters.
         NonFiniteGradientError: an inner product is NaN or infinite.
         ExampleAxisError: among others, losses in another order than the batch.
+        TrackingError: arguments of another kind, or losses that use none of the parameters.
         See gradstats.errors for what the batch is checked for.
 
     Cost:

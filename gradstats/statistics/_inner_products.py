@@ -107,6 +107,7 @@ def inner_products(
     Raises:
         CoverageError: the models' parameters differ in name or shape.
         ExampleAxisError: ``pairs="diagonal"`` with batches of different sizes.
+        TrackingError: arguments of another kind, or losses that use none of the parameters.
         See gradstats.errors for what both batches are checked for.
 
     Cost:

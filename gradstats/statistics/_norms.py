@@ -88,6 +88,7 @@ def per_example_norms(
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
+        TrackingError: arguments of another kind, or losses that use none of the parameters.
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
