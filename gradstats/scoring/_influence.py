@@ -13,7 +13,8 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._loaders import Data, IdSource
 from gradstats.scoring._passes import Pairs, Passes
-from gradstats.scoring._scores import InfluenceScores, TopScores, check_k, check_normalize
+from gradstats.scoring._rankings import check_k
+from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
 from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import Work, check_checkpoints, folder_path
 from gradstats.statistics._arguments import LossFunction, integer

@@ -14,7 +14,7 @@ from gradstats._requirements import require
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
-from gradstats.scoring._scores import check_k
+from gradstats.scoring._rankings import check_k
 
 if TYPE_CHECKING:
     import pandas

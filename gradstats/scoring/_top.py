@@ -15,7 +15,8 @@ import numpy as np
 
 from gradstats.scoring import _ranks
 from gradstats.scoring._folder import write_whole
-from gradstats.scoring._scores import NORMALIZATIONS, list_name, strongest
+from gradstats.scoring._rankings import strongest
+from gradstats.scoring._scores import NORMALIZATIONS, list_name
 from gradstats.scoring._stream import Tile, cosine_of
 
 STATE = "top.npz"
