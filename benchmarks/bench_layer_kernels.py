@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_layer_kernels --out benchmarks/results/layer_kernels.csv
 
-Floors, timing and columns as in `bench_linear_kernels`. Rivals: the backend's own backward alone,
-unfolded patches multiplied example by example, and vmap of a gradient.
+Floors, timing and what a dry run is: see `kernel_harness`. Rivals: the backend's own backward
+alone, unfolded patches multiplied example by example, and vmap of a gradient.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from benchmarks.bench_linear_kernels import (
-    CACHE_BYTES,
+from benchmarks.kernel_harness import (
     DTYPES,
+    MEASURED,
     Meter,
+    Operands,
     Provider,
-    measure,
+    bench,
     meter_of,
     parser_of,
-    rotated,
     write,
 )
 
+COLUMNS = [*"operation provider name kind batch sizes channels_last".split(), *MEASURED]
 EPS = 1e-5
 
 
@@ -82,7 +83,7 @@ QUICK = ("resnet50_stage2", "convnext_t_stage1", "gpt2_layer_norm", "gpt2_embedd
 
 def operands(
     layer: Layer, dtype: torch.dtype, seed: int, device: str = "cuda", channels_last: bool = False
-) -> tuple[torch.Tensor, ...]:
+) -> Operands:
     """(x, g, weight) of random data; ids stand in place of x for an embedding."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -147,25 +148,26 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
         each = zip(x.split(1), g.split(1), strict=True)
         return torch.stack([native(a, b, w).square().sum() for a, b in each])
 
+    def exact_direction(x, g, w):
+        y = functional.conv2d(x, w, None, stride, padding, 1, groups)
+        return (y * g).sum((1, 2, 3))
+
     def loss(w, x, g):
         y = functional.conv2d(x[None], w, None, stride, padding, 1, groups)
         return (y * g[None]).sum()
 
     per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
 
-    def same(result):
-        return result
-
     yield Provider(
         "direct", "gradstats", lambda x, g, w: convolution.convolution_sqnorm(x, g, *own),
-        product, read, same, exact,
+        product, read, exact,
     )  # fmt: skip
     if positions <= 1024 and groups == 1:
         yield Provider(
             "gram", "gradstats",
             lambda x, g, w: convolution_gram.convolution_gram_sqnorm(x, g, *own),
             layer.batch * positions * (positions + 1.0) * (weights / outputs + outputs), read,
-            lambda result: result[0], exact,
+            exact, lambda result: result[0],
         )  # fmt: skip
     if groups == 1 and size * layer.batch * positions * channels * kernel**2 < 16 * 2**30:
 
@@ -173,39 +175,36 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
             patches = functional.unfold(x, kernel, 1, padding, stride)
             return (g.flatten(2) @ patches.mT).float().square().sum((1, 2))
 
-        yield Provider("direct", "unfold and bmm", unfolded, product, read, same, exact)
+        yield Provider("direct", "unfold and bmm", unfolded, product, read, exact)
     if 4 * layer.batch * weights < 16 * 2**30:
         yield Provider(
             "direct", "vmap",
             lambda x, g, w: per_example(w, x, g).float().flatten(1).square().sum(1),
-            product, read, same, exact,
+            product, read, exact,
         )  # fmt: skip
     yield Provider("weight_gradient", "cudnn", native, product, read + size * weights)
     yield Provider(
         "weight_gradient", "gradstats",
         lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *own),
-        product, read + size * weights, lambda result: result[1], exact,
+        product, read + size * weights, exact, lambda result: result[1],
     )  # fmt: skip
     yield Provider(
         "direction", "gradstats",
         lambda x, g, w: convolution.convolution_direction(x, g, w, *own),
-        product, read, same,
-        lambda x, g, w: (functional.conv2d(x, w, None, stride, padding, 1, groups) * g).sum(
-            (1, 2, 3)
-        ),
+        product, read, exact_direction,
     )  # fmt: skip
     if weights * layer.batch * 4 < 2**31:
         yield Provider(
             "pairwise", "gradstats",
             lambda x, g, w: convolution_pairs.pairwise_convolution(x, g, x, g, *own),
-            product + 2.0 * layer.batch**2 * weights, read, lambda result: result.diagonal(), exact,
+            product + 2.0 * layer.batch**2 * weights, read, exact, lambda result: result.diagonal(),
         )  # fmt: skip
     if positions <= 64 and groups == 1:
         yield Provider(
             "pairwise", "gradstats gram",
             lambda x, g, w: convolution_pair_gram.pairwise_convolution_gram(x, g, x, g, *own),
             2.0 * (layer.batch * positions) ** 2 * (weights / outputs + outputs), read,
-            lambda result: result.diagonal(), exact,
+            exact, lambda result: result.diagonal(),
         )  # fmt: skip
 
 
@@ -218,14 +217,11 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
     def exact(ids, g, w):
         return _reference.rows_sqnorm(ids.cpu(), g.cpu()).to(g.device)
 
-    def same(result):
-        return result
-
     for name, longest in (("gradstats compared", 10**6), ("gradstats sorted", 0)):
         yield Provider(
             "norms", name,
             lambda ids, g, w, longest=longest: rows.rows_sqnorm(ids, g, longest_compared=longest),
-            0.0, read, same, exact,
+            0.0, read, exact,
         )  # fmt: skip
 
     def native(ids, g, w):
@@ -236,15 +232,14 @@ def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
         return ((g @ g.mT) * same_id).sum((1, 2), dtype=torch.float32)
 
     yield Provider("norms", "backward alone", native, 0.0, read + size * table * width)
-    yield Provider("norms", "opacus formula", gram, 0.0, read, same, exact)
+    yield Provider("norms", "opacus formula", gram, 0.0, read, exact)
     yield Provider(
         "direction", "gradstats", lambda ids, g, w: rows_direction.rows_direction(ids, g, w),
-        0.0, 2.0 * read, same,
-        lambda ids, g, w: (g * functional.embedding(ids, w)).sum((1, 2)),
+        0.0, 2.0 * read, lambda ids, g, w: (g * functional.embedding(ids, w)).sum((1, 2)),
     )  # fmt: skip
     yield Provider(
         "pairwise", "gradstats", lambda ids, g, w: rows_pairs.pairwise_rows(ids, g, ids, g),
-        0.0, read, lambda result: result.diagonal(), exact,
+        0.0, read, exact, lambda result: result.diagonal(),
     )  # fmt: skip
 
 
@@ -282,28 +277,28 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
         yield Provider(
             "norms", "gradstats",
             lambda x, g, w: group_norm.group_norm_sqnorm(x, g, layer.sizes[2], EPS),
-            0.0, 2 * size * elements, first, exact,
+            0.0, 2 * size * elements, exact, first,
         )  # fmt: skip
         yield Provider(
             "backward", "gradstats",
             lambda x, g, w: group_norm.group_norm_backward(x, g, w, layer.sizes[2], EPS),
-            0.0, 3 * size * elements, lambda result: result[3], exact,
+            0.0, 3 * size * elements, exact, lambda result: result[3],
         )  # fmt: skip
     else:
         yield Provider(
             "norms", "gradstats",
             lambda x, g, w: layer_norm.layer_norm_sqnorm(x, g, EPS, rms=rms),
-            0.0, 2 * size * elements, first, exact,
+            0.0, 2 * size * elements, exact, first,
         )  # fmt: skip
         yield Provider(
             "backward", "gradstats",
             lambda x, g, w: layer_norm.layer_norm_backward(x, g, w, EPS, rms=rms),
-            0.0, 3 * size * elements, lambda result: result[3], exact,
+            0.0, 3 * size * elements, exact, lambda result: result[3],
         )  # fmt: skip
     yield Provider("backward", "forward and backward", native, 0.0, 5 * size * elements)
     yield Provider(
         "norms", "torch", lambda x, g, w: (normalised(x) * g).float().sum(1).square().sum(1),
-        0.0, 2 * size * elements, lambda result: result, exact,
+        0.0, 2 * size * elements, exact,
     )  # fmt: skip
 
 
@@ -319,32 +314,29 @@ def _scale(layer: Layer, size: int) -> Iterator[Provider]:
     def exact_shift(x, g, w):
         return g.sum(1).square().sum(1)
 
-    def same(result):
-        return result
-
     def statistics(w):
         return {"mean": w.float() * 0, "rstd": w.float() * 0 + 1}
 
     yield Provider(
         "norms", "gradstats",
         lambda x, g, w: whole(g, x, shift=False, input_gradient=False, sums=False),
-        0.0, 2 * read, lambda result: result[3], exact,
+        0.0, 2 * read, exact, lambda result: result[3],
     )  # fmt: skip
     yield Provider(
         "backward", "gradstats", lambda x, g, w: whole(g, x, weight=w, shift=False),
-        0.0, 3 * read, lambda result: result[3], exact,
+        0.0, 3 * read, exact, lambda result: result[3],
     )  # fmt: skip
     yield Provider(
         "batch norm", "gradstats", lambda x, g, w: whole(g, x, weight=w, **statistics(w)),
-        0.0, 3 * read, lambda result: result[3], exact,
+        0.0, 3 * read, exact, lambda result: result[3],
     )  # fmt: skip
     yield Provider(
         "direction", "gradstats", lambda x, g, w: scale_backward.scale_direction(g, x, w),
-        0.0, 2 * read, same, lambda x, g, w: (x * g * w).sum((1, 2)),
+        0.0, 2 * read, lambda x, g, w: (x * g * w).sum((1, 2)),
     )  # fmt: skip
     yield Provider(
         "norms", "torch", lambda x, g, w: (x * g).float().sum(1).square().sum(1),
-        0.0, 2 * read, same, exact,
+        0.0, 2 * read, exact,
     )  # fmt: skip
     yield Provider(
         "backward", "backward alone", lambda x, g, w: (g * w, (g * x).sum((0, 1)))[0],
@@ -352,56 +344,36 @@ def _scale(layer: Layer, size: int) -> Iterator[Provider]:
     )  # fmt: skip
     yield Provider(
         "bias", "gradstats", lambda x, g, w: whole(g, None, input_gradient=False),
-        0.0, read, lambda result: result[4], exact_shift,
+        0.0, read, exact_shift, lambda result: result[4],
     )  # fmt: skip
     yield Provider(
         "bias", "gradstats norms", lambda x, g, w: vector.vector_sqnorm(g),
-        0.0, read, same, exact_shift,
+        0.0, read, exact_shift,
     )  # fmt: skip
     yield Provider("bias", "backward alone", lambda x, g, w: g.sum((0, 1)), 0.0, read)
     yield Provider(
         "bias", "torch", lambda x, g, w: g.sum(1, dtype=torch.float32).square().sum(1),
-        0.0, read, same, exact_shift,
+        0.0, read, exact_shift,
     )  # fmt: skip
 
 
-def error(provider: Provider, inputs, examples: int = 4) -> float | None:
-    """Largest relative error over the first examples, of random data, against fp64."""
-    if provider.result is None or provider.reference is None:
-        return None
-    got = provider.result(provider.call(*inputs))[:examples].double()
-    x, g, weight = inputs
-    x = x[:examples].double() if x.is_floating_point() else x[:examples]
-    want = provider.reference(x, g[:examples].double(), weight.double())
-    return float(((got - want).abs() / want.abs().clamp_min(want.abs().mean())).max())
-
-
-def bench(
+def rows_of(
     layer: Layer,
     dtype_name: str,
     limits: tuple[float, float],
     channels_last: bool,
     meter: Meter,
 ) -> Iterator[dict]:
-    """One row per operation and provider."""
+    """One row for each operation and provider."""
     dtype = DTYPES[dtype_name]
-
-    def drawn(seed: int) -> tuple[torch.Tensor, ...]:
-        return operands(layer, dtype, seed, meter.device, channels_last)
-
-    inputs = drawn(0)
-    own = sum(operand.numel() * operand.element_size() for operand in inputs)
-    sets = rotated(inputs, max(2, min(16, -(-CACHE_BYTES // own))), meter, drawn)
-    row = dataclasses.asdict(layer) | {"dtype": dtype_name, "channels_last": channels_last}
-    for provider in providers(layer, dtype):
-        yield row | measure(provider, inputs, sets, limits, error, meter)
-
-
-COLUMNS = (
-    "operation provider name kind batch sizes channels_last dtype ms ms_20 ms_80 floor_ms "
-    "percent_of_floor tflops gigabytes_per_second peak_bytes error flops bytes note "
-    "gpu driver torch triton commit date"
-).split()
+    return bench(
+        dataclasses.asdict(layer) | {"dtype": dtype_name, "channels_last": channels_last},
+        providers(layer, dtype),
+        lambda seed: operands(layer, dtype, seed, meter.device, channels_last),
+        16,
+        limits,
+        meter,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -417,7 +389,7 @@ def main(arguments: list[str] | None = None) -> int:
             limits = meter.ceilings(DTYPES[dtype_name])
             for layer in layers:
                 for last in (False, True) if layer.kind == "convolution" else (False,):
-                    rows = functools.partial(bench, layer, dtype_name, limits, last, meter)
+                    rows = functools.partial(rows_of, layer, dtype_name, limits, last, meter)
                     yield f"{layer.name}{' last' if last else ''}", rows
 
     return write(options, COLUMNS, work())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import interleave, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
 from gradstats._factors import ConvolutionGeometry, Patches
 from gradstats.contractions import _outer, _patches
 
@@ -85,8 +85,8 @@ def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
     direct = "patches" if factor.cheap else "convolution"
     chosen = direct if _patches._form(factor, with_sum=with_sum) == "direct" else "gram"
     milliseconds = {name: timing.milliseconds for name, timing in timings.items()}
-    fastest = min(milliseconds, key=milliseconds.__getitem__)
-    lost = milliseconds[chosen] / milliseconds[fastest] - 1
+    fastest = min(timings, key=lambda name: timings[name].ratio)
+    lost = lost_by(chosen, timings)
     times = " ".join(f"{milliseconds.get(name, math.nan):11.2f}" for name in FORMS)
     print(
         f"{'×'.join(map(str, layer[:5])):17} {factor.positions:5} {times}   {chosen:11} {lost:5.0%}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import interleave, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
 from gradstats._cost import choose_outer_form
 from gradstats._factors import Outer
 from gradstats.contractions._outer import direct, direct_and_sum, guarded_gram, summed
@@ -41,7 +41,7 @@ def compare(p: int, q: int, positions: int, with_sum: bool, rounds: int) -> dict
     timings = interleave(forms(factor, with_sum), "direct", rounds)
     ratio = timings["gram"].ratio
     chosen = choose_outer_form(positions, p, q, with_sum=with_sum, examples=16)
-    lost = max(1.0, ratio if chosen == "gram" else 1 / ratio) - 1
+    lost = lost_by(chosen, timings)
     print(f"{p:4d}  {q:4d}  {positions:4d}   {ratio:11.2f}   {chosen:6}   {lost:6.0%}", flush=True)
     return {
         "p": p, "q": q, "positions": positions,

@@ -194,6 +194,11 @@ def against(reference: str, seconds: Mapping[str, numpy.ndarray]) -> dict[str, T
     }
 
 
+def lost_by(chosen: str, timings: Mapping[str, Timing]) -> float:
+    """Return how much longer a chosen variant takes than the fastest, as a share of that."""
+    return timings[chosen].ratio / min(timing.ratio for timing in timings.values()) - 1
+
+
 def machine(device: str = "cpu") -> str:
     """Return the name of the accelerator, or of the processor and the number of threads in use."""
     if device == "cuda":

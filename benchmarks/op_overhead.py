@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.checking import oracle, prepare
 from benchmarks.harness import machine, median_interval, rounds_of, write_csv
-from benchmarks.providers import OURS, PROVIDERS, oracle, prepare
+from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.workloads import Workload
 
 BATCH, WIDTH, POSITIONS = 8, 16, 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness import interleave, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
 from gradstats._cost import choose_pair_form
 from gradstats._factors import Outer
 from gradstats.contractions._outer_pairs import gram_pairs
@@ -22,48 +22,40 @@ BATCHES = (4, 32, 128)
 WORKSPACE = 256 * 1024 * 1024
 
 
+def compare(p: int, q: int, positions: int, batch: int, rounds: int) -> dict[str, object]:
+    """Time both forms for one layer and print what the cost model's choice loses."""
+    first, second = (
+        Outer(torch.randn(batch, 1, positions, p), torch.randn(batch, 1, positions, q), (p, q))
+        for _ in range(2)
+    )
+    forms = {
+        "direct": lambda: dense_pairs([first], [second], WORKSPACE),
+        "gram": lambda: gram_pairs(first, second, WORKSPACE),
+    }
+    timings = interleave(forms, "direct", rounds)
+    ratio = timings["gram"].ratio
+    chosen = choose_pair_form(positions, positions, p, q, batch, batch)
+    lost = lost_by(chosen, timings)
+    print(f"{p:4d}  {q:4d}  {positions:4d}  {batch:4d}   {ratio:11.2f}   {chosen:6}   {lost:6.0%}")
+    return {
+        "p": p, "q": q, "positions": positions, "batch": batch, "chosen": chosen,
+        "gram_ms": f"{timings['gram'].milliseconds:.3f}",
+        "direct_ms": f"{timings['direct'].milliseconds:.3f}",
+        "ratio": f"{ratio:.3f}", "low": f"{timings['gram'].low:.3f}",
+        "high": f"{timings['gram'].high:.3f}", "rounds": rounds,
+    }  # fmt: skip
+
+
 def main() -> None:
     options = options_of_forms(__doc__)
     print(f"{machine()}, torch {torch.__version__}, float32, both batches of the same size")
     print("   p     q     T     B   gram/direct   chosen   lost by the choice")
-    rows = []
-    for p, q in WIDTHS:
-        for positions in POSITIONS:
-            for batch in BATCHES:
-                first, second = (
-                    Outer(
-                        torch.randn(batch, 1, positions, p),
-                        torch.randn(batch, 1, positions, q),
-                        (p, q),
-                    )
-                    for _ in range(2)
-                )
-                timings = interleave(
-                    {
-                        "direct": lambda one=first, two=second: dense_pairs(
-                            [one], [two], WORKSPACE
-                        ),
-                        "gram": lambda one=first, two=second: gram_pairs(one, two, WORKSPACE),
-                    },
-                    "direct",
-                    options.rounds,
-                )
-                ratio = timings["gram"].ratio
-                chosen = choose_pair_form(positions, positions, p, q, batch, batch)
-                lost = max(1.0, ratio if chosen == "gram" else 1 / ratio) - 1
-                print(
-                    f"{p:4d}  {q:4d}  {positions:4d}  {batch:4d}   {ratio:11.2f}   {chosen:6}   "
-                    f"{lost:6.0%}"
-                )
-                rows.append(
-                    {
-                        "p": p, "q": q, "positions": positions, "batch": batch, "chosen": chosen,
-                        "gram_ms": f"{timings['gram'].milliseconds:.3f}",
-                        "direct_ms": f"{timings['direct'].milliseconds:.3f}",
-                        "ratio": f"{ratio:.3f}", "low": f"{timings['gram'].low:.3f}",
-                        "high": f"{timings['gram'].high:.3f}", "rounds": options.rounds,
-                    }
-                )  # fmt: skip
+    rows = [
+        compare(p, q, positions, batch, options.rounds)
+        for p, q in WIDTHS
+        for positions in POSITIONS
+        for batch in BATCHES
+    ]
     if not options.no_csv:
         print(f"appended to {write_csv('pair_forms', rows, folder=options.out).name}")
 

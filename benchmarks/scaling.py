@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.checking import GIBIBYTE
 from benchmarks.harness import machine, write_csv
-from benchmarks.providers import GIBIBYTE, PROVIDERS, elements
-from benchmarks.step_overhead import measure, show
+from benchmarks.providers import PROVIDERS, elements
+from benchmarks.step_overhead import Conditions, measure, show
 from benchmarks.workloads import Workload, next_token
 
 DEFAULT = (
@@ -64,6 +65,7 @@ def main() -> None:
     if unknown:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(AXES)}")
     print(f"{machine(options.device)}, torch {torch.__version__}, float32")
+    conditions = Conditions(options.rounds, options.device, limit=options.limit * GIBIBYTE)
     for axis in options.axes or AXES:
         for value in VALUES[AXES[axis]][: options.points]:
             sizes = {**MIDDLE, AXES[axis]: value}
@@ -71,10 +73,7 @@ def main() -> None:
             work = make()
             size = {"axis": axis, **sizes, "d": elements(work)}
             print(f"\n{axis}: {work.name}, d={size['d']:,}", flush=True)
-            rows = measure(
-                make, tuple(options.providers), options.rounds,
-                device=options.device, limit=options.limit * GIBIBYTE,
-            )  # fmt: skip
+            rows = measure(make, options.providers, conditions)
             show(rows, rows[0]["peak_bytes"])
             if not options.no_csv:
                 found = [{**size, **row} for row in rows]

@@ -17,14 +17,15 @@ import gc
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.checking import GIBIBYTE, Prepared, oracle, prepare, ready
 from benchmarks.harness import (
     Timing,
     against,
@@ -35,18 +36,7 @@ from benchmarks.harness import (
     write_csv,
 )
 from benchmarks.ledger import peak_memory
-from benchmarks.providers import (
-    COMPILED,
-    GIBIBYTE,
-    OURS,
-    PEERS,
-    PROVIDERS,
-    Call,
-    Oracle,
-    oracle,
-    prepare,
-    ready,
-)
+from benchmarks.providers import COMPILED, OURS, PEERS, PROVIDERS, Call
 from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload, build
 
 # What takes longer than this many plain steps is timed in fewer rounds.
@@ -54,11 +44,30 @@ SLOW = 4.0
 SLOW_SECONDS = 20.0
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How providers are timed.
+
+    Attributes:
+        rounds: of those that are not slow.
+        device: "cpu" or "cuda".
+        dtype: of ``DTYPES``.
+        limit: bytes of per-example gradients that a provider may hold.
+        keep_memory: see ``take_turns``.
+    """
+
+    rounds: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    limit: float = 4 * GIBIBYTE
+    keep_memory: bool = True
+
+
 def measure(
-    make: Callable[[], Workload], names: tuple[str, ...], rounds: int, **options: Any
+    make: Callable[[], Workload], names: Sequence[str], conditions: Conditions
 ) -> list[dict[str, object]]:
     """Return all rows of ``measure_in_groups``, called with the same."""
-    return list(chain.from_iterable(measure_in_groups(make, names, rounds, **options)))
+    return list(chain.from_iterable(measure_in_groups(make, names, conditions)))
 
 
 def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -75,14 +84,7 @@ def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def measure_in_groups(
-    make: Callable[[], Workload],
-    names: tuple[str, ...],
-    rounds: int,
-    *,
-    device: str = "cpu",
-    dtype: str = "float32",
-    limit: float = 4 * GIBIBYTE,
-    keep_memory: bool = True,
+    make: Callable[[], Workload], names: Sequence[str], conditions: Conditions
 ) -> Iterator[list[dict[str, object]]]:
     """Check and time providers on one workload, a group at a time.
 
@@ -90,9 +92,7 @@ def measure_in_groups(
         make: makes the workload, on its device and in its precision, always the same; it can be
             pickled.
         names: keys of ``PROVIDERS``; "plain" is added.
-        rounds: of those that are not slow.
-        device, dtype, limit: see ``prepare``.
-        keep_memory: see ``take_turns``.
+        conditions: how they are timed.
 
     Yields:
         The rows of a group, one for each provider: time, ratio to the plain step of the same
@@ -101,74 +101,85 @@ def measure_in_groups(
     work = make()
     expected = oracle(work)
     for number, group in enumerate(groups_of(names)):
+        prepared = {
+            name: prepare(PROVIDERS[name], work, expected, limit=conditions.limit) for name in group
+        }
+        calls = {name: each.call for name, each in prepared.items() if each.call is not None}
+        # The plain step alone is timed once, and not for a library that cannot run.
         first = number == 0
-        found = measure_group(
-            make, work, expected, group, rounds, device, dtype, limit, keep_memory, first
-        )
-        yield found if first else found[1:]
+        timings = timed_together(make, calls, conditions) if first or len(calls) > 1 else {}
+        yield [
+            row_of(work, name, prepared[name], timings.get(name), conditions)
+            for name in group
+            if first or name != "plain"
+        ]
 
 
-def measure_group(
-    make: Callable[[], Workload],
-    work: Workload,
-    expected: Oracle,
-    names: tuple[str, ...],
-    rounds: int,
-    device: str,
-    dtype: str,
-    limit: float,
-    keep_memory: bool,
-    plain_alone: bool,
-) -> list[dict[str, object]]:
-    """Check and time providers in the same rounds, "plain" first.
+def timed_together(
+    make: Callable[[], Workload], calls: dict[str, Call], conditions: Conditions
+) -> dict[str, tuple[Timing, int]]:
+    """Return the timings of some providers in the same rounds, and how many rounds these were.
 
     Args:
-        work, expected: what ``make`` makes, and what is right there.
-        names: keys of ``PROVIDERS``.
-        plain_alone: time the plain step where there is nothing else to time.
-        others: as for ``measure_in_groups``.
+        make: makes the workload.
+        calls: key of ``PROVIDERS`` → its call, "plain" among them.
+        conditions: how they are timed.
     """
-    prepared = {name: prepare(PROVIDERS[name], work, expected, limit=limit) for name in names}
-    calls = {name: each.call for name, each in prepared.items() if each.call is not None}
+    device = conditions.device
 
     def run(names: list[str], rounds: int) -> dict[str, Timing]:
         if device == "cuda":
             chosen = {name: calls[name] for name in names}
             return interleave(chosen, "plain", rounds, min(3, rounds), device)
         makers = {name: partial(ready, make, name) for name in names}
-        return against("plain", take_turns(makers, rounds, keep_memory=keep_memory))
+        return against("plain", take_turns(makers, rounds, keep_memory=conditions.keep_memory))
 
-    timings = timed(calls, rounds, device, run) if plain_alone or len(calls) > 1 else {}
-    rows: list[dict[str, object]] = []
-    for name in names:
-        provider, timing = PROVIDERS[name], timings.get(name)
-        row: dict[str, object] = {
-            "workload": work.name,
-            "variant": provider.label,
-            "milliseconds": "",
-            "ratio": "",
-            "low": "",
-            "high": "",
-            "peak_bytes": "",
-            "relative_error": f"{prepared[name].error:.1e}",
-            "gradients": "yes" if provider.gradients else "no",
-            "note": prepared[name].note,
-            "device": device,
-            "dtype": dtype,
-            "float32_products": float32_products(device),
-            "provider": provider.version,
-            "rounds": "",
-        }
-        if timing is not None:
-            row["milliseconds"] = f"{timing[0].milliseconds:.3f}"
-            for part in ("ratio", "low", "high"):
-                row[part] = f"{getattr(timing[0], part):.3f}"
-            # The ledger sees the operations that PyTorch dispatches, not those inside a graph.
-            if not provider.compiled or device == "cuda":
-                row["peak_bytes"] = peak_bytes(calls[name], device)
-            row["rounds"] = timing[1]
-        rows.append(row)
-    return rows
+    return timed(calls, conditions.rounds, device, run)
+
+
+def row_of(
+    work: Workload,
+    name: str,
+    prepared: Prepared,
+    timing: tuple[Timing, int] | None,
+    conditions: Conditions,
+) -> dict[str, object]:
+    """Return what a table says of one provider, and measure its memory.
+
+    Args:
+        work: the workload.
+        name: key of ``PROVIDERS``.
+        prepared: the provider, checked.
+        timing: and the number of its rounds, None where there is nothing to time.
+        conditions: of the timing.
+    """
+    provider, device = PROVIDERS[name], conditions.device
+    row: dict[str, object] = {
+        "workload": work.name,
+        "variant": provider.label,
+        "milliseconds": "",
+        "ratio": "",
+        "low": "",
+        "high": "",
+        "peak_bytes": "",
+        "relative_error": f"{prepared.error:.1e}",
+        "gradients": "yes" if provider.gradients else "no",
+        "note": prepared.note,
+        "device": device,
+        "dtype": conditions.dtype,
+        "float32_products": float32_products(device),
+        "provider": provider.version,
+        "rounds": "",
+    }
+    if timing is not None and prepared.call is not None:
+        row["milliseconds"] = f"{timing[0].milliseconds:.3f}"
+        for part in ("ratio", "low", "high"):
+            row[part] = f"{getattr(timing[0], part):.3f}"
+        # The ledger sees the operations that PyTorch dispatches, not those inside a graph.
+        if not provider.compiled or device == "cuda":
+            row["peak_bytes"] = peak_bytes(prepared.call, device)
+        row["rounds"] = timing[1]
+    return row
 
 
 def timed(
@@ -267,13 +278,11 @@ def report(name: str, options: argparse.Namespace) -> None:
     bars = f" (bars {work.bar_norms} / {work.bar_training})" if work.bar_norms else ""
     print(f"\n{work.name}{bars}", flush=True)
     choose_float32_products(options.tf32)
+    conditions = Conditions(
+        options.rounds, options.device, options.dtype, limit * GIBIBYTE, not options.trim
+    )
     plain: object = ""
-    for number, rows in enumerate(
-        measure_in_groups(
-            make, names, options.rounds, device=options.device, dtype=options.dtype,
-            limit=limit * GIBIBYTE, keep_memory=not options.trim,
-        )
-    ):  # fmt: skip
+    for number, rows in enumerate(measure_in_groups(make, names, conditions)):
         plain = rows[0]["peak_bytes"] if number == 0 else plain
         show(rows, plain)
         # Group by group: a run that is cut short keeps what it has.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -181,21 +181,20 @@ def repaired(operation: str, key: tuple[int, str, bool], store: Path | None) -> 
 
 def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> float:
     """Milliseconds of the operation on a shape that fills this configuration's tile."""
-    triton = importlib.import_module("triton")
-    modules = {
-        name: importlib.import_module(f"gradstats.kernels.{name}")
-        for name in (
-            "gram", "direct", "weight_gradient", "pairwise", "rows_pairs", "direction"
-        )
-    }  # fmt: skip
+    from triton.testing import do_bench
+
     dtype = torch.bfloat16 if kind == "half" else torch.float32
-    if operation.startswith("convolution"):
-        return triton.testing.do_bench(
-            convolution_call(operation, config, dtype, aligned),
-            warmup=50,
-            rep=200,
-            return_mode="median",
-        )
+    call_of = convolution_call if operation.startswith("convolution") else linear_call
+    call = call_of(operation, config, dtype, aligned)
+    return do_bench(call, warmup=50, rep=200, return_mode="median")
+
+
+def linear_call(
+    operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
+) -> Callable:
+    """The operation on sequences whose features and positions fill the tile."""
+    from gradstats.kernels import direct, direction, gram, pairwise, rows_pairs, weight_gradient
+
     large = config.rows * config.columns >= 128 * 128
     width = 2048 if large else 512 if config.rows >= 64 else 48
     features = width if aligned else width - 7
@@ -203,56 +202,36 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
     batch = 16 if large else 64
     if operation in ("gram", "pairwise"):
         features, positions = 1024 if aligned else 1017, 8 * config.rows
-    a, g = (torch.randn(batch, positions, features, device="cuda", dtype=dtype) for _ in range(2))
-    if operation == "gram":
-
-        def call():
-            return modules["gram"].gram_sqnorm(a, g, config=config)
-    elif operation == "direct":
-
-        def call():
-            return modules["direct"].direct_sqnorm(a, g, config=config)
-    elif operation == "diagonal":
-
-        def call():
-            return modules["direct"].direct_inner(a, g, a, g, config=config)
-    elif operation == "pairwise":
-        short = a[:, :4], g[:, :4]
-
-        def call():
-            return modules["pairwise"].pairwise_gram(*short, *short, config=config)
-    elif operation == "pairwise_rows":
-        short = torch.randint(1000, (batch, 32), device="cuda"), g[:, :32]
-
-        def call():
-            return modules["rows_pairs"].pairwise_rows(*short, *short, config=config)
-    elif operation == "direction":
-        weight = torch.randn(features, features, device="cuda", dtype=dtype)
-
-        def call():
-            return modules["direction"].direction_inner(a, g, weight, config=config)
-    else:
+    a, g = (torch.randn(batch, positions, features, device=device, dtype=dtype) for _ in range(2))
+    ids = torch.randint(1000, (batch, min(32, positions)), device=device)
+    weight = torch.randn(features, features, device=device, dtype=dtype)
+    if operation.startswith("weight_gradient"):
         descriptors = operation.endswith("_descriptor")
+        fused = weight_gradient.weight_gradient_sqnorm
+        return lambda: fused(a, g, config=config, descriptors=descriptors)
+    functions: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+        "gram": (gram.gram_sqnorm, (a, g)),
+        "direct": (direct.direct_sqnorm, (a, g)),
+        "diagonal": (direct.direct_inner, (a, g, a, g)),
+        "pairwise": (pairwise.pairwise_gram, (a[:, :4], g[:, :4]) * 2),
+        "pairwise_rows": (rows_pairs.pairwise_rows, (ids, g[:, :32]) * 2),
+        "direction": (direction.direction_inner, (a, g, weight)),
+    }
+    function, operands = functions[operation]
+    return lambda: function(*operands, config=config)
 
-        def call():
-            return modules["weight_gradient"].weight_gradient_sqnorm(
-                a, g, config=config, descriptors=descriptors
-            )
 
-    return triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
-
-
-def convolution_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool):
+def convolution_call(
+    operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
+) -> Callable:
     """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
-    convolution, convolution_gram, convolution_weight_gradient = (
-        importlib.import_module(f"gradstats.kernels.{name}")
-        for name in ("convolution", "convolution_gram", "convolution_weight_gradient")
-    )
+    from gradstats.kernels import convolution, convolution_gram, convolution_weight_gradient
+
     side = 7 if operation.endswith("gram") else 28
     outputs = 256 if config.rows >= 64 else config.rows
     layout = torch.channels_last if aligned else torch.contiguous_format
     x, g = (
-        torch.randn(64, channels, side, side, device="cuda", dtype=dtype).to(memory_format=layout)
+        torch.randn(64, channels, side, side, device=device, dtype=dtype).to(memory_format=layout)
         for channels in (256, outputs)
     )
     function = {

@@ -26,7 +26,7 @@ from gradstats.scoring._scores import InfluenceScores as InfluenceScores
 from gradstats.scoring._scores import TopScores as TopScores
 from gradstats.scoring._self_influence import self_influence as self_influence
 from gradstats.scoring._table import SelfInfluence as SelfInfluence
-from gradstats.statistics._inner_products import alignment as alignment
+from gradstats.statistics._alignment import alignment as alignment
 from gradstats.statistics._inner_products import inner_products as inner_products
 from gradstats.statistics._norms import per_example_norms as per_example_norms
 from gradstats.statistics._norms import track as track

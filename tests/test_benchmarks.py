@@ -18,17 +18,21 @@ from torch import nn
 
 from benchmarks import all as every_benchmark
 from benchmarks import (
+    checking,
     convolution_forms,
+    crossover,
     harness,
     op_overhead,
+    pair_forms,
     plots,
     providers,
     report,
     scaling,
     step_overhead,
 )
+from benchmarks.checking import oracle, prepare
 from benchmarks.ledger import host_peak
-from benchmarks.providers import PROVIDERS, Provider, oracle, prepare
+from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
 from tests.oracle import oracle_gradients, oracle_sqnorms
 
@@ -141,7 +145,7 @@ def failing(kind: str) -> Provider:
     ],
 )
 def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
-    monkeypatch.setattr(providers, "PATIENCE", 1.0)
+    monkeypatch.setattr(checking, "PATIENCE", 1.0)
     monkeypatch.setitem(PROVIDERS, "failing", failing(kind))
     timed: list[str] = []
 
@@ -150,7 +154,7 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
         return {name: numpy.ones(rounds) for name in makers}
 
     monkeypatch.setattr(step_overhead, "take_turns", take_turns)
-    (_, row) = step_overhead.measure(layers, ("failing",), rounds=1)
+    (_, row) = step_overhead.measure(layers, ("failing",), step_overhead.Conditions(rounds=1))
     assert row["note"] == note and timed == ["plain"]
     assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
 
@@ -159,8 +163,8 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
 def test_precisions(dtype):
     work = convolutions().on("cpu", dtype)
     expected = oracle(work)
-    assert expected.tolerance >= providers.TOLERANCE
-    assert (expected.tolerance > providers.TOLERANCE) == (dtype != "float32")
+    assert expected.tolerance >= checking.TOLERANCE
+    assert (expected.tolerance > checking.TOLERANCE) == (dtype != "float32")
     for name in ("norms", "training", "loop", "vmap"):
         assert prepare(PROVIDERS[name], work, expected).note == ""
 
@@ -308,7 +312,8 @@ def test_groups_are_written_as_they_come(monkeypatch):
 
     monkeypatch.setattr(step_overhead, "take_turns", take_turns)
     monkeypatch.setattr(step_overhead, "SLOW", math.inf)
-    groups = step_overhead.measure_in_groups(layers, ("norms", "failing", "loop"), rounds=2)
+    names, conditions = ("norms", "failing", "loop"), step_overhead.Conditions(rounds=2)
+    groups = step_overhead.measure_in_groups(layers, names, conditions)
     first = next(groups)
     assert [row["variant"] for row in first] == ["plain", "norms"]
     assert timed == [["plain", "norms"]]  # the others wait until these are written
@@ -425,6 +430,29 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
     assert "scaling.png" in report.TABLES["scaling"][0]()
+
+
+@pytest.mark.parametrize("module", [crossover, pair_forms])
+def test_forms_of_linear_layers_are_timed(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(module, "WIDTHS", ((4, 6),))
+    monkeypatch.setattr(module, "POSITIONS", (2, 5))
+    if module is pair_forms:
+        monkeypatch.setattr(module, "BATCHES", (3, 4))
+    monkeypatch.setattr("sys.argv", ["forms", "--rounds", "1", "--out", str(tmp_path)])
+    module.main()
+    rows = harness.read_csv(module.__name__.rpartition(".")[2], tmp_path)
+    assert [row["positions"] for row in rows] == (
+        ["2", "2", "5", "5"] if module is pair_forms else ["2", "5", "2", "5"]
+    )
+    assert all(float(row["gram_ms"]) > 0 and row["chosen"] in ("gram", "direct") for row in rows)
+
+
+def test_what_a_choice_loses_is_a_share_of_the_fastest():
+    timings = {
+        name: harness.Timing(1.0, ratio, ratio, ratio)
+        for name, ratio in (("slow", 1.0), ("fast", 0.5), ("slower", 2.0))
+    }
+    assert [harness.lost_by(name, timings) for name in timings] == [1.0, 0.0, 3.0]
 
 
 def test_forms_of_convolutions_are_timed(tmp_path, monkeypatch, capsys):

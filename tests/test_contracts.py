@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -148,7 +150,7 @@ def test_an_operation_without_a_rule_is_named(batch):
 
 def test_a_gradient_that_is_not_finite_is_named(model, batch):
     batch[0][2, 1] = float("nan")
-    with pytest.raises(gs.NonFiniteGradientError, match=r"example \[2\].*'0.weight'.*keep"):
+    with pytest.raises(gs.NonFiniteGradientError, match=r"example 2 .*'0.weight'.*keep"):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     kept = gs.per_example_norms(model, batch, per_example_cross_entropy, nonfinite="keep")
     assert kept.sqnorm.isnan().nonzero().flatten().tolist() == [2]
@@ -170,6 +172,7 @@ def test_no_parameter_that_requires_grad(model, batch):
     [
         ((torch.randn(0, 4), torch.zeros(0, dtype=torch.long)), r"empty.*\(0, 4\)"),
         (3, r"batch is int and holds no tensor"),
+        ((np.zeros((2, 4)), np.zeros(2)), r"tuple of ndarray and holds.*torch\.as_tensor"),
         ((), r"holds no tensor"),
         ({"x": "text"}, r"holds no tensor"),
     ],
@@ -349,6 +352,38 @@ CALLS = {
     "alignment": lambda m, b, f, **options: gs.alignment(m, b, f, "mean", **options),
     "verify": lambda m, b, f, **options: gs.verify(m, b, f, **options),
 }
+
+
+def test_a_loss_function_that_uses_another_model(model, batch):
+    """Zeros would be the gradients of the model that was given, and nobody's question."""
+    other = copy.deepcopy(model)
+
+    def losses(_, batch):
+        return per_example_cross_entropy(other, batch)
+
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    run = gs.Checkpoints(model.state_dict(), lr=1.0)
+    message = "use none of the tracked parameters.*the model that loss_fn is given"
+    for call in (
+        lambda: gs.per_example_norms(model, batch, losses),
+        lambda: gs.per_example_norms(model, batch, losses, fallback="vmap"),
+        lambda: gs.inner_products(model, batch, model, batch, losses),
+        lambda: gs.inner_products(model, batch, copy.deepcopy(model), batch, losses),
+        lambda: gs.alignment(model, batch, losses, "mean"),
+        lambda: gs.alignment(model, batch, losses, direction),
+        lambda: gs.self_influence(model, [batch], losses, run, progress=False),
+        lambda: gs.influence(model, [batch], [batch], losses, run, progress=False),
+    ):
+        with pytest.raises(gs.TrackingError, match=message):
+            call()
+    assert message.partition(".*")[0] in gs.verify(model, batch, losses).check("coverage").detail
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_loss_of_pytorch_is_no_loss_function(call, model, batch):
+    """It takes outputs and targets; a loss function takes the model and the batch."""
+    with pytest.raises(gs.TrackingError, match=r"CrossEntropyLoss, expected a.*\(model, batch\)"):
+        call(model, batch, nn.CrossEntropyLoss(reduction="none"))
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -16,7 +16,7 @@ import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
-from gradstats.statistics._inner_products import keep
+from gradstats.statistics._kept import keep
 
 MIB = 1024 * 1024
 

@@ -7,6 +7,7 @@ Trainer(callbacks=[GradStatsCallback(every=50)])
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -57,6 +58,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
 
     Raises:
         TrackingError: the module uses manual optimization.
+        TypeError: an option that ``gs.Monitor`` does not have.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             raise TrackingError(
                 f"ids is {ids!r}, expected a key or index into the batch, or a function of it."
             )
+        # A misspelt option is named here, not when training starts.
+        inspect.signature(Monitor).bind(None, every, **options)
         self.every = every
         self.monitor: Monitor | None = None
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms
@@ -115,7 +119,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             return
         size = infer_batch_size(batch, 0) if self._batch_size is None else self._batch_size(batch)
         self._step = MonitorStep(
-            self.monitor, size, self._ids_of(batch), None, first, self._last, count, count == 1
+            self.monitor, size, self._ids_of(batch), first=first, last=self._last, divisor=count
         )
         self._step.open()
 

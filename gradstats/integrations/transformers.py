@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import inspect
 import json
 import sys
 import warnings
@@ -63,9 +64,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     Raises:
         TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel or
             DeepSpeed.
+        TypeError: an option that ``gs.Monitor`` does not have.
     """
 
     def __init__(self, every: int = 50, *, ids: str | None = None, **options: Any):
+        # A misspelt option is named here, not when training starts.
+        inspect.signature(Monitor).bind(None, every, **options)
         self.every = every
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None
@@ -171,16 +175,13 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
             inputs = [*args, *kwargs.values()]
-        single = self._accumulation == 1
         self._step = MonitorStep(
             self.monitor,
             infer_batch_size(inputs, 0),
             None if self._ids is None else self._ids_in(kwargs),
-            None,
-            self._first,
-            True if single else None,
-            1,
-            single,
+            first=self._first,
+            last=True if self._accumulation == 1 else None,
+            divisor=1,
         )
         self._first = False
         self._step.open()

@@ -8,7 +8,8 @@ _step       one optimizer step being measured, until it goes to the host in one 
 _context    the context around one forward and backward
 _metrics    the metrics of one step
 _records    what is said about single examples
-_monitor    the public face: which steps are measured, averages over steps, spikes, state
+_run        what is remembered over the measured steps: averages, spikes, history
+_monitor    the public face: which steps are measured
 _plot       pictures of a run
 """
 

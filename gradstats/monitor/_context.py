@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,16 +27,26 @@ class MonitorStep:
         self,
         monitor: Monitor,
         batch_size: int,
-        ids,
-        weights: Tensor | None,
+        ids: Sequence[int] | Tensor | None,
+        weights: Tensor | None = None,
+        *,
         first: bool,
         last: bool | None,
-        divisor: float,
-        single: bool,
+        divisor: int,
     ):
+        """Prepare the context of a micro-batch.
+
+        Args:
+            monitor: whose step it is part of.
+            batch_size, ids, weights: as ``Monitor.step`` takes them.
+            first: whether it is the first micro-batch of the optimizer step.
+            last: whether it is the last one; None where that is known at its end.
+            divisor: what its scalar is divided by.
+        """
         self._monitor = monitor
-        self._batch_size, self._ids, self._weights = batch_size, ids, weights
-        self._first, self._last, self._divisor, self._single = first, last, divisor, single
+        self._batch_size, self._weights = batch_size, weights
+        self._ids: Any = ids
+        self._first, self._last, self._divisor = first, last, divisor
         self._context: Tracker | None = None
         self.measured = False
 
@@ -53,7 +64,7 @@ class MonitorStep:
         """Start measuring, if this step is one of those measured."""
         monitor = self._monitor
         if self._first:
-            monitor.begin(self._single)
+            monitor._begin(single=self._last is True)
         collector = monitor._collector
         if collector is None:
             return
@@ -85,7 +96,7 @@ class MonitorStep:
                 raise
         monitor._next = 0 if last else monitor._next + 1
         if last:
-            monitor.end()
+            monitor._end()
 
     def abandon(self) -> None:
         """Leave the model as it was and forget the step; nothing is counted."""

@@ -224,15 +224,9 @@ class Pending:
             weight = unit / sizes[number, B_DIVISOR]
         total = weight.sum()
         whole = total / ranks
-        in_batch = np.bincount(number, weight)
-        names, numbers = self._layers.names, self._layers.index
-
-        def of_layer(layer: int, by_parameter: np.ndarray) -> np.ndarray:
-            return by_parameter[[place for place, its in enumerate(numbers) if its == layer]].sum(0)
-
         with np.errstate(invalid="ignore", over="ignore"):
             sqnorm = np.concatenate([batch.sqnorm for batch in batches], 1) / (weight * scale) ** 2
-            along = None
+            along: np.ndarray | None = None
             if self._options.alignment:
                 along = np.concatenate([batch.along for batch in batches], 1) / scale**2
             if gradient is None:
@@ -242,40 +236,27 @@ class Pending:
                 gradient = gradient / scale**2
             gradient = gradient / whole**2
             if along is not None:
-                along /= weight * in_batch[number]
-            parts = sqnorm
-            if names:
-                parts = np.stack([of_layer(layer, sqnorm) for layer in range(len(names))])
-            share = weight / total
-            step = StepGradients(
-                sqnorm.sum(0),
-                share,
-                float(gradient.sum()),
-                number,
-                None if along is None else along.sum(0),
-            )
-            layers = {
-                name: StepGradients(
-                    parts[layer],
-                    share,
-                    float(of_layer(layer, gradient)),
+                along /= weight * np.bincount(number, weight)[number]
+
+            def over(parameters: slice | list[int]) -> StepGradients:
+                return StepGradients(
+                    sqnorm[parameters].sum(0),
+                    weight / total,
+                    float(gradient[parameters].sum()),
                     number,
-                    None if along is None else of_layer(layer, along),
+                    None if along is None else along[parameters].sum(0),
                 )
-                for layer, name in enumerate(names)
-            }
+
+            names, layer_of = self._layers.names, self._layers.index
+            members = [[p for p, its in enumerate(layer_of) if its == k] for k in range(len(names))]
+            step = over(slice(None))
+            layers = dict(zip(names, map(over, members), strict=True))
+            parts = np.stack([layers[name].sqnorm for name in names]) if names else sqnorm
             influence, learning_rate = None, math.nan
             if rates is not None:
                 influence = rates @ self._groups @ sqnorm
                 learning_rate = float(rates[0]) if (rates == rates[0]).all() else math.nan
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
-        gram = None
-        if self._options.gram:
-            statistics = np.stack([batch.gram for batch in batches])
-            gram = statistics.mean(0)
-            first = np.searchsorted(number, np.arange(len(batches)))
-            factor = (unit[first] / weight[first] / scale) ** 2
-            gram[LEAST] = (statistics[:, LEAST] * factor).min()
         ids = [batch.ids for batch in batches if batch.ids is not None]
         return Measured(
             step=step,
@@ -287,8 +268,24 @@ class Pending:
             names=names or self._names,
             influence=influence,
             learning_rate=learning_rate,
-            gram=gram,
+            gram=_averaged(batches, number, unit / weight / scale) if self._options.gram else None,
         )
+
+
+def _averaged(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Return stiffness and confusion over micro-batches: means, and the least product of all.
+
+    Args:
+        batches: of all processes, in order.
+        number: (N,) which of them each example belongs to.
+        factor: (N,) what turns gradients as they were collected into ∇ℓ_i: one number for each
+            micro-batch. Only the least product has a unit.
+    """
+    statistics = np.stack([batch.gram for batch in batches])
+    first = np.searchsorted(number, np.arange(len(batches)))
+    averaged: np.ndarray = statistics.mean(0)
+    averaged[LEAST] = (statistics[:, LEAST] * factor[first] ** 2).min()
+    return averaged
 
 
 class _Reader:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,21 +12,15 @@ from torch import Tensor, nn
 
 from gradstats.capture._selection import select_parameters
 from gradstats.errors import TrackingError
-from gradstats.monitor._arguments import check_monitor, checked_accumulation, is_count
+from gradstats.monitor._arguments import check_monitor, checked_accumulation
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import Measured, Options, Pending
-from gradstats.monitor._metrics import step_metrics
+from gradstats.monitor._measured import Options, Pending
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
+from gradstats.monitor._run import Run
 from gradstats.monitor._step import Collector
-from gradstats.statistics._training import RunningRatio, cosines_to_mean
 
-# Quantities that spikes are looked for in, and how many measured steps their median is taken over.
-WATCHED = ("grad_norm", "example_grad_norm/max")
-WINDOW, FEWEST = 100, 5
-# How many spikes, and how many examples whose gradient was not finite, are remembered.
-SPIKES, NONFINITE = 200, 1000
 STATE_VERSION = 1
 
 
@@ -47,28 +39,46 @@ class Monitor:
     Measured are the optimizer steps 0, ``every``, 2 · ``every``, …; in all others the context does
     nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
     clipping, loss scale and learning rates those at the backward, whatever runs inside the context
-    after it. Gradients are what they are
-    without the monitor: to the bit with ``fused=False``, else up to the rounding of a reordered
-    sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i, Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and
-    N̄ = (1/N) Σ n_i, ``metrics()`` has
+    after it. Gradients are what they are without the monitor: to the bit with ``fused=False``, else
+    up to the rounding of a reordered sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i,
+    Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and N̄ = (1/N) Σ n_i, ``metrics()`` has
 
-        grad_norm                         norm of the whole step's gradient, measured parameters
-        example_grad_norm/{mean,p05,p50,p95,max}   of √n_i, over the examples where it is finite
-        gns/tr_sigma, gns/g2              Ŝ = N/(N−1) (N̄ − Ḡ²), Ĝ² = (N Ḡ² − N̄)/(N−1): unbiased
-        gns/b_simple, gns/b_simple_se     average of Ŝ / average of Ĝ² over measured steps, and its
-                                          standard error; NaN while the average of Ĝ² is ≤ 0
-        gns/undefined                     how many measured steps ended with that NaN
-        coherence/alpha, coherence/alpha_se    average of Ĝ² / average of N̄, in the same way
-        m_coherence, gradient_diversity, gradient_diversity/batch_bound   N Ḡ²/N̄, its inverse Δ, N Δ
-        norm_test/theta                   √(Ŝ / (N Ḡ²))
-        nonfinite/examples, nonfinite/steps    examples whose norm is not finite, and measured steps
-                                          that had any, so far
-        align/mean_cos_to_mean, align/mean_cos_to_mean_se, align/fraction_negative
-        inner_test/theta, ortho_test/nu   with ``alignment=True``
-        stiffness/{cos,sign}, confusion/{min,fraction_negative}   with ``gram=True``
-        batch_loss, cabs                  the step's loss; lr · Ŝ / loss, with ``optimizer=``
-        clip/frac                         share of examples with √n_i > ``clip``
-        spike                             1 if a norm stood out, else 0
+        grad_norm                    norm of the whole step's gradient, over measured parameters
+        example_grad_norm/mean       of √n_i, over the examples where it is finite; and the same of
+                                     ``p05``, ``p50``, ``p95`` and ``max``
+        gns/tr_sigma                 Ŝ = N/(N−1) (N̄ − Ḡ²), unbiased: the trace of the covariance
+        gns/g2                       Ĝ² = (N Ḡ² − N̄)/(N−1), unbiased: the true gradient, squared
+        gns/b_simple                 average of Ŝ / average of Ĝ² over measured steps, the noise
+                                     scale; NaN while the average of Ĝ² is ≤ 0
+        gns/b_simple_se              its standard error
+        gns/undefined                how many measured steps ended with that NaN
+        coherence/alpha              average of Ĝ² / average of N̄, in the same way
+        coherence/alpha_se           its standard error
+        gradient_diversity           Δ = N̄ / (N Ḡ²)
+        gradient_diversity/batch_bound   N Δ
+        m_coherence                  1/Δ
+        norm_test/theta              √(Ŝ / (N Ḡ²))
+        nonfinite/examples           examples whose norm is not finite
+        nonfinite/steps              measured steps that had any, so far
+        batch_loss                   the step's loss
+        spike                        1 if a norm stood out, else 0
+        cabs                         learning rate · Ŝ / loss; with ``optimizer=``
+        clip/frac                    share of examples with √n_i > ``clip``; with ``clip=``
+
+    with ``alignment=True``
+
+        align/mean_cos_to_mean       mean of the cosines p_i / (√n_i Ḡ)
+        align/mean_cos_to_mean_se    its standard error
+        align/fraction_negative      share of examples with ⟨∇ℓ_i, mean of the others⟩ < 0
+        inner_test/theta             √(Var_i(p_i) / (N Ḡ⁴))
+        ortho_test/nu                √((1/N) Σ (n_i − p_i²/Ḡ²) / ((N−1) Ḡ²))
+
+    with ``gram=True``, over pairs i ≠ j
+
+        stiffness/cos                mean cosine of ∇ℓ_i and ∇ℓ_j
+        stiffness/sign               mean sign of ⟨∇ℓ_i, ∇ℓ_j⟩
+        confusion/min                least ⟨∇ℓ_i, ∇ℓ_j⟩
+        confusion/fraction_negative  share of pairs with ⟨∇ℓ_i, ∇ℓ_j⟩ < 0
 
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
@@ -111,6 +121,10 @@ class Monitor:
     Attributes:
         steps: how many optimizer steps have ended.
 
+    Raises:
+        TrackingError: an argument of another kind; inside ``step``, what ``gs.track`` raises.
+        CoverageError: a pattern of ``layers``, ``parameters`` or ``exclude`` that matches nothing.
+
     Cost:
         A measured step costs what ``gs.track`` costs, and one copy from the device to the host
         (two over several processes). Other steps cost nothing.
@@ -152,23 +166,17 @@ class Monitor:
         self._options = Options(
             loss_reduction, alignment, gram, layers, fused, parameters, exclude, workspace
         )
+        # Patterns that match nothing are refused here, not at the first measured step.
         Layers(list(select_parameters(model, parameters, exclude)), layers)
-        self._spike_factor, self._top, self._clip = spike, top, clip
         self.process_group = process_group
         self.steps = 0
-        self._spikes: deque[Spike] = deque(maxlen=SPIKES)
-        self._self_influence = RunningSelfInfluence()
-        self._nonfinite: deque[tuple[int, int]] = deque(maxlen=NONFINITE)
-        self._history: dict[str, list[float]] = {}
-        self._decay = decay
-        self._ratios: dict[str, RunningRatio] = {}
-        self._undefined = self._nonfinite_steps = 0
-        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in WATCHED}
+        self._choices = decay, spike, top, clip
+        self._run = Run(*self._choices)
+        self._metrics: dict[str, float] = {}
+        # The optimizer step at hand, its next micro-batch, and the last one on its way to the host.
         self._collector: Collector | None = None
         self._next = 0
         self._pending: tuple[int, Pending] | None = None
-        self._measured: Measured | None = None
-        self._metrics: dict[str, float] = {}
 
     def step(
         self,
@@ -188,6 +196,10 @@ class Monitor:
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
+
+        Raises:
+            TrackingError: micro-batches that do not come in order; as the context opens on a
+                measured step, sizes, ids or weights that do not fit.
         """
         index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
@@ -196,7 +208,7 @@ class Monitor:
                 "the micro-batches of one optimizer step come in order."
             )
         return MonitorStep(
-            self, batch_size, ids, weights, index == 0, index == count - 1, count, count == 1
+            self, batch_size, ids, weights, first=index == 0, last=index == count - 1, divisor=count
         )
 
     @property
@@ -206,7 +218,7 @@ class Monitor:
         Empty without ``optimizer=``, whose learning rates weigh it.
         """
         self._settle()
-        return self._self_influence
+        return self._run.self_influence
 
     @property
     def spikes(self) -> list[Spike]:
@@ -215,13 +227,13 @@ class Monitor:
         Of steps at which a norm was not finite, one after the other, the first.
         """
         self._settle()
-        return list(self._spikes)
+        return list(self._run.spikes)
 
     @property
     def nonfinite(self) -> deque[tuple[int, int]]:
         """(step, id or position) of examples whose gradient was not finite, the last 1000."""
         self._settle()
-        return self._nonfinite
+        return self._run.nonfinite
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -230,7 +242,7 @@ class Monitor:
         NaN where a metric was not among those measured: other options, other layers.
         """
         self._settle()
-        return self._history
+        return self._run.history
 
     def metrics(self) -> dict[str, float]:
         """Return the last step's metrics, name → number; empty if it was not measured."""
@@ -245,13 +257,7 @@ class Monitor:
             values; empty while no step was measured.
         """
         self._settle()
-        if self._measured is None:
-            return {}
-        step = self._measured.step
-        columns = {"example_grad_norm": np.sqrt(step.sqnorm)}
-        if step.alignment is not None:
-            columns["align/cos_to_mean"] = cosines_to_mean(step)
-        return {name: column[np.isfinite(column)] for name, column in columns.items()}
+        return self._run.histograms()
 
     def examples(self, k: int = 8, by: str = "norm") -> list[ExampleRecord]:
         """Return the k examples of the last measured step with the largest norm or alignment.
@@ -259,46 +265,31 @@ class Monitor:
         Args:
             k: how many.
             by: "norm" or "alignment".
+
+        Returns:
+            list of ExampleRecord, the largest first; empty while no step was measured.
+
+        Raises:
+            TrackingError: "alignment" where none was measured.
         """
         self._settle()
-        if not is_count(k):
-            raise TrackingError(f"k is {k!r}, expected a number of examples.")
-        if by not in ("norm", "alignment"):
-            raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
-        if self._measured is None:
-            return []
-        key = self._measured.step.sqnorm
-        if by == "alignment":
-            if self._measured.step.alignment is None:
-                raise TrackingError("alignments were not measured: pass alignment=True.")
-            key = self._measured.step.alignment
-        # Not finite counts as largest: such an example is what one is looking for.
-        order = np.argsort(-np.where(np.isfinite(key), key, np.inf), kind="stable")
-        return [self._record(position) for position in order[:k]]
+        return self._run.examples(k, by)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs: numbers, strings and tensors only."""
         self._settle()
-        return {
-            "version": STATE_VERSION,
-            "steps": self.steps,
-            "undefined": self._undefined,
-            "nonfinite_steps": self._nonfinite_steps,
-            "nonfinite": [list(item) for item in self._nonfinite],
-            "ratios": {name: ratio.state_dict() for name, ratio in self._ratios.items()},
-            "recent": {name: list(values) for name, values in self._recent.items()},
-            "spikes": [spike.state_dict() for spike in self._spikes],
-            "history": {
-                name: torch.tensor(values, dtype=torch.float64)
-                for name, values in self._history.items()
-            },
-            "self_influence": self._self_influence.state_dict(),
-        }
+        return {"version": STATE_VERSION, "steps": self.steps, **self._run.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; what was measured before is replaced.
 
         What another choice of options left out of it starts anew.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            TrackingError: something else, or of another version of gradstats.
         """
         if not isinstance(state, Mapping):
             raise TrackingError(
@@ -309,46 +300,36 @@ class Monitor:
                 f"the monitor's state has version {state.get('version')!r}, expected "
                 f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
             )
-        ratios = {name: RunningRatio(self._decay) for name in state["ratios"]}
-        for name, saved in state["ratios"].items():
-            ratios[name].load_state_dict(saved)
-        self_influence = RunningSelfInfluence()
-        self_influence.load_state_dict(state["self_influence"])
-        recent = {name: deque(state["recent"][name], maxlen=WINDOW) for name in WATCHED}
-        spikes = deque(map(Spike.from_state, state["spikes"]), maxlen=SPIKES)
-        history = {n: torch.as_tensor(v).tolist() for n, v in state["history"].items()}
-        nonfinite = deque((tuple(item) for item in state["nonfinite"]), maxlen=NONFINITE)
-        counts = state["steps"], state["undefined"], state["nonfinite_steps"]
+        run, steps = Run(*self._choices), state["steps"]
+        run.load_state_dict(state)
         # All of it was there: nothing is lost to a state that is not whole.
-        self.steps, self._undefined, self._nonfinite_steps = counts
-        self._ratios, self._recent, self._self_influence = ratios, recent, self_influence
-        self._spikes, self._history, self._nonfinite = spikes, history, nonfinite
-        self._collector = self._pending = self._measured = None
-        self._metrics, self._next = {}, 0
+        self._run, self.steps = run, steps
+        self._collector, self._pending, self._metrics, self._next = None, None, {}, 0
 
     def continue_in(self, optimizer, scaler, process_group) -> None:
         """Measure another run of the same model: all that was measured stays.
+
+        For callbacks of trainers, which are told of one run after the other.
 
         Args:
             optimizer, scaler, process_group: those of that run, as for a new monitor.
         """
         self.optimizer, self.scaler, self.process_group = optimizer, scaler, process_group
 
-    def begin(self, single: bool) -> bool:
-        """Start an optimizer step; return whether it is measured."""
+    def _begin(self, *, single: bool) -> None:
+        """Start an optimizer step, of one micro-batch or of several."""
         self._settle()
         self._metrics, self._collector = {}, None
         if self.steps % self.every:
-            return False
+            return
         group = self.process_group
         if group is None:
             group = group_of(self.model)
         self._collector = Collector(
             self.model, self._options, self.optimizer, self.scaler, group, single
         )
-        return True
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
             self._pending = (self.steps, self._collector.finish())
@@ -360,77 +341,4 @@ class Monitor:
         if self._pending is None:
             return
         (number, pending), self._pending = self._pending, None
-        measured = self._measured = pending.read()
-        step = measured.step
-        if measured.ids is not None and measured.influence is not None:
-            self._self_influence.add(measured.ids, measured.influence)
-        wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
-        self._nonfinite_steps += bool(len(wrong))
-        names = wrong if measured.ids is None else measured.ids[wrong]
-        self._nonfinite.extend((number, int(name)) for name in names)
-        metrics = step_metrics(measured, self._clip)
-        for prefix, gradients in {"": step, **measured.layers}.items():
-            path = f"gns/{prefix}/" if prefix else "gns/"
-            spread, gradient = gradients.noise_scale
-            ratio = self._ratio(f"{path}b_simple")
-            ratio.add(spread, gradient)
-            metrics[f"{path}tr_sigma"], metrics[f"{path}g2"] = spread, gradient
-            metrics[f"{path}b_simple"] = ratio.value
-            metrics[f"{path}b_simple_se"] = ratio.standard_error
-        self._undefined += math.isnan(metrics["gns/b_simple"])
-        coherence = self._ratio("coherence/alpha")
-        coherence.add(metrics["gns/g2"], step.mean_of_sqnorms)
-        metrics["coherence/alpha"] = coherence.value
-        metrics["coherence/alpha_se"] = coherence.standard_error
-        metrics["gns/undefined"] = float(self._undefined)
-        metrics["nonfinite/steps"] = float(self._nonfinite_steps)
-        metrics["spike"] = float(self._look_for_spikes(number, metrics))
-        self._metrics = metrics
-        row = {"step": number, **metrics}
-        before = len(self._history.get("step", ()))
-        for name in {**self._history, **row}:
-            values = self._history.setdefault(name, [math.nan] * before)
-            values.append(float(row.get(name, math.nan)))
-
-    def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
-        found = False
-        for name in WATCHED:
-            recent, value = self._recent[name], metrics[name]
-            typical = median(recent) if len(recent) >= FEWEST else math.nan
-            if not math.isfinite(value) or value > self._spike_factor * typical:
-                found = True
-                before = self._history.get(name, [0.0])[-1]
-                if not (math.isfinite(value) or math.isfinite(before)):
-                    continue
-                examples = self.examples(self._top)
-                if self._options.alignment:
-                    examples += self.examples(self._top, by="alignment")
-                distinct = {record.position: record for record in examples}
-                ordered = sorted(distinct.values(), key=lambda record: -record.norm)
-                self._spikes.append(Spike(number, name, value, typical, tuple(ordered)))
-            if math.isfinite(value):
-                recent.append(value)
-        return found
-
-    def _record(self, position: int) -> ExampleRecord:
-        measured = self._measured
-        assert measured is not None
-        step = measured.step
-        alignment = math.nan
-        if step.alignment is not None:
-            along = step.batch == step.batch[position]
-            square = np.average(step.alignment[along], weights=step.weight[along])
-            if 0 < square < math.inf:
-                alignment = float(step.alignment[position] / math.sqrt(square))
-        layer, share = measured.largest_part(position)
-        return ExampleRecord(
-            id=None if measured.ids is None else int(measured.ids[position]),
-            position=int(position),
-            norm=float(np.sqrt(step.sqnorm[position])),
-            alignment=alignment,
-            layer=layer,
-            share=share,
-        )
-
-    def _ratio(self, name: str) -> RunningRatio:
-        return self._ratios.setdefault(name, RunningRatio(self._decay))
+        self._metrics = self._run.add(number, pending.read())

@@ -74,6 +74,10 @@ class Checkpoints:
             rate asked for, or holds the weights of another of the list, which would count twice;
             or if every rate is zero.
 
+    Cost:
+        A file is read, into the host's memory, each time that its checkpoint is asked for; nothing
+        is read before. State dicts are held as they are.
+
     Source:
         The sum over checkpoints weighted by learning rates: Pruthi et al., arXiv 2002.08484.
     """
@@ -93,7 +97,13 @@ class Checkpoints:
         return f"Checkpoints({', '.join(self.names)})"
 
     def load(self, index: int, model: nn.Module, names: Sequence[str]) -> Checkpoint:
-        """Return one checkpoint with the rates of the named parameters of a model."""
+        """Return one checkpoint with the rates of the named parameters of a model.
+
+        Args:
+            index: of the checkpoint.
+            model: that the weights are for.
+            names: of its parameters that count.
+        """
         checkpoint, content = read_source(self._sources[index])
         rates = self._rates_at(index, content, model, names)
         if is_zero(rates):

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
-from gradstats.errors import CheckpointError, ScoreError
+from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
-from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
+from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._loaders import Data, IdSource
-from gradstats.scoring._recognition import Recognition
-from gradstats.scoring._scores import (
-    PARTS,
-    InfluenceScores,
-    Partial,
-    TopScores,
-    check_k,
-    check_normalize,
-)
-from gradstats.scoring._stream import Stream
-from gradstats.scoring._tiles import Array, Tiles
-from gradstats.scoring._top import Chunk, TopLists, chunks, fill_lists
+from gradstats.scoring._passes import Pairs, Passes
+from gradstats.scoring._rankings import check_k
+from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
 from gradstats.scoring._weights import borrowed
-from gradstats.scoring._work import (
-    Work,
-    amount,
-    check_checkpoints,
-    duration,
-    folder_path,
-    open_folder,
-    open_tiles,
-    plural,
-    seconds,
-)
+from gradstats.scoring._work import Work, check_checkpoints, folder_path
+from gradstats.statistics._arguments import LossFunction, integer
 
 DEFAULT_BUDGET = 1024**3
 
@@ -50,7 +27,7 @@ def influence(
     model: nn.Module,
     train_loader: Any,
     query_loader: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
     query_checkpoints: Any = None,
@@ -75,7 +52,7 @@ def influence(
     model: nn.Module,
     train_loader: Any,
     query_loader: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
     query_checkpoints: Any = None,
@@ -99,7 +76,7 @@ def influence(
     model: nn.Module,
     train_loader: Any,
     query_loader: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
     query_checkpoints: Any = None,
@@ -188,7 +165,8 @@ def influence(
     """
     check_checkpoints(checkpoints)
     check_normalize(normalize)
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+    number = integer(budget)
+    if number is None or number < 1:
         raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
     k = None if top_k is None else check_k(top_k)
     work = Work.of(
@@ -196,227 +174,17 @@ def influence(
         batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
     )  # fmt: skip
     folder = folder_path(out)
-    pairs = _Pairs(checkpoints, query_checkpoints, work)
+    pairs = Pairs(checkpoints, query_checkpoints, work)
     train = Data(train_loader, "train", train_ids, batch_dim)
     query = Data(query_loader, "query", query_ids, batch_dim)
-    run = _Run(work, pairs, train, query, budget, folder, resume)
+    passes = Passes(work, pairs, train, query, number, folder, resume)
+    about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
     scores: InfluenceScores | TopScores
     with borrowed(work.model):
         if k is None:
-            source = run.in_memory() if folder is None else run.on_disk(folder)
-            scores = InfluenceScores(
-                source, train.ids, query.ids, normalize, checkpoints.names, (train, query)
-            )
+            scores = InfluenceScores(passes.matrix(), *about)
         else:
-            scores = TopScores(
-                run.top(k), train.ids, query.ids, normalize, checkpoints.names, (train, query)
-            )
+            scores = TopScores(passes.lists(k), *about)
     if _ranks.rank() == 0:
         scores.warn_if_alike(10 if k is None else min(k, 10))
     return scores
-
-
-class _Pairs:
-    """The checkpoints of the two sides, loaded together."""
-
-    def __init__(self, checkpoints: Checkpoints, query_checkpoints: Any, work: Work):
-        self.names = checkpoints.names
-        self._train = checkpoints
-        self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
-        self.two_sided = self._query is not None
-        self._work = work
-        if self._query is not None and len(self._query) != len(checkpoints):
-            raise CheckpointError(
-                f"there are {len(checkpoints)} checkpoints and {len(self._query)} query "
-                "checkpoints, expected as many: the c-th of one goes with the c-th of the other."
-            )
-
-    def __len__(self) -> int:
-        return len(self._train)
-
-    def load(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
-        """Return the checkpoints of both sides; None where the query side's is the train side's."""
-        train = self._train.load(number, self._work.model, self._work.names)
-        return train, None if self._query is None else self._query.load(number)
-
-
-class _Run:
-    """One call: where its results go, and the way there."""
-
-    def __init__(
-        self,
-        work: Work,
-        pairs: _Pairs,
-        train: Data,
-        query: Data,
-        budget: int,
-        out: Path | None,
-        resume: bool,
-    ):
-        self.work, self.pairs, self.train, self.query = work, pairs, train, query
-        self.budget, self.out, self.resume = budget, out, resume
-        self.stream = Stream(work, train, query, budget)
-        self.recognition = Recognition(work, None if out is None else train)
-
-    def in_memory(self) -> dict[str | None, np.ndarray]:
-        """Compute the whole matrix, added up in place, and return both forms."""
-        sums = Chunk(slice(0, self.train.examples), self.query.examples, *self._spans)
-        everything = np.ones((self.train.batches, self.query.batches), dtype=bool)
-        with self._bar() as bar:
-            for number in range(len(self.pairs)):
-                pair = self._move_to(number)
-                self.recognition.entry(*pair)
-                if number == 0:
-                    announce = partial(self._announce, everything, sums.nbytes, "in memory")
-                    _ranks.together(announce)
-                _ranks.together(partial(self.stream.fill, everything, sums.write, bar))
-        return sums.scores()
-
-    def on_disk(self, out: Path) -> list[Partial]:
-        """Compute what is missing of the whole matrix, and return where its parts are."""
-        folder = open_folder(out, self._description("influence"), self._ids(), self.resume)
-        arrays = {
-            "products": Array(("row", "column"), self.work.dtype),
-            "train_sqnorm": Array(("row",), np.dtype(np.float64)),
-            "query_sqnorm": Array(("column",), np.dtype(np.float64)),
-        }
-        parts: list[Partial] = []
-        with self._bar() as bar:
-            for number in range(len(self.pairs)):
-                pair = self._move_to(number)
-                tiles, done = open_tiles(
-                    folder,
-                    lambda kind, path: kind(path, arrays, *self._spans),
-                    self.recognition.entry(*pair),
-                    self.work,
-                )
-                with closing(tiles):
-                    self._check_held(tiles, done, *pair)
-                    if number == 0:
-                        size = tiles.nbytes * len(self.pairs)
-                        _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
-                    bar.update(int(done.sum()))
-                    _ranks.together(partial(self.stream.fill, ~done, tiles.write, bar))
-                parts.append(Partial(*map(tiles.view, PARTS)))
-        return parts
-
-    def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
-        """Load the checkpoints of both sides, and give the model the train side's."""
-        pair = self.pairs.load(number)
-        self.stream.move_to(*pair)
-        return pair
-
-    @property
-    def _spans(self) -> tuple[list[slice], list[slice]]:
-        """The rows of the train batches and the columns of the query batches."""
-        return self.train.spans, self.query.spans
-
-    def _bar(self) -> tqdm:
-        tiles = self.train.batches * self.query.batches
-        return self.work.bar(len(self.pairs) * tiles, "influence")
-
-    def top(self, k: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Compute the lists of the strongest examples without the matrix."""
-        lists = TopLists(self.query.examples, k)
-        # Checkpoints are met again in every chunk, so they are told apart beforehand.
-        entries = {}
-        for number in range(len(self.pairs)):
-            entries[str(number)] = self.recognition.entry(*self._move_to(number))
-            del entries[str(number)]["name"]
-        if self.out is not None:
-            description = self._description("strongest influence")
-            description["top_k"] = k
-            # Lists do not say which gradients were not finite.
-            description["nonfinite"] = self.work.nonfinite
-            description["summed"] = entries
-            open_folder(self.out, description, self._ids(), self.resume)
-            problem = lists.restore(self.out)
-            if problem is not None:
-                self.work.say(f"{problem}: computing it again")
-        left = list(chunks(self.train.sizes, self.query.examples, self.budget, lists.next_batch))
-        only = self.pairs.load(0) if len(self.pairs) == 1 else None
-        announced = False
-
-        def compute(part: range, chunk: Chunk) -> None:
-            nonlocal announced
-            pending = np.zeros((self.train.batches, self.query.batches), dtype=bool)
-            pending[part.start : part.stop] = True
-            for number in range(len(self.pairs)):
-                self.stream.move_to(*(only or self.pairs.load(number)))
-                if not announced:
-                    whole = np.zeros_like(pending)
-                    whole[lists.next_batch :] = True
-                    self._announce(whole, self.query.examples * k * 64, "for the lists")
-                    announced = True
-                self.stream.fill(pending, chunk.write, bar)
-
-        with self._bar() as bar:
-            bar.update(len(self.pairs) * lists.next_batch * self.query.batches)
-            fill_lists(lists, k, self._spans, iter(left), compute, self.out)
-        return lists.lists
-
-    def _check_held(
-        self, tiles: Tiles, done: np.ndarray, train: Checkpoint, query: Checkpoint | None
-    ) -> None:
-        """Raise where an earlier call has left squared norms that this one would not."""
-        sides = (
-            ("train_sqnorm", self.train, 1, train, "training"),
-            ("query_sqnorm", self.query, 0, query or train, "query"),
-        )
-        for name, data, axis, checkpoint, role in sides:
-            held = np.repeat(done.any(axis), data.sizes)
-            norms = tiles.view(name)[held]
-            self.work.check_finite(norms, data.ids[held], checkpoint.name, role)
-
-    def _ids(self) -> dict[str, np.ndarray]:
-        return {"train_ids": self.train.ids, "query_ids": self.query.ids}
-
-    def _description(self, kind: str) -> dict[str, Any]:
-        return {
-            "kind": kind,
-            "settings": self.work.description(),
-            "train": self.train.description(),
-            "query": self.query.description(),
-            "query_checkpoints": self.pairs.two_sided,
-        }
-
-    def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
-        """Print size, memory and time of what there is to do, after a trial of one tile."""
-        if not self.work.progress or _ranks.rank() != 0:
-            return
-        count = len(self.pairs)
-        lines = [
-            f"influence of {plural(self.train.examples, 'training example')} on "
-            f"{plural(self.query.examples, 'query example')} at {plural(count, 'checkpoint')}"
-        ]
-        if pending.any():
-            row, column = np.argwhere(pending)[0]
-            first, second = self.stream.trial(int(row), int(column))
-            held = 0
-
-            def keep() -> None:
-                nonlocal held
-                held = first()
-
-            keeping, passing = seconds(keep), seconds(second)
-            sizes = self.query.sizes
-            every = held / sizes[column] * self.query.examples
-            blocks = min(self.query.batches, math.ceil(every / self.budget))
-            alone = keeping * self.train.sizes[row] / sizes[column]
-            beside = max(0.0, passing - alone) / (self.train.sizes[row] * sizes[column])
-            rows = float(self.train.sizes[pending.any(1)].sum())
-            whole = self.train.examples
-            time = 0.0
-            for examples in (rows, *[whole] * (count - 1)):
-                each = min(passing, alone) / self.train.sizes[row] * blocks
-                each += beside * self.query.examples
-                time += each * examples / _ranks.size()
-                time += keeping / sizes[column] * self.query.examples
-            lines.append(
-                f"  {amount(stored)} {where}; query gradients take {amount(every)}, "
-                f"{amount(min(every, max(self.budget, held)))} at once in "
-                f"{plural(blocks, 'block')}; about {duration(time)}"
-            )
-        else:
-            lines.append(f"  {amount(stored)} {where}; the first checkpoint is there already")
-        self.work.say("\n".join(lines))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import pick
@@ -261,6 +261,11 @@ def _check_order(loader: Any, role: str, ids: IdSource) -> None:
     if single is not None:
         raise LoaderError(
             f"the {role} loader is a single batch ({single}). Wrap it in a list: [batch]."
+        )
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        raise LoaderError(
+            f"the {role} loader is a data set ({type(loader).__name__}), which gives single "
+            "examples, expected batches. Wrap it: torch.utils.data.DataLoader(data, batch_size=64)."
         )
     if not hasattr(loader, "__iter__") or isinstance(loader, str):
         raise LoaderError(

@@ -15,7 +15,7 @@ from gradstats.scoring._loaders import Data
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gradstats.scoring._scores import Ranking
+    from gradstats.scoring._rankings import Ranking
     from gradstats.scoring._table import DetectionReport
 
 # Okabe and Ito's colours: told apart with any colour vision.

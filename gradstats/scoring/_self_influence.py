@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import to_device
@@ -24,8 +25,8 @@ from gradstats.scoring._loaders import Data, IdSource
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
 from gradstats.scoring._recognition import Recognition
-from gradstats.scoring._table import FIELDS, SelfInfluence
-from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._table import FIELDS, SQNORM, SelfInfluence
+from gradstats.scoring._tiles import Array
 from gradstats.scoring._weights import borrowed, load_weights
 from gradstats.scoring._work import (
     Work,
@@ -38,7 +39,7 @@ from gradstats.scoring._work import (
     plural,
     seconds,
 )
-from gradstats.statistics._loss import infer_batch_size
+from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
 
@@ -46,7 +47,7 @@ from gradstats.statistics._result import GradientNorms
 def self_influence(
     model: nn.Module,
     loader: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
     ids: IdSource = None,
@@ -135,23 +136,21 @@ def self_influence(
                 for batch_number, batch in data.read(_ranks.share(pending)):
                     rows = measure(batch, int(data.sizes[batch_number]), checkpoint)
                     span = data.spans[batch_number]
-                    work.check_finite(rows[:, 1], data.ids[span], checkpoint.name, "training")
+                    work.check_finite(rows[:, SQNORM], data.ids[span], checkpoint.name, "training")
                     tiles.write(batch_number, 0, {"values": rows})
                     bar.update(min(_ranks.size(), bar.total - bar.n))
 
-            try:
+            with closing(tiles):
                 held = np.repeat(done[:, 0], data.sizes)
-                sqnorms = tiles.view("values")[held, 1]
+                sqnorms = tiles.view("values")[held, SQNORM]
                 work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
                 if number == 0:
-                    announce = partial(
-                        _announce, work, data, len(checkpoints), path, tiles, pending, measure
-                    )
-                    _ranks.together(partial(announce, checkpoint))
+                    where = "in memory" if path is None else f"in {path}"
+                    stored = f"{amount(tiles.nbytes * len(checkpoints))} {where}"
+                    announce = partial(_announce, work, data, len(checkpoints), stored, pending)
+                    _ranks.together(partial(announce, partial(measure, checkpoint=checkpoint)))
                 bar.update(data.batches - len(pending))
                 _ranks.together(fill)
-            finally:
-                tiles.close()
             values[number] = tiles.view("values")
             if folder is None:
                 _ranks.add_up(values[number])
@@ -178,49 +177,47 @@ class _Measurement:
         return np.concatenate(self._halving.run(part, batch, size))
 
     def _rows(self, stats: GradientNorms, rates: Rates | None) -> np.ndarray:
-        rows = np.full((len(stats.sqnorm), len(FIELDS)), np.nan)
         assert rates is not None and stats.loss is not None
-        rows[:, 1] = as_numpy(stats.sqnorm)
+        sqnorm = as_numpy(stats.sqnorm)
         if isinstance(rates, dict):
-            rows[:, 0] = sum(
+            weighted = sum(
                 rate * as_numpy(stats.by_parameter[name]) for name, rate in rates.items()
             )
         else:
-            rows[:, 0] = rates * rows[:, 1]
-        rows[:, 2] = as_numpy(stats.loss)
-        prediction = self._watch.prediction(len(rows))
+            weighted = rates * sqnorm
+        columns = {"weighted": weighted, "sqnorm": sqnorm, "loss": as_numpy(stats.loss)}
+        prediction = self._watch.prediction(len(sqnorm))
         if prediction is not None:
             probability, label = prediction.probability, prediction.label
-            rows[:, 3] = -negated_margin(probability, label)
-            rows[:, 4] = el2n(probability, label)
-            rows[:, 5] = label
-            rows[:, 6] = probability.argmax(1)
-            rows[:, 7] = probability.shape[1]
-        return rows
+            columns |= {
+                "margin": -negated_margin(probability, label),
+                "el2n": el2n(probability, label),
+                "label": label,
+                "predicted": probability.argmax(1),
+                "classes": np.full(len(label), probability.shape[1]),
+            }
+        unknown = np.full(len(sqnorm), np.nan)
+        return np.stack([columns.get(name, unknown) for name in FIELDS], axis=1)
 
 
 def _announce(
     work: Work,
     data: Data,
     checkpoints: int,
-    path: Path | None,
-    tiles: Tiles,
+    stored: str,
     pending: list[int],
-    measure: _Measurement,
-    checkpoint: Checkpoint,
+    measure: Callable[[Any, int], object],
 ) -> None:
     """Print how much there is to do, after a trial of one batch."""
     if not work.progress or _ranks.rank() != 0:
         return
     time = "nothing left to compute at the first checkpoint"
     if pending:
-        ((_, batch),) = data.read(pending[:1])
-        size = infer_batch_size(batch, work.options["batch_dim"])
-        once = seconds(lambda: measure(batch, size, checkpoint))
+        ((number, batch),) = data.read(pending[:1])
+        once = seconds(lambda: measure(batch, int(data.sizes[number])))
         left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
         time = f"about {duration(left)}"
-    where = "in memory" if path is None else f"in {path}"
     work.say(
         f"self-influence of {plural(data.examples, 'example')} at "
-        f"{plural(checkpoints, 'checkpoint')}: {amount(tiles.nbytes * checkpoints)} {where}, {time}"
+        f"{plural(checkpoints, 'checkpoint')}: {stored}, {time}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import Work
-from gradstats.statistics._inner_products import KeptGradients, Products, keep, products
+from gradstats.statistics._kept import KeptGradients, Products, keep, products
 
 Tile = dict[str, np.ndarray]
 
@@ -46,19 +47,32 @@ class KeptBatch:
         return np.concatenate([as_numpy(part.sqnorm) for part in self.parts])
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What one tile took.
+
+    Attributes:
+        nbytes: of the kept query batch.
+        keeping: seconds to keep it.
+        passing: seconds to pass the train batch by it.
+    """
+
+    nbytes: int
+    keeping: float
+    passing: float
+
+
 class Stream:
     """Computes tiles of one call, checkpoint by checkpoint.
 
-    Args:
-        work: the model and the options.
+    Attributes:
         train, query: the two sides.
         budget: bytes of query gradients that are kept at once; one query batch at least.
     """
 
     def __init__(self, work: Work, train: Data, query: Data, budget: int):
         self._work = work
-        self._train, self._query = train, query
-        self._budget = budget
+        self.train, self.query, self.budget = train, query, budget
         batch_dim = work.options["batch_dim"]
         self._keeping = Halving("query examples", batch_dim)
         self._passing = Halving("training examples", batch_dim)
@@ -101,39 +115,32 @@ class Stream:
     ) -> None:
         """Compute the tiles of the kept query batches."""
         rows = np.flatnonzero(pending[:, [kept.number for kept in block]].any(1)).tolist()
-        for row, batch in self._train.read(_ranks.share(rows)):
+        for row, batch in self.train.read(_ranks.share(rows)):
             for kept, tile in zip(block, self._pass(block, row, batch), strict=True):
                 if pending[row, kept.number]:
                     write(row, kept.number, tile)
                     if bar is not None:
                         bar.update(min(_ranks.size(), bar.total - bar.n))
 
-    def trial(self, row: int, column: int) -> tuple[Callable[[], int], Callable[[], None]]:
-        """Return two calls for timing: one keeps a query batch, one passes a train batch by it.
-
-        The first returns the number of bytes kept.
-        """
-        ((_, query),) = self._query.read([column])
-        ((_, train),) = self._train.read([row])
-        held: list[KeptBatch] = []
-
-        def first() -> int:
-            self._use(self._query_at)
-            held[:] = [self._keep(column, query)]
-            return held[0].nbytes
-
-        def second() -> None:
-            self._pass(held, row, train)
-
-        return first, second
+    def trial(self, row: int, column: int) -> Trial:
+        """Keep a query batch and pass a train batch by it, for timing; nothing is written."""
+        ((_, query),) = self.query.read([column])
+        ((_, train),) = self.train.read([row])
+        start = time.perf_counter()
+        self._use(self._query_at)
+        kept = self._keep(column, query)
+        middle = time.perf_counter()
+        nbytes = kept.nbytes
+        self._pass([kept], row, train)
+        return Trial(nbytes, middle - start, time.perf_counter() - middle)
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[list[KeptBatch]]:
         """Yield kept query batches, as many at once as the budget holds."""
         block: list[KeptBatch] = []
         held, each = 0, 0.0
-        for number, batch in self._query.read(numbers):
-            size = int(self._query.sizes[number])
-            if block and held + each * size > self._budget:
+        for number, batch in self.query.read(numbers):
+            size = int(self.query.sizes[number])
+            if block and held + each * size > self.budget:
                 yield block
                 block, held = [], 0
             self._use(self._query_at)
@@ -150,10 +157,10 @@ class Stream:
             return keep(work.model, batch, work.loss_fn, nonfinite="keep", **work.options)
 
         batch = to_device(batch, work.device)
-        size = int(self._query.sizes[number])
+        size = int(self.query.sizes[number])
         kept = KeptBatch(number, self._keeping.run(part, batch, size))
         assert self._query_at is not None
-        ids = self._query.ids[self._query.spans[number]]
+        ids = self.query.ids[self.query.spans[number]]
         work.check_finite(kept.sqnorm, ids, self._query_at.name, "query")
         return kept
 
@@ -172,9 +179,9 @@ class Stream:
             )  # fmt: skip
 
         batch = to_device(batch, work.device)
-        parts = self._passing.run(part, batch, int(self._train.sizes[row]))
+        parts = self._passing.run(part, batch, int(self.train.sizes[row]))
         sqnorm = np.concatenate([as_numpy(found[0].sqnorm) for found in parts])
-        ids = self._train.ids[self._train.spans[row]]
+        ids = self.train.ids[self.train.spans[row]]
         work.check_finite(sqnorm, ids, self._train_at.name, "training")
         rows = np.concatenate(
             [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]

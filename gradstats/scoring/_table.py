@@ -14,7 +14,7 @@ from gradstats._requirements import require
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
-from gradstats.scoring._scores import check_k
+from gradstats.scoring._rankings import check_k
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # What is measured of an example at a checkpoint.
 FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
+SQNORM = FIELDS.index("sqnorm")
 
 # A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
 MEMORISED = 0.995
@@ -79,6 +80,9 @@ class SelfInfluence:
 
         These are in the order in which they were added to the folder.
 
+        Args:
+            folder: of the results; read without the model and the data.
+
         Raises:
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
@@ -105,7 +109,14 @@ class SelfInfluence:
         }
 
     def top(self, k: int = 20) -> SelfInfluence:
-        """Return the k rows of largest self-influence, the largest first."""
+        """Return the k rows of largest self-influence, the largest first.
+
+        Args:
+            k: how many.
+
+        Raises:
+            ScoreError: k is not a positive number.
+        """
         order = np.argsort(-self.self_influence, kind="stable")[: check_k(k)]
         return SelfInfluence(
             self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
@@ -149,20 +160,36 @@ class SelfInfluence:
         return DetectionReport(rows, missing, len(self), int(bad.sum()), self._warnings(bad))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the table as a pandas DataFrame."""
+        """Return the table as a pandas DataFrame.
+
+        Raises:
+            MissingPackageError: without pandas.
+        """
         with require("tables"):
             import pandas
         return pandas.DataFrame(self.columns)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write the table to a Parquet file."""
+        """Write the table to a Parquet file.
+
+        Raises:
+            MissingPackageError: without pandas or pyarrow.
+        """
         with require("tables"):
             # Asked for here: what pandas says of a missing one names no extra.
             importlib.import_module("pyarrow")
         self.to_pandas().to_parquet(path, index=False)
 
     def plot(self, known_bad: Any = None) -> Figure:
-        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds."""
+        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds.
+
+        Args:
+            known_bad: as for ``report``.
+
+        Raises:
+            MissingPackageError: without matplotlib.
+            ScoreError: as ``report``.
+        """
         from gradstats.scoring._pictures import draw_self_influence
 
         bad = None if known_bad is None else self._mask(known_bad)
@@ -170,7 +197,7 @@ class SelfInfluence:
         return draw_self_influence(self.self_influence, bad, report)
 
     def __str__(self) -> str:
-        shown = {name: values for name, values in self.columns.items()}
+        shown = dict(self.columns)
         if self.reason is not None:
             for name in ("label", "predicted", "margin", "el2n"):
                 del shown[name]

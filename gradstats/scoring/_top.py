@@ -7,8 +7,7 @@ all checkpoints in chunks that fit the budget.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 
 from gradstats.scoring import _ranks
 from gradstats.scoring._folder import write_whole
-from gradstats.scoring._scores import NORMALIZATIONS, list_name, strongest
+from gradstats.scoring._rankings import strongest
+from gradstats.scoring._scores import NORMALIZATIONS, list_name
 from gradstats.scoring._stream import Tile, cosine_of
 
 STATE = "top.npz"
@@ -138,45 +138,3 @@ def chunks(sizes: np.ndarray, queries: int, budget: int, start: int) -> Iterator
         rows += int(sizes[number])
     if first < len(sizes):
         yield range(first, len(sizes))
-
-
-def fill_lists(
-    top: TopLists,
-    k: int,
-    spans: tuple[list[slice], list[slice]],
-    parts: Iterator[range],
-    compute: Callable[[range, Chunk], None],
-    folder: Path | None,
-) -> None:
-    """Compute chunk after chunk, in all processes together, and merge their lists.
-
-    Args:
-        top: the lists so far.
-        k: how many of each kind.
-        spans: rows of the train batches, columns of the query batches.
-        parts: ranges of train batches.
-        compute: fills a chunk over all checkpoints.
-        folder: where the lists are written after each chunk.
-    """
-    rows, columns = spans
-    for part in parts:
-        chunk = Chunk(
-            slice(rows[part[0]].start, rows[part[-1]].stop), columns[-1].stop, rows, columns
-        )
-        for lists in _ranks.gather(chunk_lists(chunk, k, part, compute)):
-            top.add(lists)
-        top.next_batch = part[-1] + 1
-        if folder is not None:
-            _ranks.on_first(partial(top.save, folder))
-
-
-def chunk_lists(
-    chunk: Chunk, k: int, part: range, compute: Callable[[range, Chunk], None]
-) -> Lists:
-    """Return a chunk's lists, once every process has filled its share."""
-
-    def fill() -> Lists:
-        compute(part, chunk)
-        return chunk.lists(k)
-
-    return _ranks.together(fill)

@@ -96,8 +96,32 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     try:
         model.load_state_dict(held)
     except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.name} does not fit the model: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
+        ) from error
     _check_shared(model, held, checkpoint.name)
+
+
+def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:
+    """Return which values have other shapes than the model's tensors, None if none has."""
+    prefix = wrapper_prefix(model)
+    shapes = {
+        clean_name(name, prefix): (tuple(held[name].shape), tuple(own.shape))
+        for name, own in model.state_dict().items()
+        if isinstance(own, Tensor) and isinstance(held[name], Tensor)
+    }
+    misfits = [
+        f"{name!r} has shape {got}, expected {expected}"
+        for name, (got, expected) in shapes.items()
+        if got != expected
+    ]
+    if not misfits:
+        return None
+    more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+    return (
+        f"{'; '.join(misfits[:3])}{more}. Pass a model of the architecture that was trained, or "
+        "its checkpoints."
+    )
 
 
 def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> None:

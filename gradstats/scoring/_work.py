@@ -8,24 +8,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from gradstats._complex import any_double
 from gradstats.capture._selection import select_parameters
 from gradstats.contractions._triton import BACKEND_VARIABLE
-from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError, TrackingError
+from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
-from gradstats.statistics._arguments import check_call
+from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
 from gradstats.statistics._loss import check_batch_dim
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,28 @@ class Work:
     """
 
     model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], Tensor]
+    loss_fn: LossFunction
     names: tuple[str, ...]
-    options: dict[str, Any]
+    options: Options
     device: torch.device
     nonfinite: str
     progress: bool
 
     @classmethod
-    def of(cls, model, loss_fn, *, nonfinite: str, progress: bool, **options) -> Work:
+    def of(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        nonfinite: str,
+        progress: bool,
+        **options: Unpack[Options],
+    ) -> Work:
         """Return the work of a call, its options checked."""
         check_call(model, loss_fn)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        if nonfinite not in ("raise", "keep"):
-            raise TrackingError(f'nonfinite is {nonfinite!r}, expected "raise" or "keep".')
+        check_choice("nonfinite", nonfinite, ("raise", "keep"))
         check_batch_dim(options["batch_dim"])
         selected = select_parameters(model, options["parameters"], options["exclude"])
         device = next(iter(selected.values())).device

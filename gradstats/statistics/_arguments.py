@@ -1,15 +1,44 @@
-"""What every call that measures gradients may be given, and what is said of the rest."""
+"""What every function that measures gradients may be given, and what is said of the rest."""
 
 from __future__ import annotations
 
+import glob
 import operator
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
+from gradstats._complex import real_shape
+from gradstats.capture._selection import select_parameters
 from gradstats.capture._tracker import DEFAULT_WORKSPACE
 from gradstats.errors import TrackingError
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class Options(TypedDict, total=False):
+    """What all functions that run a loss function take; per_example_norms says what each means."""
+
+    batch_dim: int
+    cu_seqlens: Tensor | None
+    parameters: Sequence[str] | str | None
+    exclude: Sequence[str] | str
+    workspace: int | None
+
+
+def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter that is to be tracked, in real numbers, by name."""
+    selected = select_parameters(model, options.get("parameters"), options.get("exclude", ()))
+    return {name: real_shape(parameter) for name, parameter in selected.items()}
+
+
+def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
+    """Return patterns that leave out some named parameters beside what ``exclude`` leaves out."""
+    given = [exclude] if isinstance(exclude, str) else exclude
+    return [*given, *map(glob.escape, names)]
 
 
 def check_call(model: Any, loss_fn: Any) -> None:
@@ -26,8 +55,9 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_loss_function(loss_fn: Any) -> None:
-    """Raise unless it can be called."""
-    if not callable(loss_fn):
+    """Raise unless it can be called with a model and a batch."""
+    # Losses of PyTorch are called with outputs and targets.
+    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
         raise TrackingError(
             f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) -> "
             "(B,) unreduced losses."

@@ -1,4 +1,4 @@
-"""Batches taken apart: one example at a time, in another precision, and with the state kept."""
+"""Batches looked into, divided into examples, and put into another precision."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import dataclasses
 import enum
 import itertools
 import numbers
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from gradstats._comparison import same_bits
 from gradstats.capture._nodes import tensors_in
+from gradstats.statistics._arguments import LossFunction
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -51,7 +48,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def on_a_copy(loss_fn: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+def on_a_copy(loss_fn: LossFunction) -> LossFunction:
     """Return a loss function that is given containers of its own, holding the same tensors.
 
     What it takes out of them (``batch.pop("labels")``) is there the next time it is called.
@@ -210,51 +207,3 @@ def to_float64(batch: Any) -> Any:
         return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, widen)
-
-
-class State:
-    """What a forward may change without being asked: random generators and buffers.
-
-    ``restore`` makes the next forward the same as the one after construction.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        self._devices = [
-            (device, torch.get_device_module(device).get_rng_state(device))
-            for device in devices
-            if device.type not in ("cpu", "meta")
-        ]
-
-    def restore(self, *, generators: bool = True) -> None:
-        """Put everything back, buffers in place; on request all but the random generators."""
-        with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
-                module._buffers[name] = buffer
-                if not same_bits(buffer, value):
-                    buffer.copy_(value)
-        if not generators:
-            return
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-@contextmanager
-def state_kept(model: nn.Module) -> Iterator[State]:
-    """Give the state back as it was found, whatever runs inside."""
-    state = State(model)
-    try:
-        yield state
-    finally:
-        state.restore()

@@ -6,7 +6,6 @@ holds, squared and let go; every other parameter goes the lean way.
 
 from __future__ import annotations
 
-import glob
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,9 +26,12 @@ from gradstats.errors import (
     LossShapeError,
     UnsupportedOperationError,
 )
-from gradstats.statistics._batches import Division, State, leaves_of, map_tensors
+from gradstats.statistics._arguments import LossFunction, excluding
+from gradstats.statistics._backward import NothingUsedError
+from gradstats.statistics._batches import Division, leaves_of, map_tensors
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
+from gradstats.statistics._state import State
 
 # By how much a loss or a gradient may differ between an example alone and in its batch, by the
 # coarsest dtype; float32 may come from half precision inside.
@@ -44,7 +46,7 @@ TOLERANCE = {
 class LossOfModel(nn.Module):
     """The user's loss function as a module, so that its parameters can be given as arguments."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]):
+    def __init__(self, model: nn.Module, loss_fn: LossFunction):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -72,7 +74,7 @@ def norms_with_fallback(
     lean: Callable[..., GradientNorms],
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     options: dict[str, Any],
     workspace: int,
     nonfinite: str,
@@ -84,34 +86,17 @@ def norms_with_fallback(
         options: of Tracker.
         others: as for per_example_norms.
     """
-    batch_size, segments = options["batch_size"], options["segments"]
-    bounds = None if segments is None else segments.offsets
-    division = Division(batch_size, options["batch_dim"], bounds)
-    selected = select_parameters(model, options["parameters"], options["exclude"])
-    given = options["exclude"]
-    patterns = [given] if isinstance(given, str) else list(given)
-    served: set[str] = set()
-    stats, before = None, State(model)
-    while stats is None and served != set(selected):
-        exclude = [*patterns, *(glob.escape(name) for name in sorted(served))]
-        # What is left to the fallback is differentiated by PyTorch here.
-        native = recurrence_differentiable(model) if served else nullcontext()
-        try:
-            with native:
-                stats = lean(**{**options, "exclude": exclude})
-        except (UnsupportedOperationError, ExampleAxisError) as error:
-            new = set(error.parameters) - served
-            if not new:
-                raise
-            before.restore()
-            served |= new | set(survey(model, batch, loss_fn, **options).refused)
-            before.restore()
+    before = State(model)
+    stats, served = _lean_part(lean, model, batch, loss_fn, options, before)
     if stats is not None and not served:
         return stats
+    selected = select_parameters(model, options["parameters"], options["exclude"])
     names = [name for name in selected if name in served]
+    bounds = None if options["segments"] is None else options["segments"].offsets
+    division = Division(options["batch_size"], options["batch_dim"], bounds)
     before.restore()
     with recurrence_differentiable(model):
-        together = gradients_together(model, batch, loss_fn, names, batch_size)
+        together = gradients_together(model, batch, loss_fn, names, division.batch_size)
     after = State(model)
     alone = sqnorms_one_by_one(
         model, batch, loss_fn, names, division, workspace=workspace, state=before
@@ -124,10 +109,51 @@ def norms_with_fallback(
         values.update({name: row.double() for name, row in stats.by_parameter.items()})
         bound = stats.error_bound.double() * stats.norm.double().square()
     wide = any_double(selected.values())
-    rows = torch.stack([values[name] for name in selected])
+    unused = torch.zeros_like(values[names[0]])
+    rows = torch.stack([values.get(name, unused) for name in selected])
     total = rows.sum(0)
     relative = partial(_relative, bound, total)
     return summarise(list(selected), rows, total, relative, together.losses, nonfinite, wide)
+
+
+def _lean_part(
+    lean: Callable[..., GradientNorms],
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    options: dict[str, Any],
+    before: State,
+) -> tuple[GradientNorms | None, set[str]]:
+    """Return the norms over all parameters that have a rule, and the names of those that have none.
+
+    Args:
+        before: what each forward starts from.
+        others: as for ``norms_with_fallback``.
+
+    Returns:
+        None for the norms where the losses use no parameter that has a rule.
+    """
+    selected = set(select_parameters(model, options["parameters"], options["exclude"]))
+    served: set[str] = set()
+    while served != selected:
+        exclude = excluding(options["exclude"], sorted(served))
+        # What is left to the fallback is differentiated by PyTorch here.
+        native = recurrence_differentiable(model) if served else nullcontext()
+        try:
+            with native:
+                return lean(**{**options, "exclude": exclude}), served
+        except NothingUsedError:
+            if not served:
+                raise
+            break
+        except (UnsupportedOperationError, ExampleAxisError) as error:
+            new = set(error.parameters) - served
+            if not new:
+                raise
+            before.restore()
+            served |= new | set(survey(model, batch, loss_fn, **options).refused)
+            before.restore()
+    return None, served
 
 
 def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
@@ -137,7 +163,7 @@ def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
 def gradients_together(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     names: Sequence[str],
     batch_size: int,
 ) -> Gradients:
@@ -151,7 +177,7 @@ def gradients_together(
 def sqnorms_one_by_one(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     names: Sequence[str],
     division: Division,
     *,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,29 +11,9 @@ from gradstats._factors import Segments
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tensors import DerivedTensor
-from gradstats.capture._tracker import Tracker
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in
-
-
-def differentiate_losses(
-    tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
-) -> Tensor:
-    """Run forward and backward inside a context, without weight gradients; return the losses."""
-    tracker.keep_data(tensors_in(batch))
-    with torch.enable_grad():
-        tracker.open()
-        try:
-            losses = loss_fn(model, batch)
-            with torch._C.DisableTorchFunction():
-                losses = check_losses(losses, tracker.batch_size)
-                tracker.note_losses(losses)
-                total = losses.sum()
-            tracker.backward_without_gradients(total)
-        finally:
-            tracker.close()
-    return losses
 
 
 def check_losses(losses, batch_size: int) -> Tensor:
@@ -107,11 +85,14 @@ def infer_batch_size(batch, batch_dim: int) -> int:
                     f"expected at least one example along axis {batch_dim}."
                 )
             return size
+    held = {type(item).__name__ for item in opaque_in(batch) if item is not batch}
+    of = f" of {', '.join(sorted(held))}" if held else ""
     raise ExampleAxisError(
-        f"the batch is {type(batch).__name__} and holds no tensor with an example axis, so the "
+        f"the batch is {type(batch).__name__}{of} and holds no tensor with an example axis, so the "
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
-        "dataclass of tensors; of anything else pass cu_seqlens=, the rows at which the examples "
-        "begin, as graphs in one batch have them (batch.ptr)."
+        "dataclass of tensors: torch.as_tensor makes them of arrays. Of anything else pass "
+        "cu_seqlens=, the rows at which the examples begin, as graphs in one batch have them "
+        "(batch.ptr)."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
 from gradstats.statistics._arguments import (
+    LossFunction,
     check_call,
     check_choice,
     check_model,
@@ -22,25 +23,26 @@ from gradstats.statistics._arguments import (
     check_scaler,
     check_workspace,
 )
-from gradstats.statistics._batches import State, on_a_copy
+from gradstats.statistics._backward import run_examples
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._fallback import norms_with_fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
     check_losses,
-    differentiate_losses,
     examples_in,
     loss_scale,
     loss_weights,
     packed_segments,
 )
-from gradstats.statistics._result import GradientNorms, gather
+from gradstats.statistics._result import GradientNorms, statistics_of
+from gradstats.statistics._state import State
 
 
 def per_example_norms(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loss_fn: LossFunction,
     *,
     batch_dim: int = 0,
     cu_seqlens: Tensor | None = None,
@@ -70,7 +72,7 @@ def per_example_norms(
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
-        default.
+            default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
         fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
             examples at a time as the workspace allows, or one at a time where that cannot run. One
@@ -86,6 +88,7 @@ def per_example_norms(
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
+        TrackingError: arguments of another kind, or losses that use none of the parameters.
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
@@ -107,21 +110,16 @@ def per_example_norms(
         "parameters": parameters,
         "exclude": exclude,
     }
-    workspace = check_workspace(workspace)
+    scratch = check_workspace(workspace)
     compiled = runs_graphs(model)
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
     def lean(**options: Any) -> GradientNorms:
-        settings = Settings(
-            weight_gradients=False,
-            fused=True,
-            workspace=workspace,
-            consumer=together_for(alignment, gram),
+        tracker, losses = run_examples(
+            model, batch, loss_fn, together_for(alignment, gram), scratch, **options
         )
-        tracker = Tracker(model, settings=settings, **options)
-        losses = differentiate_losses(tracker, model, batch, loss_fn)
-        return gather(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        return statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
     if fallback is None:
         before = State(model) if compiled else None
@@ -138,7 +136,7 @@ def per_example_norms(
                 f"fallback={fallback!r} together with {name} is not supported: expected norms "
                 "alone. Exclude the parameters without a rule instead."
             )
-    return norms_with_fallback(lean, model, batch, loss_fn, options, workspace, nonfinite)
+    return norms_with_fallback(lean, model, batch, loss_fn, options, scratch, nonfinite)
 
 
 class _ScaleAtBackward:
@@ -273,7 +271,9 @@ class track:
         listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reports.any:
             scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
-            self._stats = gather(self._tracker, self._losses, self._weights, self._nonfinite, scale)
+            self._stats = statistics_of(
+                self._tracker, self._losses, self._weights, self._nonfinite, scale
+            )
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.

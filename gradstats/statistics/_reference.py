@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -14,8 +13,11 @@ from torch import Tensor, nn
 from gradstats._complex import as_real
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
-from gradstats.statistics._batches import State
+from gradstats.statistics._arguments import LossFunction
+from gradstats.statistics._batches import model_to_float64, to_float64
 from gradstats.statistics._fallback import recurrence_differentiable, sqnorm_of
+from gradstats.statistics._state import State
+from gradstats.statistics._verify_report import summary
 
 # Relative errors that rounding explains, by the precision of the reference.
 TOLERANCE = {
@@ -24,8 +26,6 @@ TOLERANCE = {
     torch.float16: 5e-2,
     torch.bfloat16: 1e-1,
 }
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
@@ -47,16 +47,53 @@ class Subject:
         self.state = State(self.model)
 
     def losses(self, loss_fn: LossFunction) -> Any:
+        """Return what the loss function gives for the batch, with the first state again."""
         return self.losses_of(self.batch, loss_fn)
 
     def losses_of(self, batch: Any, loss_fn: LossFunction) -> Any:
+        """Return the same for another batch."""
         self.state.restore()
         with SettledFormats(), recurrence_differentiable(self.model):
             return loss_fn(self.model, batch)
 
     def parameters(self, names: list[str]) -> list[nn.Parameter]:
+        """Return the named parameters."""
         every = select_parameters(self.model, None, ())
         return [every[name] for name in names]
+
+
+def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: State) -> Subject:
+    """Return a float64 copy of model and batch where that works, else the model itself.
+
+    Args:
+        model, batch, loss_fn: the user's.
+        state: of the model; what a forward changes of it is put back.
+    """
+    # Compiled code is checked by the runs on the model itself.
+    inner = getattr(model, "_orig_mod", model)
+    reason = too_large(inner)
+    if reason is None:
+        try:
+            subject = Subject(
+                model_to_float64(inner), to_float64(batch), torch.float64,
+                "float64 on a copy of the model",
+            )  # fmt: skip
+            with recurrence_differentiable(subject.model):
+                losses = loss_fn(subject.model, subject.batch)
+            copied = list(select_parameters(subject.model, None, ()).values())
+            reached = torch.autograd.grad(losses.sum(), copied, allow_unused=True)
+            if any(gradient is not None for gradient in reached):
+                subject.state.restore()
+                return subject
+            reason = "loss_fn does not use the model that it is given"
+        except Exception as error:
+            reason = f"a float64 copy failed with {summary(error)}"
+        finally:
+            state.restore()
+    dtypes = [p.dtype for p in model.parameters() if p.dtype in TOLERANCE]
+    dtype = max(dtypes, key=TOLERANCE.__getitem__, default=torch.float32)
+    name = str(dtype).removeprefix("torch.")
+    return Subject(model, batch, dtype, f"{name} on the model itself, because {reason}")
 
 
 class Example:

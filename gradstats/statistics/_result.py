@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradstats._complex import any_double
 from gradstats.capture._consumers import Together
@@ -84,7 +84,7 @@ class GradientNorms:
         )
 
 
-def gather(
+def statistics_of(
     tracker: Tracker,
     loss: Tensor | None,
     weights: Tensor | float,
@@ -173,6 +173,12 @@ def summarise(
     )
 
 
+def result_dtype(*models: nn.Module) -> torch.dtype:
+    """Return float64 where a model has a float64 parameter, else float32."""
+    wide = any(any_double(model.parameters()) for model in models)
+    return torch.float64 if wide else torch.float32
+
+
 def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
     """Return the squared norms that a tracker's backward reported, (parameters, B) float64.
 
@@ -184,6 +190,12 @@ def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
     return values
 
 
+def examples_named(values: Tensor) -> str:
+    """Return which examples have a value (B,) that is not finite, for a message."""
+    bad = (~values.isfinite()).nonzero().squeeze(1).tolist()
+    return f"example {bad[0]}" if len(bad) == 1 else f"examples {bad}"
+
+
 def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
     """Raise where a sum over parameters is not finite, naming the examples.
 
@@ -193,26 +205,23 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         total: (B,) their sum.
     """
     # Of what is not finite nor is the sum, and one number is soon looked at.
-    if not (math.isfinite(total.sum().item()) or bool(total.isfinite().all())):
-        bad = (~total.isfinite()).nonzero().squeeze(1).tolist()
-        finite = values.isfinite().all(1).tolist()
-        spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
+    if math.isfinite(total.sum().item()) or bool(total.isfinite().all()):
+        return
+    finite = values.isfinite().all(1).tolist()
+    spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
+    where = "the sum over all parameters"
+    if spoilt:
         listed = ", ".join(map(repr, spoilt[:3])) + (", …" if len(spoilt) > 3 else "")
         where = f"{len(spoilt)} of {len(names)} parameters ({listed})"
-        infinite = bool((total[bad] == torch.inf).all())
-        what = (
-            "the squared norm of {} is infinite: it overflowed float32, in which squares are "
-            "accumulated (norms above 1.8e19 do), or the gradient itself is infinite. It came to "
-            "infinity in {}. Divide the losses by a constant, use model.double(), look at these "
-            "examples and their losses, or "
-            if infinite
-            else "the gradient of {} is not finite, in {}. Look at these examples and their "
-            "losses, or "
-        )
+    if bool((total[~total.isfinite()] == torch.inf).all()):
         raise NonFiniteGradientError(
-            what.format(
-                f"example{'s' if len(bad) > 1 else ''} {bad}",
-                where if spoilt else "the sum over all parameters",
-            )
-            + 'pass nonfinite="keep" to have the values returned.'
+            f"the squared norm of {examples_named(total)} is infinite: it overflowed float32, in "
+            "which squares are accumulated (norms above 1.8e19 do), or the gradient itself is "
+            f"infinite. It came to infinity in {where}. Divide the losses by a constant, use "
+            "model.double(), look at these examples and their losses, or pass "
+            'nonfinite="keep" to have the values returned.'
         )
+    raise NonFiniteGradientError(
+        f"the gradient of {examples_named(total)} is not finite, in {where}. Look at these "
+        'examples and their losses, or pass nonfinite="keep" to have the values returned.'
+    )

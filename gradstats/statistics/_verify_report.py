@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradstats.errors import GradStatsError
+
 MARKS = {True: "ok", False: "FAILED", None: "-"}
 
 
@@ -111,3 +113,11 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
     ]
+
+
+def summary(error: BaseException) -> str:
+    """Return an error's name and what it says, on one line; what others say is cut short."""
+    message = " ".join(str(error).split())
+    if len(message) > 400 and not isinstance(error, GradStatsError):
+        message = message[:400] + " …"
+    return f"{type(error).__name__}: {message}"

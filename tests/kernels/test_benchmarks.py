@@ -14,7 +14,14 @@ from gradstats.kernels import _config
 from gradstats.kernels._table import TABLE
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import bench_layer_kernels, bench_linear_kernels, gpu, limited, tune_linear_kernels
+from benchmarks import (
+    bench_layer_kernels,
+    bench_linear_kernels,
+    gpu,
+    kernel_harness,
+    limited,
+    tune_linear_kernels,
+)
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
@@ -130,18 +137,14 @@ def test_a_kernel_that_is_wrong_is_not_timed(tmp_path, monkeypatch):
         def want(a, g, weight):
             return torch.ones(2)
 
-        yield module.Provider(
-            "one", "gradstats", lambda *i: torch.full((2,), 2.0), 0, 0, lambda r: r, want
-        )
+        yield module.Provider("one", "gradstats", lambda *i: torch.full((2,), 2.0), 0, 0, want)
 
         def too_large(*inputs):
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-        yield module.Provider("two", "gradstats", broken, 0, 0, lambda r: r, want)
-        yield module.Provider("large", "gradstats", too_large, 0, 0, lambda r: r, want)
-        yield module.Provider(
-            "three", "gradstats", lambda *i: torch.ones(2), 0, 1, lambda r: r, want
-        )
+        yield module.Provider("two", "gradstats", broken, 0, 0, want)
+        yield module.Provider("large", "gradstats", too_large, 0, 0, want)
+        yield module.Provider("three", "gradstats", lambda *i: torch.ones(2), 0, 1, want)
 
     monkeypatch.setattr(module, "providers", providers)
     path = tmp_path / "kernels.csv"
@@ -164,11 +167,10 @@ def test_a_lost_device_ends_the_run():
     def lost():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    module = bench_linear_kernels
-    meter = dataclasses.replace(module.IN_A_DRY_RUN, check=lost)
-    provider = module.Provider("one", "gradstats", broken, 0, 0)
+    meter = dataclasses.replace(kernel_harness.IN_A_DRY_RUN, check=lost)
+    provider = kernel_harness.Provider("one", "gradstats", broken, 0, 0)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        module.measure(provider, (), [()], (1.0, 1.0), lambda *_: broken(), meter)
+        kernel_harness.measure(provider, [()], (1.0, 1.0), meter)
 
 
 def test_the_committed_table_is_what_the_script_writes(tmp_path):

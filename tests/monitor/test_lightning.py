@@ -220,6 +220,11 @@ def test_ids_of_no_kind(ids):
         callback_module.GradStatsCallback(ids=ids)
 
 
+def test_an_option_of_no_monitor_is_named_at_once():
+    with pytest.raises(TypeError, match="'evry'"):
+        callback_module.GradStatsCallback(evry=10)
+
+
 def test_off_steps_touch_nothing():
     recorder = Recorder()
     callback = callback_module.GradStatsCallback(every=3)

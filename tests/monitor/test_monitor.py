@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.monitor._monitor import WATCHED
+from gradstats.monitor._run import WATCHED
 from tests.monitor.expected import (
     assert_metrics,
     gradient_rows,
@@ -447,7 +447,7 @@ def test_steps_that_are_not_finite_one_after_the_other_are_one_spike(model):
 
 
 def test_only_the_last_spikes_are_kept(model, monkeypatch):
-    monkeypatch.setattr("gradstats.monitor._monitor.SPIKES", 3)
+    monkeypatch.setattr("gradstats.monitor._run.SPIKES", 3)
     monitor = gs.Monitor(model, every=1, alignment=False, top=1)
     inputs, labels = batch_of()
     for step in range(12):

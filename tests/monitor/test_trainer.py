@@ -311,6 +311,11 @@ def test_options_must_fit_into_the_saved_state():
         GradStatsCallback(parameters={"a set"})
 
 
+def test_an_option_of_no_monitor_is_named_at_once():
+    with pytest.raises(TypeError, match="'evry'"):
+        GradStatsCallback(evry=10)
+
+
 def test_it_must_be_called_by_a_trainer(tmp_path):
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(gs.TrackingError, match=r"not called by a transformers\.Trainer"):

@@ -218,7 +218,8 @@ def test_proponents_and_opponents(setting):
     pairs = list(scores.proponents(2, 2))
     assert [name for name, _ in pairs] == order[:2]
     assert pairs[0][1] == pytest.approx(expected[order[0], 2].item())
-    assert str(order[0]) in str(scores.proponents(2, 1))
+    header, line = str(scores.proponents(2, 1)).splitlines()
+    assert header.split() == ["score", "id"] and line.split()[1] == str(order[0])
 
 
 def test_ties_go_to_the_first_example(setting):

@@ -363,6 +363,7 @@ def test_a_loss_that_writes_into_the_batch_is_refused(setting):
         (make_setting().train[0], r"is a single batch \(Tensor\)"),
         ({"x": torch.ones(2)}, r"is a single batch \(dict\)"),
         (nn.Linear(1, 1), "is Linear, expected a DataLoader"),
+        (TensorDataset(torch.ones(2)), r"data set \(TensorDataset\).*DataLoader\(data"),
     ],
 )
 def test_loaders_that_are_none(setting, loader, message):

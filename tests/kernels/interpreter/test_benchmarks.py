@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks import bench_layer_kernels
-from benchmarks.bench_linear_kernels import Shape, error, operands, providers
+from benchmarks.bench_linear_kernels import Shape, operands, providers
+from benchmarks.kernel_harness import error
 
 SHAPES = [Shape("one position", 5, 1, 32, 48), Shape("sequence", 2, 9, 32, 48)]
 SHAPES.append(Shape("unaligned", 2, 9, 33, 47))
@@ -33,7 +34,7 @@ def test_every_provider_of_a_layer_runs_and_is_right(layer):
         inputs = bench_layer_kernels.operands(layer, torch.float32, 0, "cpu", channels_last)
         ours = 0
         for provider in bench_layer_kernels.providers(layer, torch.float32):
-            off = bench_layer_kernels.error(provider, inputs)
+            off = error(provider, inputs)
             if off is None:
                 assert torch.is_tensor(provider.call(*inputs))
                 continue

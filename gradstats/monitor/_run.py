@@ -1,0 +1,181 @@
+"""What a monitor remembers of a run over its measured steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstats.errors import TrackingError
+from gradstats.monitor._arguments import is_count
+from gradstats.monitor._measured import Measured
+from gradstats.monitor._metrics import step_metrics
+from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
+from gradstats.statistics._training import RunningRatio, cosines_to_mean
+
+# Quantities that spikes are looked for in, and how many measured steps their median is taken over.
+WATCHED = ("grad_norm", "example_grad_norm/max")
+WINDOW, FEWEST = 100, 5
+# How many spikes, and how many examples whose gradient was not finite, are remembered.
+SPIKES, NONFINITE = 200, 1000
+
+
+class Run:
+    """The last measured step, and what follows from all of them: averages, spikes, history.
+
+    Args:
+        decay, spike, top, clip: as for ``Monitor``.
+
+    Attributes:
+        measured: the last measured step, None before the first.
+        history, spikes, nonfinite, self_influence: as ``Monitor`` shows them.
+    """
+
+    def __init__(self, decay: float, spike: float, top: int, clip: float | None):
+        self._decay, self._spike_factor, self._top, self._clip = decay, spike, top, clip
+        self.measured: Measured | None = None
+        self.history: dict[str, list[float]] = {}
+        self.spikes: deque[Spike] = deque(maxlen=SPIKES)
+        self.nonfinite: deque[tuple[int, int]] = deque(maxlen=NONFINITE)
+        self.self_influence = RunningSelfInfluence()
+        self._ratios: dict[str, RunningRatio] = {}
+        self._undefined = self._nonfinite_steps = 0
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in WATCHED}
+
+    def add(self, number: int, measured: Measured) -> dict[str, float]:
+        """Take in a measured optimizer step, and return its metrics."""
+        self.measured = measured
+        step = measured.step
+        if measured.ids is not None and measured.influence is not None:
+            self.self_influence.add(measured.ids, measured.influence)
+        wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
+        self._nonfinite_steps += bool(len(wrong))
+        names = wrong if measured.ids is None else measured.ids[wrong]
+        self.nonfinite.extend((number, int(name)) for name in names)
+        metrics = step_metrics(measured, self._clip)
+        for prefix, gradients in {"": step, **measured.layers}.items():
+            path = f"gns/{prefix}/" if prefix else "gns/"
+            spread, gradient = gradients.noise_scale
+            ratio = self._ratio(f"{path}b_simple")
+            ratio.add(spread, gradient)
+            metrics[f"{path}tr_sigma"], metrics[f"{path}g2"] = spread, gradient
+            metrics[f"{path}b_simple"] = ratio.value
+            metrics[f"{path}b_simple_se"] = ratio.standard_error
+        self._undefined += math.isnan(metrics["gns/b_simple"])
+        coherence = self._ratio("coherence/alpha")
+        coherence.add(metrics["gns/g2"], step.mean_of_sqnorms)
+        metrics["coherence/alpha"] = coherence.value
+        metrics["coherence/alpha_se"] = coherence.standard_error
+        metrics["gns/undefined"] = float(self._undefined)
+        metrics["nonfinite/steps"] = float(self._nonfinite_steps)
+        metrics["spike"] = float(self._look_for_spikes(number, metrics))
+        row = {"step": number, **metrics}
+        before = len(self.history.get("step", ()))
+        for name in {**self.history, **row}:
+            values = self.history.setdefault(name, [math.nan] * before)
+            values.append(float(row.get(name, math.nan)))
+        return metrics
+
+    def histograms(self) -> dict[str, np.ndarray]:
+        """Return the last measured step's distributions; see ``Monitor.histograms``."""
+        if self.measured is None:
+            return {}
+        step = self.measured.step
+        columns = {"example_grad_norm": np.sqrt(step.sqnorm)}
+        if step.alignment is not None:
+            columns["align/cos_to_mean"] = cosines_to_mean(step)
+        return {name: column[np.isfinite(column)] for name, column in columns.items()}
+
+    def examples(self, k: int, by: str = "norm") -> list[ExampleRecord]:
+        """Return the k examples that stand out in the last step; see ``Monitor.examples``."""
+        if not is_count(k):
+            raise TrackingError(f"k is {k!r}, expected a number of examples.")
+        if by not in ("norm", "alignment"):
+            raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
+        if self.measured is None:
+            return []
+        key = self.measured.step.sqnorm
+        if by == "alignment":
+            if self.measured.step.alignment is None:
+                raise TrackingError("alignments were not measured: pass alignment=True.")
+            key = self.measured.step.alignment
+        # Not finite counts as largest: such an example is what one is looking for.
+        order = np.argsort(-np.where(np.isfinite(key), key, np.inf), kind="stable")
+        return [self._record(position) for position in order[:k]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all but the last measured step: numbers, strings and tensors only."""
+        return {
+            "undefined": self._undefined,
+            "nonfinite_steps": self._nonfinite_steps,
+            "nonfinite": [list(item) for item in self.nonfinite],
+            "ratios": {name: ratio.state_dict() for name, ratio in self._ratios.items()},
+            "recent": {name: list(values) for name, values in self._recent.items()},
+            "spikes": [spike.state_dict() for spike in self.spikes],
+            "history": {
+                name: torch.tensor(values, dtype=torch.float64)
+                for name, values in self.history.items()
+            },
+            "self_influence": self.self_influence.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take in what ``state_dict`` returned, where nothing was measured yet."""
+        self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
+        self.nonfinite.extend((step, name) for step, name in state["nonfinite"])
+        for name, saved in state["ratios"].items():
+            self._ratio(name).load_state_dict(saved)
+        for name, recent in self._recent.items():
+            recent.extend(state["recent"][name])
+        self.spikes.extend(map(Spike.from_state, state["spikes"]))
+        self.history = {
+            name: torch.as_tensor(values).tolist() for name, values in state["history"].items()
+        }
+        self.self_influence.load_state_dict(state["self_influence"])
+
+    def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
+        found = False
+        for name in WATCHED:
+            recent, value = self._recent[name], metrics[name]
+            typical = median(recent) if len(recent) >= FEWEST else math.nan
+            if not math.isfinite(value) or value > self._spike_factor * typical:
+                found = True
+                before = self.history.get(name, [0.0])[-1]
+                if not (math.isfinite(value) or math.isfinite(before)):
+                    continue
+                examples = self.examples(self._top)
+                if self.measured is not None and self.measured.step.alignment is not None:
+                    examples += self.examples(self._top, by="alignment")
+                distinct = {record.position: record for record in examples}
+                ordered = sorted(distinct.values(), key=lambda record: -record.norm)
+                self.spikes.append(Spike(number, name, value, typical, tuple(ordered)))
+            if math.isfinite(value):
+                recent.append(value)
+        return found
+
+    def _record(self, position: int) -> ExampleRecord:
+        measured = self.measured
+        assert measured is not None
+        step = measured.step
+        alignment = math.nan
+        if step.alignment is not None:
+            along = step.batch == step.batch[position]
+            square = np.average(step.alignment[along], weights=step.weight[along])
+            if 0 < square < math.inf:
+                alignment = float(step.alignment[position] / math.sqrt(square))
+        layer, share = measured.largest_part(position)
+        return ExampleRecord(
+            id=None if measured.ids is None else int(measured.ids[position]),
+            position=int(position),
+            norm=float(np.sqrt(step.sqnorm[position])),
+            alignment=alignment,
+            layer=layer,
+            share=share,
+        )
+
+    def _ratio(self, name: str) -> RunningRatio:
+        return self._ratios.setdefault(name, RunningRatio(self._decay))

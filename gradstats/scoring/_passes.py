@@ -1,0 +1,226 @@
+"""The passes over the data that one call of gs.influence makes, checkpoint after checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from gradstats.errors import CheckpointError
+from gradstats.scoring import _ranks
+from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
+from gradstats.scoring._estimate import estimate
+from gradstats.scoring._loaders import Data
+from gradstats.scoring._recognition import Recognition
+from gradstats.scoring._scores import PARTS, Partial
+from gradstats.scoring._stream import Stream
+from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._top import Chunk, Lists, TopLists, chunks
+from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plural
+
+
+class Pairs:
+    """The checkpoints of the two sides, loaded together."""
+
+    def __init__(self, checkpoints: Checkpoints, query_checkpoints: Any, work: Work):
+        self.names = checkpoints.names
+        self._train = checkpoints
+        self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
+        self.two_sided = self._query is not None
+        self._work = work
+        if self._query is not None and len(self._query) != len(checkpoints):
+            raise CheckpointError(
+                f"there are {len(checkpoints)} checkpoints and {len(self._query)} query "
+                "checkpoints, expected as many: the c-th of one goes with the c-th of the other."
+            )
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def load(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
+        """Return the checkpoints of both sides; None where the query side's is the train side's."""
+        train = self._train.load(number, self._work.model, self._work.names)
+        return train, None if self._query is None else self._query.load(number)
+
+
+class Passes:
+    """What one call of gs.influence computes: a matrix in memory or on disk, or lists.
+
+    Args:
+        work: the model and the options.
+        pairs: the checkpoints.
+        train, query: the two sides.
+        budget: bytes of query gradients kept at once, and of scores where lists are made of them.
+        out: the folder of the results, None for memory.
+        resume: whether to go on with results that are there.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        pairs: Pairs,
+        train: Data,
+        query: Data,
+        budget: int,
+        out: Path | None,
+        resume: bool,
+    ):
+        self._work, self._pairs, self._train, self._query = work, pairs, train, query
+        self._budget, self._out, self._resume = budget, out, resume
+        self._stream = Stream(work, train, query, budget)
+        self._recognition = Recognition(work, None if out is None else train)
+
+    def matrix(self) -> dict[str | None, np.ndarray] | list[Partial]:
+        """Compute the whole matrix; return both forms of it, or where its parts are on disk."""
+        return self._in_memory() if self._out is None else self._on_disk(self._out)
+
+    def lists(self, k: int) -> Lists:
+        """Compute the lists of the strongest examples without the matrix."""
+        lists = TopLists(self._query.examples, k)
+        # Checkpoints are met again in every chunk, so they are told apart beforehand.
+        entries = {}
+        for number in range(len(self._pairs)):
+            entries[str(number)] = self._recognition.entry(*self._move_to(number))
+            del entries[str(number)]["name"]
+        if self._out is not None:
+            description = self._description("strongest influence")
+            description["top_k"] = k
+            # Lists do not say which gradients were not finite.
+            description["nonfinite"] = self._work.nonfinite
+            description["summed"] = entries
+            open_folder(self._out, description, self._ids(), self._resume)
+            problem = lists.restore(self._out)
+            if problem is not None:
+                self._work.say(f"{problem}: computing it again")
+        first = lists.next_batch
+        left = list(chunks(self._train.sizes, self._query.examples, self._budget, first))
+        # One checkpoint is loaded once for all chunks.
+        only = self._pairs.load(0) if len(self._pairs) == 1 else None
+
+        def compute(part: range) -> Lists:
+            rows = slice(self._train.spans[part[0]].start, self._train.spans[part[-1]].stop)
+            chunk = Chunk(rows, self._query.examples, *self._spans)
+            pending = self._tiles_of(slice(part.start, part.stop))
+            for number in range(len(self._pairs)):
+                self._stream.move_to(*(only or self._pairs.load(number)))
+                if part.start == first and number == 0:
+                    size = self._query.examples * k * 64
+                    self._announce(self._tiles_of(slice(first, None)), size, "for the lists")
+                self._stream.fill(pending, chunk.write, bar)
+            return chunk.lists(k)
+
+        with self._bar() as bar:
+            bar.update(len(self._pairs) * first * self._query.batches)
+            for part in left:
+                for found in _ranks.gather(_ranks.together(partial(compute, part))):
+                    lists.add(found)
+                lists.next_batch = part.stop
+                if self._out is not None:
+                    _ranks.on_first(partial(lists.save, self._out))
+        return lists.lists
+
+    def _tiles_of(self, batches: slice) -> np.ndarray:
+        """Return (train batches, query batches) bool: all tiles of some train batches."""
+        chosen = np.zeros((self._train.batches, self._query.batches), dtype=bool)
+        chosen[batches] = True
+        return chosen
+
+    def _in_memory(self) -> dict[str | None, np.ndarray]:
+        """Add up the whole matrix in place, and return both forms."""
+        sums = Chunk(slice(0, self._train.examples), self._query.examples, *self._spans)
+        everything = self._tiles_of(slice(None))
+        with self._bar() as bar:
+            for number in range(len(self._pairs)):
+                pair = self._move_to(number)
+                self._recognition.entry(*pair)
+                if number == 0:
+                    announce = partial(self._announce, everything, sums.nbytes, "in memory")
+                    _ranks.together(announce)
+                _ranks.together(partial(self._stream.fill, everything, sums.write, bar))
+        return sums.scores()
+
+    def _on_disk(self, out: Path) -> list[Partial]:
+        """Compute what is missing of the matrix, and return where its parts are."""
+        folder = open_folder(out, self._description("influence"), self._ids(), self._resume)
+        arrays = {
+            "products": Array(("row", "column"), self._work.dtype),
+            "train_sqnorm": Array(("row",), np.dtype(np.float64)),
+            "query_sqnorm": Array(("column",), np.dtype(np.float64)),
+        }
+        parts: list[Partial] = []
+        with self._bar() as bar:
+            for number in range(len(self._pairs)):
+                pair = self._move_to(number)
+                tiles, done = open_tiles(
+                    folder,
+                    lambda kind, path: kind(path, arrays, *self._spans),
+                    self._recognition.entry(*pair),
+                    self._work,
+                )
+                with closing(tiles):
+                    self._check_held(tiles, done, *pair)
+                    if number == 0:
+                        size = tiles.nbytes * len(self._pairs)
+                        _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
+                    bar.update(int(done.sum()))
+                    _ranks.together(partial(self._stream.fill, ~done, tiles.write, bar))
+                parts.append(Partial(*map(tiles.view, PARTS)))
+        return parts
+
+    def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
+        """Load the checkpoints of both sides, and give the model the train side's."""
+        pair = self._pairs.load(number)
+        self._stream.move_to(*pair)
+        return pair
+
+    @property
+    def _spans(self) -> tuple[list[slice], list[slice]]:
+        """The rows of the train batches and the columns of the query batches."""
+        return self._train.spans, self._query.spans
+
+    def _bar(self) -> tqdm:
+        tiles = self._train.batches * self._query.batches
+        return self._work.bar(len(self._pairs) * tiles, "influence")
+
+    def _check_held(
+        self, tiles: Tiles, done: np.ndarray, train: Checkpoint, query: Checkpoint | None
+    ) -> None:
+        """Raise where an earlier call has left squared norms that this one would not."""
+        sides = (
+            ("train_sqnorm", self._train, 1, train, "training"),
+            ("query_sqnorm", self._query, 0, query or train, "query"),
+        )
+        for name, data, axis, checkpoint, role in sides:
+            held = np.repeat(done.any(axis), data.sizes)
+            norms = tiles.view(name)[held]
+            self._work.check_finite(norms, data.ids[held], checkpoint.name, role)
+
+    def _ids(self) -> dict[str, np.ndarray]:
+        return {"train_ids": self._train.ids, "query_ids": self._query.ids}
+
+    def _description(self, kind: str) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "settings": self._work.description(),
+            "train": self._train.description(),
+            "query": self._query.description(),
+            "query_checkpoints": self._pairs.two_sided,
+        }
+
+    def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
+        """Print size, memory and time of what there is to do, after a trial of one tile."""
+        work, count = self._work, len(self._pairs)
+        if not work.progress or _ranks.rank() != 0:
+            return
+        expected = "the first checkpoint is there already"
+        if pending.any():
+            expected = str(estimate(self._stream, pending, count))
+        work.say(
+            f"influence of {plural(self._train.examples, 'training example')} on "
+            f"{plural(self._query.examples, 'query example')} at {plural(count, 'checkpoint')}\n"
+            f"  {amount(stored)} {where}; {expected}"
+        )

@@ -1,0 +1,180 @@
+"""Inner products of per-example gradients with one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from gradstats._complex import as_real, real_shape
+from gradstats.capture._consumers import Along, Together
+from gradstats.capture._selection import matching_names
+from gradstats.errors import CoverageError, NonFiniteGradientError, TrackingError
+from gradstats.statistics._arguments import (
+    LossFunction,
+    Options,
+    check_call,
+    check_choice,
+    shapes_of,
+)
+from gradstats.statistics._backward import run
+from gradstats.statistics._result import examples_named, result_dtype
+
+
+@overload
+def alignment(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    direction: Mapping[str, Tensor] | str,
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def alignment(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    direction: Mapping[str, Tensor] | str,
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: Literal[True],
+) -> dict[str, Tensor]: ...
+
+
+def alignment(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    direction: Mapping[str, Tensor] | str,
+    *,
+    batch_dim: int = 0,
+    cu_seqlens: Tensor | None = None,
+    parameters: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
+    nonfinite: str = "raise",
+    per_parameter: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """Return the exact inner product of every example's gradient with one direction.
+
+    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p: not divided by any norm (the cosines with
+    the mean gradient are ``per_example_norms(..., alignment=True).cosine``).
+
+    Args:
+        model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as
+            for per_example_norms.
+        direction: v as name → tensor of the parameter's shape, for every tracked parameter: the
+            mean gradient of validation data, an update, a task vector. Or "mean", the mean of the
+            batch's own gradients, (1/B) Σ_j ∇ℓ_j.
+        per_parameter: return name → (B,) inner products over that parameter instead of their sum.
+
+    Returns:
+        (B,) float32, float64 for float64 models; in units of loss times those of v for the weights,
+        with "mean" of loss².
+
+    Raises:
+        CoverageError: the direction's names or shapes are not those of the tracked parameters.
+        NonFiniteGradientError: an inner product is NaN or infinite.
+        ExampleAxisError: among others, losses in another order than the batch.
+        TrackingError: arguments of another kind, or losses that use none of the parameters.
+        See gradstats.errors for what the batch is checked for.
+
+    Cost:
+        A forward and a backward without weight gradients, and as much as one forward pass for the
+        products with v; with "mean" also the weight gradients. Memory: the plain step's, v and the
+        workspace.
+
+    Source:
+        Goodfellow, arXiv 1510.01799; Pruthi et al., arXiv 2002.08484.
+    """
+    check_call(model, loss_fn)
+    check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    options: Options = {
+        "batch_dim": batch_dim,
+        "cu_seqlens": cu_seqlens,
+        "parameters": parameters,
+        "exclude": exclude,
+        "workspace": workspace,
+    }
+    shapes = shapes_of(model, options)
+    if isinstance(direction, str):
+        if direction != "mean":
+            raise TrackingError(
+                f'direction is {direction!r}, expected "mean" or a mapping from parameter names to '
+                "tensors."
+            )
+        together = Together(alignment=True, gram=False)
+        tracker, losses = run(model, batch, loss_fn, together, **options)
+        # Of the sum over the batch.
+        values = {name: value / len(losses) for name, value in together.with_sum.items()}
+    else:
+        along = Along(check_direction(direction, shapes))
+        tracker, losses = run(model, batch, loss_fn, along, **options)
+        values = along.values
+    device, dtype = tracker.device, result_dtype(model)
+    unused = torch.zeros(len(losses), dtype=torch.float64, device=device)
+    by_parameter = {name: values.get(name, unused).to(device) for name in shapes}
+    whole = torch.stack(list(by_parameter.values())).sum(0).to(dtype)
+    if nonfinite == "raise" and not bool(whole.isfinite().all()):
+        raise NonFiniteGradientError(
+            f"the inner product with the direction is not finite for {examples_named(whole)}. "
+            'Look at these examples\' losses and at the direction, or pass nonfinite="keep" to '
+            "have the values returned."
+        )
+    if per_parameter:
+        return {name: value.to(dtype) for name, value in by_parameter.items()}
+    return whole
+
+
+def check_direction(
+    direction: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Return a direction under the tracked parameters' names, or raise."""
+    if not isinstance(direction, Mapping):
+        raise CoverageError(
+            f"the direction is {type(direction).__name__}, expected a mapping from parameter names "
+            'to tensors, or "mean".'
+        )
+    names = matching_names(direction, shapes)
+    named = {names[name]: value for name, value in direction.items()}
+    missing = [name for name in shapes if name not in named]
+    extra = [name for name in named if name not in shapes]
+    if missing or extra:
+        raise CoverageError(
+            f"the direction does not name the tracked parameters: missing {missing[:5]}, not "
+            f"tracked {extra[:5]}. Give one tensor for every parameter, zeros where you want none "
+            "of it, or leave parameters out of both with exclude=."
+        )
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise CoverageError(
+                f"the direction for {name!r} is {type(value).__name__}, expected a tensor of the "
+                f"parameter's shape {shapes[name]}."
+            )
+        if real_shape(value) != shapes[name]:
+            pairs = " (complex numbers count as pairs)" if value.is_complex() else ""
+            raise CoverageError(
+                f"the direction for {name!r} has shape {real_shape(value)}, expected the "
+                f"parameter's {shapes[name]}{pairs}."
+            )
+        if not as_real(value).is_floating_point():
+            raise CoverageError(
+                f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
+            )
+    return named

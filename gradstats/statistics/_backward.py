@@ -1,0 +1,84 @@
+"""The forward and backward behind every function that is given a loss function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture._consumers import Consumer
+from gradstats.capture._nodes import tensors_in
+from gradstats.capture._tracker import Tracker
+from gradstats.capture._uses import Settings
+from gradstats.errors import TrackingError
+from gradstats.statistics._arguments import LossFunction, Options, check_workspace
+from gradstats.statistics._loss import check_losses, examples_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class NothingUsedError(TrackingError):
+    """The losses use none of the tracked parameters."""
+
+
+def run(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    consumer: Consumer | None,
+    **options: Unpack[Options],
+) -> tuple[Tracker, Tensor]:
+    """Run a forward and a backward without weight gradients that feed a consumer.
+
+    Returns:
+        The closed context and the (B,) losses.
+    """
+    batch_dim = options.get("batch_dim", 0)
+    batch_size, segments = examples_in(batch, batch_dim, options.get("cu_seqlens"), model)
+    return run_examples(
+        model, batch, loss_fn, consumer, check_workspace(options.get("workspace")),
+        batch_size=batch_size, batch_dim=batch_dim, segments=segments,
+        parameters=options.get("parameters"), exclude=options.get("exclude", ()),
+    )  # fmt: skip
+
+
+def run_examples(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    consumer: Consumer | None,
+    workspace: int,
+    **options: Any,
+) -> tuple[Tracker, Tensor]:
+    """Do the same where the number of examples is known.
+
+    Args:
+        workspace: bytes.
+        options: all others of Tracker.
+
+    Raises:
+        NothingUsedError: if the losses use none of the tracked parameters.
+    """
+    settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
+    tracker = Tracker(model, settings=settings, **options)
+    tracker.keep_data(tensors_in(batch))
+    with torch.enable_grad():
+        tracker.open()
+        try:
+            losses = loss_fn(model, batch)
+            with torch._C.DisableTorchFunction():
+                losses = check_losses(losses, tracker.batch_size)
+                tracker.note_losses(losses)
+                total = losses.sum()
+            tracker.backward_without_gradients(total)
+        finally:
+            tracker.close()
+    if not tracker.reports.any:
+        raise NothingUsedError(
+            "the losses use none of the tracked parameters: no backward reached them. Expected "
+            "losses computed with the model that loss_fn is given, its first argument. Does it "
+            "use another model, or do parameters= and exclude= leave only what it does not use?"
+        )
+    return tracker, losses

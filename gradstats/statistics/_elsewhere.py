@@ -1,0 +1,141 @@
+"""Whether an example is what it is wherever it stands: alone, among others, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradstats.statistics._arguments import LossFunction
+from gradstats.statistics._batches import Division, map_tensors
+from gradstats.statistics._loss import check_losses
+from gradstats.statistics._reference import TOLERANCE, Example, Subject, gradients_of
+from gradstats.statistics._verify_report import Check, summary
+
+
+class Elsewhere:
+    """Compares examples in their batch with the same examples in other batches.
+
+    Args:
+        subject: model and batch.
+        loss_fn: the user's.
+        division: how the batch divides into examples.
+        names: of the parameters whose gradients are compared.
+    """
+
+    def __init__(
+        self, subject: Subject, loss_fn: LossFunction, division: Division, names: list[str]
+    ):
+        self._subject, self._loss_fn, self._division = subject, loss_fn, division
+        self._parameters = subject.parameters(names)
+        # Up to which relative difference two losses or gradients count as the same.
+        self._tolerance = TOLERANCE[subject.dtype]
+
+    def compare(self, numbers: Sequence[int], random: bool) -> tuple[list[Example], Check]:
+        """Return some examples as they are in their batch, and whether they depend on it.
+
+        Args:
+            numbers: of the examples.
+            random: whether each forward draws other random numbers.
+        """
+        examples: list[Example] = []
+        checks: list[Check] = []
+        for number in numbers:
+            # A forward of its own: restoring buffers spoils the graph of an earlier one.
+            losses = self._subject.losses(self._loss_fn)
+            example = self._example(losses, number, number)
+            examples.append(example)
+            if self._division.batch_size > 1:
+                checks.append(self._coupling(example, random))
+            # Only one example's whole gradient is kept: the padding check makes its own again.
+            example.release()
+        if not checks:
+            return examples, Check(
+                "coupling", None, "a batch of one example: nothing to couple with"
+            )
+        # What is known to fail says most, then what is not known.
+        return examples, min(checks, key=lambda each: (each.ok is not False, each.ok is not None))
+
+    def padding(self) -> list[Check]:
+        """Compare an example with itself without its trailing padding, where there is a mask."""
+        mask = _attention_mask(self._subject.batch)
+        size = self._division.batch_size
+        if mask is None or mask.dim() != 2 or len(mask) != size:
+            return []
+        lengths = (mask != 0).long().cumsum(1).argmax(1) + 1
+        number = int(lengths.argmin())
+        length, positions = int(lengths[number]), mask.shape[1]
+        if length == positions:
+            return [Check("padding", None, "no example has trailing padding")]
+
+        def trim(tensor: Tensor) -> Tensor:
+            padded = tensor.dim() > 1 and tuple(tensor.shape[:2]) == (1, positions)
+            return tensor[:, :length] if padded else tensor
+
+        whole = self._division.take(self._subject.batch, [number])
+        try:
+            padded, trimmed = (
+                self._in_batch(batch, 1, 0, number) for batch in (whole, map_tensors(whole, trim))
+            )
+        except Exception as error:
+            detail = f"example {number} without its padding failed with {summary(error)}"
+            return [Check("padding", None, detail)]
+        problem = padded.difference(trimmed, self._tolerance, "without its padding")
+        if problem:
+            problem += ". Its loss depends on how long the other examples are: is the mask used?"
+        detail = problem or f"example {number} without its padding is the same"
+        return [Check("padding", not problem, detail)]
+
+    def _coupling(self, example: Example, random: bool) -> Check:
+        """Return whether an example is the same without its batch."""
+        number, reason = example.number, "the forward is random"
+        if not random:
+            try:
+                alone = self._taken([number], 0, number)
+            except Exception as error:
+                reason = f"a batch of one failed with {summary(error)}"
+            else:
+                problem = example.difference(alone, self._tolerance, "alone")
+                how = "each checked loss and gradient alone is that in the batch"
+                return Check("coupling", problem is None, problem or how)
+        obstacle = self._division.obstacle(self._subject.batch)
+        if obstacle is not None:
+            return Check("coupling", None, f"not checked: {obstacle} ({reason})")
+        # The random numbers of an example's place in the batch stay the same, so its neighbours
+        # are exchanged for copies of itself.
+        try:
+            among = self._taken([number] * self._division.batch_size, number, number)
+        except Exception as error:
+            detail = f"example {number} among copies of itself failed with {summary(error)}"
+            return Check("coupling", False, detail)
+        problem = example.difference(among, self._tolerance, "among copies of itself")
+        how = (
+            f"each checked example among copies of itself is as in the batch ({reason}, so a "
+            "constant factor that comes from the size of the batch cannot be seen; call "
+            "model.eval() to check that too)"
+        )
+        return Check("coupling", problem is None, problem or how)
+
+    def _taken(self, rows: list[int], place: int, number: int) -> Example:
+        """Return the example at a place of a batch that is made of some of the examples."""
+        batch = self._division.take(self._subject.batch, rows)
+        return self._in_batch(batch, len(rows), place, number)
+
+    def _in_batch(self, batch: Any, size: int, place: int, number: int) -> Example:
+        """Return the example at a place of another batch of so many."""
+        losses = check_losses(self._subject.losses_of(batch, self._loss_fn), size)
+        return self._example(losses, place, number)
+
+    def _example(self, losses: Tensor, place: int, number: int) -> Example:
+        loss = losses[place]
+        return Example(number, loss.detach(), gradients_of(loss, self._parameters))
+
+
+def _attention_mask(batch: Any) -> Tensor | None:
+    """Return the mask of a batch that is a mapping, or holds one."""
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    for part in parts:
+        if isinstance(part, Mapping) and isinstance(part.get("attention_mask"), Tensor):
+            return part["attention_mask"]
+    return None

@@ -1,0 +1,202 @@
+"""The gradients of one batch kept as factors, and their inner products with those of another.
+
+The backward of the other batch consumes the factors layer by layer; neither side's gradients are
+formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from gradstats._complex import real_shape
+from gradstats.capture._consumers import Against, Keep, KeptParameter, storages_of
+from gradstats.capture._nodes import tensors_in
+from gradstats.errors import CoverageError, ExampleAxisError, TrackingError
+from gradstats.statistics._arguments import LossFunction, Options, check_choice, shapes_of
+from gradstats.statistics._backward import run
+from gradstats.statistics._loss import examples_in
+from gradstats.statistics._result import check_finite
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class KeptGradients:
+    """The per-example gradients of one batch, kept as factors.
+
+    They do not depend on the model any more: its weights may change, or be replaced by those of
+    another checkpoint.
+
+    Attributes:
+        losses: (B,) the losses.
+        sqnorm: (B,) float64 squared norms of the gradients.
+        shapes: name → shape of every parameter that was tracked.
+        parameters: name → factors and norms, for every parameter that the losses depend on.
+    """
+
+    losses: Tensor
+    sqnorm: Tensor
+    shapes: Mapping[str, tuple[int, ...]]
+    parameters: dict[str, KeptParameter]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the factors hold, each storage counted once.
+
+        Copies of the parameters that derived tensors (weight_norm, 1 + w) are computed from stay
+        on the device and are not counted.
+        """
+        factors = [f for parameter in self.parameters.values() for f in parameter.factors]
+        return sum(storages_of(factors).values())
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self.losses)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Inner products of one batch's gradients with kept ones.
+
+    Attributes:
+        values: (B_kept, B) float64, or (B,) on the diagonal.
+        losses: (B,) the losses of this batch.
+        sqnorm: (B,) float64 squared norms of this batch's gradients.
+        by_parameter: name → the parameter's part of ``values``; None unless asked for.
+    """
+
+    values: Tensor
+    losses: Tensor
+    sqnorm: Tensor
+    by_parameter: Mapping[str, Tensor] | None
+
+
+def keep(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    *,
+    nonfinite: str = "raise",
+    device_bytes: int | None = None,
+    **options: Unpack[Options],
+) -> KeptGradients:
+    """Return the per-example gradients of a batch as factors, for any number of later products.
+
+    Args:
+        model, batch, loss_fn, nonfinite, options: as for per_example_norms.
+        device_bytes: bytes of factors that may stay on the device; what is beyond moves to pinned
+            memory of the host. None leaves all on the device.
+
+    Cost:
+        A forward and a backward without weight gradients, and per-example norms. The factors take
+        about the memory of the activations; for a layer whose gradients are smaller than its
+        factors, that of the gradients.
+    """
+    borrowed = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    consumer = Keep(borrowed, device_bytes)
+    tracker, losses = run(model, batch, loss_fn, consumer, **options)
+    check_finite(tracker, nonfinite)
+    shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
+    return KeptGradients(losses.detach(), tracker.reports.sqnorm, shapes, consumer.kept)
+
+
+def products(
+    kept: Sequence[KeptGradients],
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    *,
+    nonfinite: str = "raise",
+    pairs: str = "all",
+    per_parameter: bool = False,
+    consume: bool = False,
+    **options: Unpack[Options],
+) -> list[Products]:
+    """Return the inner products of a batch's gradients with kept ones, in one backward.
+
+    Args:
+        kept: what ``keep`` returned for each of some other batches.
+        model, batch, loss_fn, nonfinite, options: as for per_example_norms; the same parameters as
+            were kept.
+        pairs: "all", or "diagonal" for the i-th kept example with the i-th of the batch.
+        per_parameter: return each parameter's part too.
+        consume: let go of the kept factors as they are used; they serve no second batch.
+
+    Returns:
+        Products with each of the kept batches.
+    """
+    check_choice("pairs", pairs, ("all", "diagonal"))
+    diagonal = pairs == "diagonal"
+    shapes = shapes_of(model, options)
+    batch_dim, cu_seqlens = options.get("batch_dim", 0), options.get("cu_seqlens")
+    batch_size, _ = examples_in(batch, batch_dim, cu_seqlens, model)
+    for block in kept:
+        check_same_parameters(block.shapes, shapes)
+        if diagonal:
+            check_equal_sizes(len(block), batch_size)
+        if not block.parameters:
+            raise TrackingError(
+                "these kept gradients were consumed by an earlier call: keep them again, or pass "
+                "consume=False."
+            )
+    consumer = Against(
+        [block.parameters for block in kept],
+        diagonal=diagonal,
+        per_parameter=per_parameter,
+        consume=consume,
+    )
+    try:
+        tracker, losses = run(model, batch, loss_fn, consumer, **options)
+    finally:
+        if consume:
+            for block in kept:
+                block.parameters.clear()
+    check_finite(tracker, nonfinite)
+    loss, sqnorm = losses.detach(), tracker.reports.sqnorm
+    results = []
+    for block, value, parts in zip(kept, consumer.values, consumer.by_parameter, strict=True):
+        size = (batch_size,) if diagonal else (len(block), batch_size)
+        unused = sqnorm.new_zeros(size)
+        every = {name: parts.get(name, unused) for name in shapes} if per_parameter else None
+        results.append(Products(unused if value is None else value, loss, sqnorm, every))
+    return results
+
+
+def check_same_parameters(
+    first: Mapping[str, tuple[int, ...]], second: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise unless two models track parameters of the same names and shapes."""
+    if first == second:
+        return
+    differences = [
+        f"{name!r} is {_describe(first.get(name))} in the first and {_describe(second.get(name))} "
+        "in the second"
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    ]
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    raise CoverageError(
+        "inner products need two models with the same trainable parameters, but "
+        + "; ".join(differences[:3])
+        + more
+        + ". Pass two checkpoints of one architecture, with the same parameters tied and the same "
+        "ones requiring grad, or choose those they share with parameters= and exclude=."
+    )
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {shape}"
+
+
+def check_equal_sizes(first: int, second: int) -> None:
+    """Raise unless two batches have the same number of examples."""
+    if first != second:
+        raise ExampleAxisError(
+            f'pairs="diagonal" pairs the i-th examples of two batches, but these have {first} and '
+            f'{second} examples. Pass batches of equal size, or pairs="all".'
+        )

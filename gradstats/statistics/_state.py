@@ -1,0 +1,61 @@
+"""What a forward changes without being asked, put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch import nn
+
+from gradstats._comparison import same_bits
+
+
+class State:
+    """What a forward may change without being asked: random generators and buffers.
+
+    ``restore`` makes the next forward the same as the one after construction.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        self._devices = [
+            (device, torch.get_device_module(device).get_rng_state(device))
+            for device in devices
+            if device.type not in ("cpu", "meta")
+        ]
+
+    def restore(self, *, generators: bool = True) -> None:
+        """Put everything back, buffers in place; on request all but the random generators."""
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = buffer
+                if not same_bits(buffer, value):
+                    buffer.copy_(value)
+        if not generators:
+            return
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[State]:
+    """Give the state back as it was found, whatever runs inside."""
+    state = State(model)
+    try:
+        yield state
+    finally:
+        state.restore()
