@@ -56,8 +56,8 @@ def check_model(model: Any, name: str = "model") -> None:
 
 def check_loss_function(loss_fn: Any) -> None:
     """Raise unless it can be called with a model and a batch."""
-    # Losses of PyTorch are called with outputs and targets.
-    if not callable(loss_fn) or isinstance(loss_fn, _Loss):
+    # Losses of PyTorch are called with outputs and targets; what is derived from one may not be.
+    if not callable(loss_fn) or type(loss_fn).__module__ == _Loss.__module__:
         raise TrackingError(
             f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) -> "
             "(B,) unreduced losses."
