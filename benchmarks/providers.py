@@ -14,6 +14,7 @@ import copy
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Provider:
         gradients: whether ``param.grad`` is left as a training step leaves it.
         held: elements of per-example gradients that it holds at once.
         compiled: whether torch.compile is used.
+        recorded: whether the step is a CUDA graph.
     """
 
     label: str
@@ -43,6 +45,7 @@ class Provider:
     gradients: bool = False
     held: Callable[[Workload], int] = lambda work: 0
     compiled: bool = False
+    recorded: bool = False
 
     @property
     def ours(self) -> bool:
@@ -75,9 +78,10 @@ def plain(work: Workload) -> Call:
     return step
 
 
-def norms(work: Workload) -> Call:
+def norms(work: Workload, nonfinite: str = "raise") -> Call:
     """Return gradstats' norms, no weight gradients."""
-    return lambda: gs.per_example_norms(work.model, work.batch, work.loss_fn).sqnorm
+    measure = partial(gs.per_example_norms, nonfinite=nonfinite)
+    return lambda: measure(work.model, work.batch, work.loss_fn).sqnorm
 
 
 def training(work: Workload) -> Call:
@@ -96,6 +100,31 @@ def compiled(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
     """Return the same provider with the model compiled."""
 
     return lambda work: make(work.replace_model(torch.compile(work.model)))
+
+
+def recorded(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
+    """Return the same provider with its step recorded in a CUDA graph, which is replayed."""
+
+    def make_recorded(work: Workload) -> Call:
+        step = make(work)
+        # Kernels are compiled and chosen before, on a stream of their own as recording wants it.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+
+        def replay() -> Tensor | None:
+            graph.replay()
+            return found
+
+        return replay
+
+    return make_recorded
 
 
 def loop(work: Workload) -> Call:
@@ -255,6 +284,14 @@ PROVIDERS = {
     "training-compiled": Provider(
         "norms and gradients, compiled", compiled(training), gradients=True, compiled=True
     ),
+    "plain-recorded": Provider("plain, CUDA graph", recorded(plain), gradients=True, recorded=True),
+    # Nothing that is recorded can ask whether all norms are finite, and wait for the answer.
+    "norms-recorded": Provider(
+        "norms, CUDA graph", recorded(partial(norms, nonfinite="keep")), recorded=True
+    ),
+    "training-recorded": Provider(
+        "norms and gradients, CUDA graph", recorded(training), gradients=True, recorded=True
+    ),
     "loop": Provider("loop", loop, held=elements),
     "vmap": Provider("vmap(grad)", vmap, held=whole_batch),
     "vmap-chunks": Provider(
@@ -277,8 +314,9 @@ PROVIDERS = {
     "torchjd": Provider("TorchJD Gramian", torchjd, "torchjd", held=one_module),
 }
 OURS = ("plain", "norms", "training")
-PEERS = tuple(name for name in PROVIDERS if name not in OURS and not PROVIDERS[name].compiled)
 COMPILED = tuple(name for name in PROVIDERS if PROVIDERS[name].compiled)
+RECORDED = tuple(name for name in PROVIDERS if PROVIDERS[name].recorded)
+PEERS = tuple(name for name in PROVIDERS if name not in (*OURS, *COMPILED, *RECORDED))
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.harness import read_csv
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import COMPILED, PROVIDERS, RECORDED
 
 README = Path(__file__).parents[1] / "README.md"
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,7 +34,8 @@ SHOWN_OPERATIONS = (
 # The workloads that have bars; the others stand in the table of all libraries.
 FIRST = ("MLP 784-2048", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
 TITLES = {each.label: each.title for each in PROVIDERS.values()}
-COMPILED = tuple(each.label for each in PROVIDERS.values() if each.compiled)
+# Ours in other forms than those that are compared with other libraries.
+OTHER_FORMS = tuple(PROVIDERS[name].label for name in (*COMPILED, *RECORDED))
 
 
 def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
@@ -163,7 +164,7 @@ def peer_table() -> str:
         return table(["model", *(TITLES[label] for label in order)], body)
 
     return by_machine(
-        [r for r in rows if r["workload"] in compared and r["variant"] not in COMPILED], make
+        [r for r in rows if r["workload"] in compared and r["variant"] not in OTHER_FORMS], make
     )
 
 

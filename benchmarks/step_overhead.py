@@ -1,13 +1,14 @@
 """What do per-example norms cost beside a plain training step, in time and in memory?
 
     python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
-        [--providers norms vmap ...] [--device cuda] [--dtype bfloat16] [--tf32] [--trim] [--no-csv]
+        [--providers norms vmap ...] [--device cuda] [--recorded] [--dtype bfloat16] [--tf32]
+        [--trim] [--no-csv]
 
 The reference is a plain forward and backward of the same model in the same precision, interleaved
-with ours, with ours compiled, and with each other library; each of these is written when it is
-done. What is wrong or cannot run a model has that in its row, and no time. On a CPU each library
-takes its turns in a process of its own. Memory is the peak of what a step allocates: live tensors
-on a CPU, the allocator's on a GPU.
+with ours, with ours compiled or recorded, and with each other library; each of these is written
+when it is done. What is wrong or cannot run a model has that in its row, and no time. On a CPU each
+library takes its turns in a process of its own. Memory is the peak of what a step allocates: live
+tensors on a CPU, the allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from benchmarks.harness import (
     write_csv,
 )
 from benchmarks.ledger import peak_memory
-from benchmarks.providers import COMPILED, OURS, PEERS, PROVIDERS, Call
+from benchmarks.providers import COMPILED, OURS, PEERS, PROVIDERS, RECORDED, Call
 from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload, build
 
 # What takes longer than this many plain steps is timed in fewer rounds.
@@ -71,16 +72,18 @@ def measure(
 
 
 def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return which providers are timed together: ours, ours compiled, every other one by itself.
+    """Return which providers are timed together, every other library by itself.
 
     The plain step is timed in each group, so that every ratio is of the same rounds; its own row
     is of the first.
     """
     names = tuple(dict.fromkeys(name for name in names if name != "plain"))
-    ours = tuple(name for name in names if PROVIDERS[name].ours and not PROVIDERS[name].compiled)
-    compiled = tuple(name for name in names if PROVIDERS[name].compiled)
-    others = ((name,) for name in names if name not in (*ours, *compiled))
-    return [("plain", *ours), *(("plain", *group) for group in (compiled, *others) if group)]
+    ours, compiled, recorded = (
+        tuple(name for name in names if name in kind) for kind in (OURS, COMPILED, RECORDED)
+    )
+    others = [(name,) for name in names if name not in (*ours, *compiled, *recorded)]
+    groups = [group for group in (compiled, recorded, *others) if group]
+    return [("plain", *ours), *(("plain", *group) for group in groups)]
 
 
 def measure_in_groups(
@@ -175,8 +178,9 @@ def row_of(
         row["milliseconds"] = f"{timing[0].milliseconds:.3f}"
         for part in ("ratio", "low", "high"):
             row[part] = f"{getattr(timing[0], part):.3f}"
-        # The ledger sees the operations that PyTorch dispatches, not those inside a graph.
-        if not provider.compiled or device == "cuda":
+        # The ledger sees the operations that PyTorch dispatches, not those inside a graph; a CUDA
+        # graph has its memory before it is called.
+        if not provider.recorded and (device == "cuda" or not provider.compiled):
             row["peak_bytes"] = peak_bytes(prepared.call, device)
         row["rounds"] = timing[1]
     return row
@@ -266,6 +270,7 @@ def report(name: str, options: argparse.Namespace) -> None:
     names = (
         *options.providers,
         *(COMPILED if options.compiled else ()),
+        *(RECORDED if options.recorded else ()),
         *(PEERS if options.peers else ()),
     )
     limit = options.limit or (48 if options.device == "cuda" else 4)
@@ -299,6 +304,9 @@ def main() -> None:
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(OURS))
     parser.add_argument("--peers", action="store_true", help="and all other libraries")
     parser.add_argument("--compiled", action="store_true", help="and ours under torch.compile")
+    parser.add_argument(
+        "--recorded", action="store_true", help="and ours as CUDA graphs, which one launch replays"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
@@ -318,6 +326,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.tf32 and options.device != "cuda":
         parser.error("--tf32 is a GPU's: give --device cuda with it")
+    if options.recorded and options.device != "cuda":
+        parser.error("--recorded is a GPU's: give --device cuda with it")
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import importlib.util
@@ -37,7 +38,7 @@ from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, ne
 from tests.oracle import oracle_gradients, oracle_sqnorms
 
 B = 6
-EAGER = [name for name, each in PROVIDERS.items() if not each.compiled]
+EAGER = [name for name, each in PROVIDERS.items() if not (each.compiled or each.recorded)]
 
 
 def layers() -> Workload:
@@ -157,6 +158,35 @@ def test_what_is_wrong_or_fails_is_named_and_not_timed(kind, note, monkeypatch):
     (_, row) = step_overhead.measure(layers, ("failing",), step_overhead.Conditions(rounds=1))
     assert row["note"] == note and timed == ["plain"]
     assert not row["milliseconds"] and not row["ratio"] and not row["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", providers.RECORDED)
+def test_a_step_is_recorded_once_and_replayed(name, monkeypatch):
+    """With stand-ins for what CUDA has: a stream, a graph, and the context that records one."""
+    events = []
+
+    class Stream:
+        def wait_stream(self, other):
+            events.append("waits")
+
+    class Graph:
+        def replay(self):
+            events.append("replays")
+
+    @contextlib.contextmanager
+    def records(graph):
+        events.append("records")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", records)
+    work = layers()
+    found = prepare(PROVIDERS[name], work, oracle(work))
+    assert found.note == "" and events == ["waits", "waits", "records", "replays"]
+    assert (found.error == found.error) == PROVIDERS[name].ours
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
