@@ -14,7 +14,7 @@ from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.capture._tracker import Tracker
-from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
+from gradstats.errors import ExampleAxisError, GradStatsError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in
 
@@ -33,6 +33,9 @@ def differentiate_losses(
                 tracker.note_losses(losses)
                 total = losses.sum()
             tracker.backward_without_gradients(total)
+        except GradStatsError as error:
+            tracker.explain(error)
+            raise
         finally:
             tracker.close()
     return losses
