@@ -15,6 +15,7 @@ from tests.functions import Kernel
 from tests.oracle import (
     assert_sqnorms,
     assert_unchanged,
+    check_model,
     flat,
     oracle_gradients,
     oracle_sqnorms,
@@ -455,3 +456,33 @@ def test_tracking_needs_recorded_gradients(model):
         with pytest.raises(gs.TrackingError, match="inference_mode"):
             with monitor.step(batch_size=B):
                 raise AssertionError("not reached")
+
+
+def test_an_error_names_what_was_taken_for_data_by_its_size():
+    """Three numbers of the caller's look like one for each of three examples."""
+
+    class Quantiles(nn.Module):
+        def __init__(self, kept: bool):
+            super().__init__()
+            levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+            self.register_buffer("levels", levels if kept else None)
+            self.scale = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x):
+            made = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+            levels = made if self.levels is None else self.levels
+            return (x * (levels * self.scale)).sum(1)
+
+    def loss(model, x):
+        return model(x).square()
+
+    def beside_training(model, x, loss):
+        with gs.track(model, batch_size=len(x)) as tracker:
+            tracker.backward(loss(model, x))
+
+    x = torch.randn(3, 3, dtype=torch.float64)
+    for call in (gs.per_example_norms, beside_training):
+        with pytest.raises(gs.GradStatsError, match=r"torch\.tensor made .*\(3,\).*register_buf"):
+            call(Quantiles(False), x, loss)
+    check_model(Quantiles(True), x, loss)
+    check_model(Quantiles(False), torch.randn(4, 3, dtype=torch.float64), loss)

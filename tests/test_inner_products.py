@@ -19,6 +19,7 @@ from gradstats.statistics._kept import keep, products
 from tests.oracle import (
     assert_products,
     assert_unchanged,
+    check_model,
     check_products,
     flat,
     oracle_gradients,
@@ -237,6 +238,16 @@ def test_parameters_that_one_side_does_not_use():
     zero = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     along = gs.alignment(model, batches[0], losses, zero, per_parameter=True)
     assert not along["nowhere.weight"].any() and not along["second.bias"].any()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_parameters_of_no_elements():
+    """A layer of no width, as the last clusters of an adaptive softmax may have."""
+    head = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [3, 6], div_value=4).double()
+    assert any(not parameter.numel() for parameter in head.parameters())
+    batch = torch.randn(4, 8, dtype=torch.float64), torch.tensor([1, 4, 7, 11])
+    check_model(head, batch, lambda model, batch: -model(*batch).output)
+    check_products(head, batch, lambda model, batch: -model(*batch).output)
 
 
 def test_a_mean_gradient_of_another_batch_is_a_direction():

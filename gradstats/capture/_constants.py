@@ -40,7 +40,7 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
-from gradstats.capture._nodes import flatten, operands_of
+from gradstats.capture._nodes import flatten, function_name, operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -291,7 +291,9 @@ class ConstantTracking(TorchFunctionMode):
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
-                if not (func in CALLERS_VALUES and tracker.has_example_axis(tensor)):
+                if func in CALLERS_VALUES and tracker.has_example_axis(tensor):
+                    tracker.taken = function_name(func), tuple(tensor.shape)
+                else:
                     tracker.mark_constant(tensor)
 
     def _follow_write(self, func, args, kwargs, data, result) -> None:

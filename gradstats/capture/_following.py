@@ -126,8 +126,8 @@ class Following(Marks):
             if func not in REDUCES:
                 self.coupled[result.grad_fn] = "runs over the examples"
             return MIXED
-        if self.follows_layouts and self._is_whole(data):
-            return self.owned(data[0])
+        if self.follows_layouts and (whole := self._whole_of(data)) is not None:
+            return whole
         family = FAMILIES.get(func)
         return self._by_first(call) if family is None else family(self, call)
 
@@ -301,12 +301,20 @@ class Following(Marks):
             )
         return True
 
-    def _is_whole(self, data: list[Tensor]) -> bool:
-        """Whether all of several tensors belongs to one example."""
-        first = self._mark_of(data[0])
+    def _whole_of(self, data: list[Tensor]) -> Whole | None:
+        """Return the example to which all of several tensors belongs; None where it is not one.
+
+        A single number that has no gradient is nobody's, wherever it comes from.
+        """
+        marks = [
+            mark
+            for tensor in data
+            if (mark := self._mark_of(tensor)) or tensor.requires_grad or tensor.numel() != 1
+        ]
+        first = marks[0] if marks else None
         if first is None or not isinstance(first[0], Whole):
-            return False
-        return all(self._mark_of(tensor) == first for tensor in data[1:])
+            return None
+        return first[0] if all(mark == first for mark in marks[1:]) else None
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout."""

@@ -60,11 +60,6 @@ class Pulled:
         """How the root's elements were rearranged, None if anything else was done to them."""
         return rearrangement(self.node)
 
-    @property
-    def can_push(self) -> bool:
-        """Whether a direction can be pushed forward: the way back has a derivative."""
-        return not self.node.has_function
-
     def select(self, rows) -> Pulled:
         return replace(self, inner=self.inner.select(rows))
 
@@ -77,8 +72,12 @@ class Pulled:
     def pull(self, cotangent: Tensor) -> Tensor:
         return self.replay().pull(cotangent)
 
-    def push(self, direction: Tensor) -> Tensor:
-        return self.replay().push(direction)
+    def push(self, direction: Tensor) -> Tensor | None:
+        """Return how the derived tensor changes along a direction, None if that is not known.
+
+        A custom Function's backward need have no derivative.
+        """
+        return None if self.node.has_function else self.replay().push(direction)
 
     def replay(self, copies: bool = False) -> Replay:
         """Compute the derived tensor again; from copies it outlives changes of the weights."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
+from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 SERIALS = itertools.count()
 
@@ -38,6 +39,8 @@ class Marks:
         packed: the rows of examples differ in number, as the caller gave them.
         coupled: autograd nodes in which examples met that a loss may not depend on together, with
             how they met there.
+        taken: what made a tensor in the forward that counts as data for its size alone, and the
+            tensor's shape.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -47,6 +50,7 @@ class Marks:
         self.follows_layouts = False
         self.coupled: dict[Any, str] = {}
         self.packed = segments is not None
+        self.taken: tuple[str, tuple[int, ...]] | None = None
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -103,6 +107,17 @@ class Marks:
     def _is_written(self, tensor: Tensor) -> bool:
         storage = _storage(tensor)
         return storage is not None and storage._cdata in self._written
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error about the example axis what was taken for data by its size alone."""
+        about = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
+        if self.taken is not None and isinstance(error, about):
+            name, shape = self.taken
+            error.args = (
+                f"{error} In this forward {name} made a tensor of shape {shape}: with as many rows "
+                "as there are examples, it was taken for a row of each. If it belongs to no "
+                "example, keep it in the model (register_buffer), or use another batch size.",
+            )
 
     def has_example_axis(self, tensor: Tensor) -> bool:
         """Whether a tensor's example axis has the size of the batch."""

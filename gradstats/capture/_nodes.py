@@ -255,26 +255,36 @@ class Derived(Node):
         name = function_name(self.function)
         return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
 
-    def replay(self, leaves: dict[Node, Tensor], copies: bool = False) -> Tensor:
+    def replay(self, known: dict[Any, Tensor], copies: bool = False) -> Tensor:
         """Compute this tensor again from the given values of some of the nodes it depends on.
 
         Args:
-            leaves: node → value.
+            known: node → value. What is computed on the way is added: each node is computed once,
+                however many ways lead to it, and operands that were one tensor still are, of which
+                attention and recurrent layers make much.
             copies: take copies of everything else, which may change later.
         """
 
         updates = self.function in UPDATES or function_class_of(self.function) is not None
-        clones = copies or updates
 
         def resolve(item):
-            if not isinstance(item, Node):
-                return item.clone() if clones and isinstance(item, Tensor) else item
-            if item in leaves:
-                return leaves[item]
+            if isinstance(item, Tensor) and updates:
+                return item.clone()
+            if not (isinstance(item, Node) or (copies and isinstance(item, Tensor))):
+                return item
+            key = item if isinstance(item, Node) else id(item)
+            if key not in known:
+                known[key] = again(item)
+            return known[key]
+
+        def again(item: Node | Tensor) -> Tensor:
+            if isinstance(item, Tensor):
+                return item.clone()
             if isinstance(item, Derived):
-                return item.replay(leaves, copies)
+                return item.replay(known, copies)
             value = item.value.detach()
-            return value.clone() if copies else value
+            # PyTorch chooses the form of a product, and with it the bits, by who needs gradients.
+            return (value.clone() if copies else value).requires_grad_()
 
         args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
         device, dtype = self._autocast

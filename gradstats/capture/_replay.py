@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ OTHER_TOLERANCE = 2e-2
 # The sum that linearity is looked at in weights examples by about this much: losses that are
 # averaged over a batch have gradients as much smaller.
 LARGEST_WEIGHT = 1024
+
+# What PyTorch says where a backward cannot be differentiated.
+NO_DERIVATIVE = re.compile("derivative for .* is not implemented")
 
 
 class Replay:
@@ -50,16 +54,24 @@ class Replay:
         (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
         return pulled.to(compute_dtype(pulled))
 
-    def push(self, direction: Tensor) -> Tensor:
+    def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when the root changes by ``direction``.
 
-        It is the derivative of ``pull``, which is linear in its cotangent.
+        It is the derivative of ``pull``, which is linear in its cotangent. None where PyTorch has
+        no derivative of an operation's backward, such as fused attention's, or none that is finite.
         """
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
-            (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, create_graph=True)
-            (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
-        return pushed.to(compute_dtype(pushed))
+            (pulled,) = torch.autograd.grad(
+                self.value, self.leaf, cotangent, retain_graph=True, create_graph=True
+            )
+            try:
+                (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
+            except RuntimeError as error:
+                if NO_DERIVATIVE.search(str(error)) is None:
+                    raise
+                return None
+        return pushed.to(compute_dtype(pushed)) if bool(pushed.isfinite().all()) else None
 
 
 class FunctionReplay(Replay):

@@ -100,7 +100,7 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
         if torch.broadcast_shapes(mask.shape, target.shape) != target.shape:
             return None  # the mask repeats the target
         counts = layout.lead(mask.expand(target.shape)).reshape(layout.rows, -1).sum(1)
-        width = source[0].numel() if source.dim() and len(source) else 0
+        width = source.shape[1:].numel() if source.dim() else 0
         if layout.axis != 0 or not width or bool((counts % width).any()):
             return None
         owner = layout.owner(target.device).repeat_interleave(counts // width)

@@ -58,11 +58,13 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
         rule = DIRECTION.get(type(factor))
         if rule is not None:
             result += rule(factor, direction, workspace)
-        elif not factor.can_push:  # type: ignore[attr-defined]
+            continue
+        # The factor of a derived tensor: the direction is pushed forward to that tensor.
+        pushed = factor.push(direction)  # type: ignore[attr-defined]
+        if pushed is None:
             result += _formed_direction(factor, direction, workspace)
         else:
-            # The factor of a derived tensor: the direction is pushed forward to that tensor.
-            result += direction_inner([factor.inner], factor.push(direction), workspace)  # type: ignore[attr-defined]
+            result += direction_inner([factor.inner], pushed, workspace)  # type: ignore[attr-defined]
     return result
 
 

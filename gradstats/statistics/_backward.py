@@ -11,7 +11,7 @@ from gradstats.capture._consumers import Consumer
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
-from gradstats.errors import TrackingError
+from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
 from gradstats.statistics._loss import check_losses, examples_in
 
@@ -73,6 +73,9 @@ def run_examples(
                 tracker.note_losses(losses)
                 total = losses.sum()
             tracker.backward_without_gradients(total)
+        except GradStatsError as error:
+            tracker.explain(error)
+            raise
         finally:
             tracker.close()
     if not tracker.reports.any:

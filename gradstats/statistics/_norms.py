@@ -267,6 +267,7 @@ class track:
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
+        self._tracker.explain(value)
         self._tracker.close()
         listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reports.any:

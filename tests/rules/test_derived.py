@@ -483,3 +483,71 @@ def test_the_log_density_of_a_normal_distribution_of_parameters_alone():
         {"mu": (3,), "log_std": (1,)},
         normal(4, 3),
     )
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)
+
+
+ENCODERS = {
+    "attention": lambda: SelfAttention(8, 2, batch_first=True),
+    "transformer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "GRU": lambda: nn.GRU(8, 8, batch_first=True),
+    "LSTM, 2 layers": lambda: nn.LSTM(8, 8, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("encoder", ENCODERS.values(), ids=ENCODERS)
+def test_weights_that_a_sequence_model_makes_of_parameters(encoder):
+    """Of trained prompts, as many as examples."""
+
+    def function(m, x):
+        encoded = m.encoder(m.prompts)
+        encoded = encoded[0] if isinstance(encoded, tuple) else encoded
+        return m.image(x) @ encoded.mean(1).T
+
+    parameters = {
+        "prompts": (BATCH, 2, 8),
+        "encoder": encoder(),
+        "image": nn.Linear(WIDTH, 8),
+    }
+    check_operation(function, parameters, normal(BATCH, WIDTH))
+
+
+def test_what_is_used_several_times_is_computed_again_once():
+    """Not once for each way that leads to it, of which residual layers make very many."""
+    calls = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            calls.append(w)
+            return w.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * calls[0].exp()
+
+    def function(m, x):
+        w = Counted.apply(m.w)
+        for _ in range(6):
+            w = w + 0.1 * functional.silu(w)
+        return x @ w
+
+    model = Operation(function, {"w": (WIDTH, 2)}, upstream=False)
+    x = normal(BATCH, POSITIONS, WIDTH)
+    expected = oracle_sqnorms(model, (x,), uneven_loss)
+    calls.clear()
+    assert_sqnorms(gs.per_example_norms(model, (x,), uneven_loss), expected, 1e-9)
+    assert len(calls) == 2
+
+
+def test_a_backward_whose_derivative_is_not_a_number():
+    """Filters of sinc functions: a direction is not pushed through them at zero."""
+
+    def function(m, x):
+        times = torch.arange(-2, 3, dtype=torch.float64)
+        return x @ torch.sinc(m.w[:, None] * times)
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))

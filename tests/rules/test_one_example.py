@@ -100,3 +100,20 @@ def test_derivatives_of_products_of_one_example():
         loss_fn=loss_fn,
         fusing=(True,),
     )
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_of_nobodys_beside_one_of_one_examples(shape, first):
+    """As the coefficients of an integrator stand beside the length of its step."""
+    number = torch.full(shape, 0.3, dtype=torch.float64)
+
+    def each(m, x):
+        rows = []
+        for i in range(len(x)):
+            hidden = (x[i : i + 1] @ m.w).tanh()
+            step = hidden.mean()
+            rows.append((hidden * (number * step if first else step * number)) @ m.v)
+        return torch.cat(rows)
+
+    check_operation(each, {"w": (WIDTH, 3), "v": (3, 2)}, normal(BATCH, WIDTH))

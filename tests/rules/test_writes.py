@@ -294,6 +294,21 @@ def test_elements_of_a_vector_written_where_a_mask_is_true():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_that_is_true_nowhere(first):
+    """A batch without any token of one kind, each kind with a layer of its own."""
+
+    def function(m, x):
+        hidden = m.mixer(x).tanh()
+        mask = torch.full((BATCH, 5, 1), first)
+        for kind, layer in ((mask, m.first), (~mask, m.second)):
+            hidden = hidden.masked_scatter(kind, layer(hidden[kind[..., 0]]))
+        return m.mixer(hidden)
+
+    parameters = {name: nn.Linear(WIDTH, WIDTH) for name in ("mixer", "first", "second")}
+    check_operation(function, parameters, normal(BATCH, 5, WIDTH))
+
+
 def test_elements_that_fall_on_other_examples_are_refused():
     def shifted(m, x):
         hidden = x @ m.w
