@@ -13,6 +13,7 @@ from torch.nn import functional
 import gradstats as gs
 from tests.functions import Kernel
 from tests.oracle import (
+    assert_products,
     assert_sqnorms,
     assert_unchanged,
     check_model,
@@ -458,31 +459,67 @@ def test_tracking_needs_recorded_gradients(model):
                 raise AssertionError("not reached")
 
 
+class Quantiles(nn.Module):
+    """Three numbers of the forward's own look like one for each of three examples."""
+
+    def __init__(self, kept: bool = False):
+        super().__init__()
+        levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        self.register_buffer("levels", levels if kept else None)
+        self.scale = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x):
+        made = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        levels = made if self.levels is None else self.levels
+        return (x * (levels * self.scale)).sum(1)
+
+
+class Negatives(nn.Module):
+    """The same rows of a table for every example."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 5).double(), nn.Embedding(7, 5).double()
+
+    def forward(self, x):
+        rows = self.table(torch.tensor([0, 3, 5]))
+        return functional.logsigmoid(self.layer(x) @ rows.T).sum(1)
+
+
+def squares(model, x):
+    return model(x).square()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("make", [Quantiles, Negatives])
+def test_as_many_values_as_examples_are_not_one_for_each(make, size):
+    model, other = make(), make()
+    batch, others = (torch.randn(size, 3, dtype=torch.float64) for _ in range(2))
+    rows = flat(oracle_gradients(model, batch, squares))
+    columns = flat(oracle_gradients(other, others, squares))
+    stats = gs.per_example_norms(model, batch, squares, gram=True, alignment=True)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, squares), 1e-9)
+    assert_products(stats.gram, rows, rows, 1e-9)
+    assert_products(gs.inner_products(model, batch, other, others, squares), rows, columns, 1e-9)
+    torch.testing.assert_close(gs.alignment(model, batch, squares, "mean"), rows @ rows.mean(0))
+    assert gs.verify(model, batch, squares).ok
+
+
+def test_a_loss_function_is_called_again_with_what_it_took_out_of_its_batch():
+    model, x = Negatives(), torch.randn(3, 3, dtype=torch.float64)
+    batch = {"x": x}
+    stats = gs.per_example_norms(model, batch, lambda m, b: squares(m, b.pop("x")))
+    assert_sqnorms(stats, oracle_sqnorms(model, x, squares), 1e-9)
+    assert batch["x"] is x
+
+
 def test_an_error_names_what_was_taken_for_data_by_its_size():
-    """Three numbers of the caller's look like one for each of three examples."""
-
-    class Quantiles(nn.Module):
-        def __init__(self, kept: bool):
-            super().__init__()
-            levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-            self.register_buffer("levels", levels if kept else None)
-            self.scale = nn.Parameter(torch.randn(3, dtype=torch.float64))
-
-        def forward(self, x):
-            made = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-            levels = made if self.levels is None else self.levels
-            return (x * (levels * self.scale)).sum(1)
-
-    def loss(model, x):
-        return model(x).square()
-
-    def beside_training(model, x, loss):
-        with gs.track(model, batch_size=len(x)) as tracker:
-            tracker.backward(loss(model, x))
+    """A training step cannot be run again."""
 
     x = torch.randn(3, 3, dtype=torch.float64)
-    for call in (gs.per_example_norms, beside_training):
-        with pytest.raises(gs.GradStatsError, match=r"torch\.tensor made .*\(3,\).*register_buf"):
-            call(Quantiles(False), x, loss)
-    check_model(Quantiles(True), x, loss)
-    check_model(Quantiles(False), torch.randn(4, 3, dtype=torch.float64), loss)
+    model = Quantiles()
+    with pytest.raises(gs.GradStatsError, match=r"torch\.tensor made .*\(3,\).*register_buf"):
+        with gs.track(model, batch_size=len(x)) as tracker:
+            tracker.backward(squares(model, x))
+    check_model(Quantiles(kept=True), x, squares)
+    check_model(Quantiles(), torch.randn(4, 3, dtype=torch.float64), squares)

@@ -6,7 +6,8 @@ mode follows what is computed without any data: such tensors are *constants*, an
 makes of them stays derived until it meets data (see ``_dispatch``).
 
 Random tensors, and tensors made from values of the caller's, count as data where their example axis
-has the batch's size: noise and time steps drawn inside a context are drawn for each example.
+has the batch's size: noise and time steps drawn inside a context are drawn for each example. Where that
+leads to a refusal, who can run the forward again does so with the latter as constants.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
-from gradstats.capture._nodes import flatten, function_name, operands_of
+from gradstats.capture._nodes import flatten, operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -291,10 +292,9 @@ class ConstantTracking(TorchFunctionMode):
             return
         for tensor in results:
             if isinstance(tensor, Tensor) and node_of(tensor) is None:
-                if func in CALLERS_VALUES and tracker.has_example_axis(tensor):
-                    tracker.taken = function_name(func), tuple(tensor.shape)
-                else:
-                    tracker.mark_constant(tensor)
+                if func in CALLERS_VALUES and tracker.takes_for_data(func, tensor):
+                    continue
+                tracker.mark_constant(tensor)
 
     def _follow_write(self, func, args, kwargs, data, result) -> None:
         """Follow data that were written into a tensor: a constant is one no longer."""

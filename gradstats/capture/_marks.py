@@ -12,9 +12,14 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
+from gradstats.capture._nodes import function_name
+from gradstats.capture._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 SERIALS = itertools.count()
+
+# What is raised where it is not known, or not so, that each value is one example's.
+ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
 def leave_graph(what: str | Callable[[], str]) -> None:
@@ -41,6 +46,8 @@ class Marks:
             how they met there.
         taken: what made a tensor in the forward that counts as data for its size alone, and the
             tensor's shape.
+        given_are_data: whether those made of values of the caller's do. Where they do not, numbers
+            are exact as well, and what parameters make of such tensors takes longer.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -50,7 +57,8 @@ class Marks:
         self.follows_layouts = False
         self.coupled: dict[Any, str] = {}
         self.packed = segments is not None
-        self.taken: tuple[str, tuple[int, ...]] | None = None
+        self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
+        self.given_are_data = True
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -108,15 +116,29 @@ class Marks:
         storage = _storage(tensor)
         return storage is not None and storage._cdata in self._written
 
+    def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
+        """Whether what was made of the caller's values, or drawn, counts as data for its size."""
+        given = function in GIVEN_VALUES
+        if not self.has_example_axis(tensor) or (given and not self.given_are_data):
+            return False
+        if given or self.taken is None:
+            self.taken = function, tuple(tensor.shape)
+        return True
+
+    @property
+    def took_given(self) -> bool:
+        """Whether values of the forward's own were taken for data by their number alone."""
+        return self.taken is not None and self.taken[0] in GIVEN_VALUES
+
     def explain(self, error: BaseException | None) -> None:
         """Add to an error about the example axis what was taken for data by its size alone."""
-        about = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
-        if self.taken is not None and isinstance(error, about):
-            name, shape = self.taken
+        if self.taken is not None and isinstance(error, ABOUT_EXAMPLES):
+            function, shape = self.taken
             error.args = (
-                f"{error} In this forward {name} made a tensor of shape {shape}: with as many rows "
-                "as there are examples, it was taken for a row of each. If it belongs to no "
-                "example, keep it in the model (register_buffer), or use another batch size.",
+                f"{error} In this forward {function_name(function)} made a tensor of shape "
+                f"{shape}: with as many rows as there are examples, it was taken for a row of "
+                "each. If it belongs to no example, keep it in the model (register_buffer), or use "
+                "another batch size.",
             )
 
     def has_example_axis(self, tensor: Tensor) -> bool:

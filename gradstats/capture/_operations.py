@@ -257,26 +257,23 @@ KEEPS = (
     POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS
 )  # fmt: skip
 
-# Operations that make tensors of values that the caller has, or that are drawn.
-CALLERS_VALUES = frozenset(
-    {
-        torch.tensor,
-        torch.as_tensor,
-        torch.asarray,
-        torch.from_numpy,
-        torch.frombuffer,
-        torch.rand,
-        torch.randn,
-        torch.randint,
-        torch.randperm,
-        torch.normal,
-        torch.bernoulli,
-        torch.rand_like,
-        torch.randn_like,
-        torch.randint_like,
-        torch.bernoulli,
-    }
+# Operations that make tensors of values that the caller has.
+GIVEN_VALUES = frozenset(
+    {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer}
 )
+
+# Operations that do, or that draw values.
+CALLERS_VALUES = GIVEN_VALUES | {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.bernoulli,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+}
 
 # Operations that make tensors of a size.
 FACTORIES = frozenset(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._coverage import check_coverage
+from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nodes import flatten, function_name, rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of, value_of
@@ -84,10 +85,31 @@ def survey(
 ) -> Survey:
     """Return what a forward of ``loss_fn`` does to each parameter, compiled parts run eagerly.
 
+    Where something is refused that values of the forward's own may be to blame for, as many as
+    there are examples, it is run once more with these as constants, as for gradients.
+
     Args:
+        loss_fn: may be called twice.
         options: of Tracker.
     """
     found = Survey(model, **options)
+    try:
+        _look(found, model, batch, loss_fn)
+    except ABOUT_EXAMPLES:
+        if not found.took_given:
+            raise
+    else:
+        if not (found.refused and found.took_given):
+            return found
+    found = Survey(model, given_are_data=False, **options)
+    _look(found, model, batch, loss_fn)
+    return found
+
+
+def _look(
+    found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+) -> None:
+    """Run a forward under a survey."""
     found.keep_data(tensors_in(batch))
     # Nothing is compiled before this module was imported, and importing it takes seconds.
     compiled = "torch._dynamo" in sys.modules
@@ -100,4 +122,3 @@ def survey(
                 found.find_hidden_uses(losses)
         finally:
             found.close()
-    return found

@@ -64,8 +64,10 @@ class Tracker(Repeated):
         settings: Settings,
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
+        given_are_data: bool = True,
     ):
         super().__init__(batch_size, batch_dim, segments)
+        self.given_are_data = given_are_data
         self.settings = settings
         self.closed = False
         # Told before and after the backward, while the gradients are as the backward left them.
@@ -74,7 +76,7 @@ class Tracker(Repeated):
         self.derived = False
         # The autograd nodes of derived tensors as the user's code has them.
         self.shown: dict[GraphNode | None, Derived] = {}
-        self._backward_ran = False
+        self.backward_ran = False
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
         self._reentrant = False
@@ -276,7 +278,7 @@ class Tracker(Repeated):
                 "outside the context."
             )
         nested = torch._C._current_graph_task_id() != -1
-        if self._backward_ran and not nested:
+        if self.backward_ran and not nested:
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "
                 "batch and one backward; to accumulate gradients, open one context for each "
@@ -285,7 +287,7 @@ class Tracker(Repeated):
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         coverage = check_coverage(self, nodes)
         self._reentrant |= coverage.reentrant
-        self._backward_ran = True
+        self.backward_ran = True
         tasks = self._tasks
 
         def begin(_) -> None:

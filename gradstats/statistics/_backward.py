@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nodes import tensors_in
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._loss import check_losses, examples_in
 
 if TYPE_CHECKING:
@@ -62,7 +64,32 @@ def run_examples(
         NothingUsedError: if the losses use none of the tracked parameters.
     """
     settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
+    loss_fn = on_a_copy(loss_fn)  # it may be called again
     tracker = Tracker(model, settings=settings, **options)
+    try:
+        losses = _differentiate(tracker, model, batch, loss_fn)
+    except ABOUT_EXAMPLES as error:
+        tracker.explain(error)
+        if not tracker.took_given or tracker.backward_ran:
+            raise
+        # The forward made tensors of values of its own, as many as there are examples, which are
+        # perhaps not one for each.
+        tracker = Tracker(model, settings=settings, given_are_data=False, **options)
+        try:
+            losses = _differentiate(tracker, model, batch, loss_fn)
+        except GradStatsError:
+            raise error from None
+    if not tracker.reports.any:
+        raise NothingUsedError(
+            "the losses use none of the tracked parameters: no backward reached them. Expected "
+            "losses computed with the model that loss_fn is given, its first argument. Does it "
+            "use another model, or do parameters= and exclude= leave only what it does not use?"
+        )
+    return tracker, losses
+
+
+def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
+    """Run the forward and the backward inside a context; return the losses."""
     tracker.keep_data(tensors_in(batch))
     with torch.enable_grad():
         tracker.open()
@@ -73,15 +100,6 @@ def run_examples(
                 tracker.note_losses(losses)
                 total = losses.sum()
             tracker.backward_without_gradients(total)
-        except GradStatsError as error:
-            tracker.explain(error)
-            raise
         finally:
             tracker.close()
-    if not tracker.reports.any:
-        raise NothingUsedError(
-            "the losses use none of the tracked parameters: no backward reached them. Expected "
-            "losses computed with the model that loss_fn is given, its first argument. Does it "
-            "use another model, or do parameters= and exclude= leave only what it does not use?"
-        )
-    return tracker, losses
+    return losses
