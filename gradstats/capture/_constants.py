@@ -6,8 +6,8 @@ mode follows what is computed without any data: such tensors are *constants*, an
 makes of them stays derived until it meets data (see ``_dispatch``).
 
 Random tensors, and tensors made from values of the caller's, count as data where their example axis
-has the batch's size: noise and time steps drawn inside a context are drawn for each example. Where that
-leads to a refusal, who can run the forward again does so with the latter as constants.
+has the batch's size: noise and time steps drawn inside a context are drawn for each example. Where
+that leads to a refusal, who can run the forward again does so with the latter as constants.
 """
 
 from __future__ import annotations
