@@ -1,30 +1,48 @@
 """Capture: from a parameter's use in the user's forward to factors, and back as statistics.
 
-_nodes       what is tracked: parameters (roots) and what is computed from them alone (derived)
-_tensors     the tensor classes whose operations are seen
-_functions   custom autograd Functions of parameters alone, made visible as operations
-_replay      a derived tensor computed again, to pull gradients back through it
-_lineage     pulling a derived tensor's factors back to its parameters
-_constants   which other tensors belong to no example
-_data        whose every row of a tensor of data is, followed with the rules of
-_layout      where the examples lie after each operation
-_rowwise     which operations keep rows apart; of others nobody knows what they do
-_opened      functions of PyTorch's own, taken apart into the operations in them
-_sequences   the same for attention, recurrent layers, packed sequences and sorts
-_formats     memory formats that strides leave open
-_selection   which parameters are measured
-_sharded     parameters that fully_shard shards
-_dispatch    what happens to an operation that touches a tracked tensor
-rules/       one file for each family of operations
-_uses        what the autograd Functions share that turn output gradients into factors; they are
-_linear      products with a weight matrix
-_convolution convolutions
-_views       everything that broadcasts
-_recomputed  operations that backward takes apart
-_grafted     operations as they are, beside others that are tracked in their stead
-_registered  users' own operations
-_consumers   what is done with the factors beside norms
-_coverage    what the autograd graph says about uses that were not seen
-_survey      one forward that finds out what happens to every parameter
-_tracker     one context: entering, leaving, coverage, results
+One context
+    _tracker     entering and leaving it, what it knows
+    _selection   which parameters are measured; what is to be known of a model beforehand
+    _sharded     parameters that fully_shard shards
+    _attributes  what modules keep in plain attributes
+    _coverage    what the autograd graph says about uses that were not seen
+    _survey      one forward that finds out what happens to every parameter
+    _reports     from the factors of all uses to squared norms
+    _consumers   what is done with the factors beside norms
+
+What is tracked
+    _nodes       parameters (roots) and what is computed from them alone (derived)
+    _tensors     the tensor classes whose operations are seen
+    _functions   custom autograd Functions of parameters alone, made visible as operations
+    _replay      a derived tensor computed again, to pull gradients back through it
+    _lineage     pulling a derived tensor's factors back to its parameters
+    _lean_steps  the steps of that way that keep factors lean
+
+What is not tracked: constants, and data with the examples in them
+    _constants   the mode that sees every operation; which tensors belong to no example
+    _marks       what is noted on tensors
+    _following   where the examples lie in results, family by family, with
+    _layout      the rules for operations on one operand, and those of
+    _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _writes, _einsum
+    _data        data that are written, changed, differentiated
+    _repeated    what following came to, noted again for operations that are alike
+    _examples    whose the rows of a tensor are
+    _operations  operations by what they do to the axes of their operands
+    _rowwise     which functions keep rows apart; of others nobody knows what they do
+    _formats     memory formats that strides leave open
+    _nested      nested tuples, lists and dicts
+
+Where a parameter meets data
+    _dispatch    what happens to an operation that touches a tracked tensor
+    rules/       one file for each family of operations
+    _uses        what all uses share, and how their factors reach the parameters; they are
+    _hooked      operations of PyTorch's with a hook on their node
+    _linear      products with a weight matrix
+    _convolution convolutions
+    _normalization, _broadcast   normalisation layers, scales and shifts on chip
+    _views, _product             everything that broadcasts; products index by index
+    _recomputed, _recurrence     operations that backward takes apart; recurrent layers
+    _opened, _grafted            functions of PyTorch's taken apart; operations beside others
+    _registered  users' own operations
+    _graph       nodes of autograd graphs that are known by their type
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradstats.capture._nodes import rebuild
+from gradstats.capture._nested import rebuild
 from gradstats.capture._tensors import DerivedTensor, unwrap
 
 # What every module has.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
-from gradstats.capture._lineage import rearranged_root
+from gradstats.capture._lean_steps import rearranged_root
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import attach, fuse, report, unseen, use_of
 from gradstats.capture._views import ExampleLayout, example_view

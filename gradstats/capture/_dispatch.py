@@ -16,15 +16,8 @@ from torch import Tensor
 
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import (
-    Derived,
-    Node,
-    flatten,
-    function_name,
-    operands_of,
-    rebuild,
-    same_storage,
-)
+from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nodes import Derived, Node, function_name, same_storage
 from gradstats.capture._operations import COMPLEX
 from gradstats.capture._tensors import (
     TRACKED_TYPES,

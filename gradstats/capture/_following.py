@@ -16,7 +16,6 @@ from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
     CHANGES,
     FOLLOWED,
-    REINDEXES,
     contracted,
     convolved,
     follow,
@@ -26,7 +25,8 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._marks import Marks
 from gradstats.capture._multiplied import contraction, multiplied
-from gradstats.capture._nodes import function_name, operands_of
+from gradstats.capture._nested import operands_of
+from gradstats.capture._nodes import function_name
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BATCH_FIRST,
@@ -46,6 +46,7 @@ from gradstats.capture._operations import (
     UNFOLLOWED,
 )
 from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
+from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._tensors import node_of
 
 Layout = Examples | Whole | Mixed | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradstats.capture._nodes import operands_of
+from gradstats.capture._nested import operands_of
 
 BATCH_NORMS = frozenset({functional.batch_norm, torch.batch_norm})
 

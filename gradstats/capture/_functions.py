@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
 from gradstats.capture._graph import INNERMOST
-from gradstats.capture._nodes import Derived, Node, function_name, operands_of
+from gradstats.capture._nested import operands_of
+from gradstats.capture._nodes import Derived, Node, function_name
 from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.errors import UnsupportedOperationError
 

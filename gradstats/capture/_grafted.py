@@ -10,14 +10,8 @@ from torch import Tensor
 
 from gradstats._complex import as_real
 from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import (
-    Derived,
-    Node,
-    flatten,
-    function_name,
-    operands_of,
-    rebuild,
-)
+from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nodes import Derived, Node, function_name
 from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
 

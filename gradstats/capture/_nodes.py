@@ -8,8 +8,7 @@ reaches delivers, and the last one contracts their sum.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn import functional
 from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
+from gradstats.capture._nested import flatten, rebuild
 from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, UnsupportedOperationError
 
@@ -360,55 +360,6 @@ def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
             met.add(edge)
             pending += [] if edge in edges else edge[0].next_functions
     return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]
-
-
-def flatten(items) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dicts, in order."""
-    leaves: list[Any] = []
-    for item in items.values() if type(items) is dict else items:
-        if isinstance(item, (tuple, list, dict)):
-            leaves.extend(flatten(item))
-        else:
-            leaves.append(item)
-    return leaves
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from tensors_in(item)
-    elif isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
-
-
-def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among an operation's arguments, in order."""
-    found: list[Tensor] = []
-    for item in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
-    return found
-
-
-def rebuild(items, change: Callable[[Any], Any]):
-    """Return nested tuples, lists and dicts with every leaf replaced by ``change(leaf)``."""
-    if isinstance(items, dict):
-        return {key: rebuild(item, change) for key, item in items.items()}
-    if isinstance(items, (tuple, list)):
-        changed = [rebuild(item, change) for item in items]
-        if isinstance(items, tuple) and hasattr(items, "_fields"):
-            return type(items)(*changed)
-        return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
-    return change(items)
 
 
 def function_class_of(function: Any) -> type[torch.autograd.Function] | None:

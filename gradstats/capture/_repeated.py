@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from gradstats.capture._data import Data
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._examples import Examples
-from gradstats.capture._layout import FOLLOWED, REINDEXES
+from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, variants
 from gradstats.capture._reductions import QUANTILES
+from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._sequences import PRESCRIBES
 from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.capture._writes import WRITES

@@ -6,7 +6,8 @@ from weakref import ref
 
 import torch
 
-from gradstats.capture._nodes import Derived, Node, operands_of
+from gradstats.capture._nested import operands_of
+from gradstats.capture._nodes import Derived, Node
 
 
 class TrackedParameter(torch.nn.Parameter):

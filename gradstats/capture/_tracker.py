@@ -19,7 +19,8 @@ from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._nodes import Derived, Root, tensors_in
+from gradstats.capture._nested import tensors_in
+from gradstats.capture._nodes import Derived, Root
 from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
 from gradstats.capture._selection import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._marks import ABOUT_EXAMPLES
-from gradstats.capture._nodes import tensors_in
+from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError, TrackingError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._nodes import tensors_in
+from gradstats.capture._nested import tensors_in
 from gradstats.statistics._arguments import LossFunction
 
 

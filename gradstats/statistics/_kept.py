@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradstats._complex import real_shape
 from gradstats.capture._consumers import Against, Keep, KeptParameter, storages_of
-from gradstats.capture._nodes import tensors_in
+from gradstats.capture._nested import tensors_in
 from gradstats.errors import CoverageError, ExampleAxisError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_choice, shapes_of
 from gradstats.statistics._backward import run

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
-from gradstats.capture._nodes import tensors_in
+from gradstats.capture._nested import tensors_in
 from gradstats.capture._tensors import DerivedTensor
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer

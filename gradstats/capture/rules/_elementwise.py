@@ -20,7 +20,8 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
-from gradstats.capture._nodes import Node, flatten, operands_of, rebuild
+from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nodes import Node
 from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     ELEMENTWISE,

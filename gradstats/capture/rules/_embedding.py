@@ -15,8 +15,9 @@ from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
-from gradstats.capture._lineage import embedding_rows, rows_looked_up
-from gradstats.capture._nodes import Node, Root, operands_of
+from gradstats.capture._lean_steps import embedding_rows, rows_looked_up
+from gradstats.capture._nested import operands_of
+from gradstats.capture._nodes import Node, Root
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradstats.capture._dispatch import refusal
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._nodes import Derived, Node, operands_of, same_storage
+from gradstats.capture._nested import operands_of
+from gradstats.capture._nodes import Derived, Node, same_storage
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture._writes import WRITES, Write

@@ -1,0 +1,58 @@
+"""Nested tuples, lists and dicts: of an operation's arguments, of its results, of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def flatten(items) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts, in order."""
+    leaves: list[Any] = []
+    for item in items.values() if type(items) is dict else items:
+        if isinstance(item, (tuple, list, dict)):
+            leaves.extend(flatten(item))
+        else:
+            leaves.append(item)
+    return leaves
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from tensors_in(item)
+    elif isinstance(batch, (tuple, list)):
+        for item in batch:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+
+
+def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, in order."""
+    found: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
+    return found
+
+
+def rebuild(items, change: Callable[[Any], Any]):
+    """Return nested tuples, lists and dicts with every leaf replaced by ``change(leaf)``."""
+    if isinstance(items, dict):
+        return {key: rebuild(item, change) for key, item in items.items()}
+    if isinstance(items, (tuple, list)):
+        changed = [rebuild(item, change) for item in items]
+        if isinstance(items, tuple) and hasattr(items, "_fields"):
+            return type(items)(*changed)
+        return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
+    return change(items)

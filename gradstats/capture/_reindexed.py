@@ -1,0 +1,271 @@
+"""Where the examples lie after operations that move, cut, pick or repeat along their axis.
+
+One table says what each does to the layout of its first operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._cost import product
+from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._indexing import argument_of, items_of, read_at
+from gradstats.capture._nodes import same_storage
+from gradstats.capture._operations import variants
+from gradstats.capture._reductions import KEYWORD
+
+
+def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
+    """Moved axes keep their strides, which says where the examples' went."""
+    # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
+    # stride is another axis. Where two axes share a stride, one of them has size 1 or is expanded.
+    stride, size = source.stride(layout.axis), source.shape[layout.axis]
+    found = [
+        axis
+        for axis in range(result.dim())
+        if result.stride(axis) == stride and result.shape[axis] == size
+    ]
+    # One row has the same layout along every axis of size one.
+    return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
+
+
+def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
+    """Reshapes keep the order of elements, which says whose each row of the result is."""
+    if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
+        return layout
+    if result.numel() != source.numel():
+        return None  # seen as another dtype
+    if result.numel() == 0:
+        places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
+        return layout.along(places[0]) if len(places) == 1 else None
+    rows, width = layout.rows, product(source.shape[layout.axis + 1 :])
+    owners: Tensor | None = None
+    for axis in range(result.dim()):
+        size, step = result.shape[axis], product(result.shape[axis + 1 :])
+        if layout.segments is None and size * step == rows * width:
+            example = layout.fold * width
+            if example % step == 0:
+                return Examples(layout.batch, axis, example // step)
+        if (size * step) % width or max(step, width) % min(step, width):
+            continue
+        if owners is None:
+            # The example of each run of `width` elements, in the order of memory.
+            owners = layout.owner(source.device).repeat(source.numel() // (rows * width))
+        inner = max(1, step // width)
+        blocks = owners.view(-1, size * step // width // inner, inner)
+        if bool((blocks == blocks[:1, :, :1]).all()):
+            owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
+            return layout.owned_by(owner, axis)
+    return None
+
+
+def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """x[…]: whichever index stands at the example axis selects the examples too."""
+    found = read_at(source, items_of(source, args[1]), layout)
+    return _picked(func, args, kwargs, source, layout, result) if found is None else found
+
+
+def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
+    """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
+
+    Args:
+        name, position: keyword and place of the axis among the operation's arguments.
+        change: called as change(owner, args, kwargs), it returns the owners of the new rows; None
+            where elements are picked one by one.
+        default: the axis where none is given.
+    """
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get(name, args[position] if len(args) > position else default)
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if name == "dims" and len(dims) == 1:
+            dims = (*dims, *args[position + 1 :])  # x.flip(0, 1)
+        if dim is not None and all(d % source.dim() != layout.axis for d in dims):
+            return layout
+        if dim is None or len(dims) != 1 or change is None:
+            return _picked(func, args, kwargs, source, layout, result)
+        owner = change(layout.owner(source.device), args, kwargs)
+        return layout.owned_by(owner.reshape(-1), layout.axis)
+
+    return rule
+
+
+def _ranked(position: int, default: int):
+    """Return a rule for operations that put elements in an order of their own along an axis."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        return None if dim % source.dim() == layout.axis else layout
+
+    return rule
+
+
+def _sliced(position: int, default: int = 0):
+    """Return a rule for operations whose results are slices of their operand."""
+
+    def rule(func, args, kwargs, source, layout, result):
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        dim %= source.dim()
+        lost = source.dim() - result.dim()
+        if dim != layout.axis:
+            return layout.along(layout.axis - (lost if dim < layout.axis else 0))
+        if source.stride(layout.axis) == 0:
+            return None
+        start = (result.storage_offset() - source.storage_offset()) // source.stride(layout.axis)
+        if lost:
+            return layout.whole(start)
+        owner = layout.owner(source.device)[start : start + result.shape[layout.axis]]
+        return layout.owned_by(owner, layout.axis)
+
+    return rule
+
+
+def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
+    """One place along an axis."""
+    dim = argument_of(args, kwargs, 1, "dim") % source.dim()
+    if dim == layout.axis:
+        return layout.whole(argument_of(args, kwargs, 2, "index"))
+    return layout.along(layout.axis - (dim < layout.axis))
+
+
+def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
+    """New axes stand in front; an axis of size 1 that is expanded holds no examples but one."""
+    after = layout.axis + result.dim() - source.dim()
+    return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
+
+
+def _masked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """The elements where a mask is true, one after the other."""
+    mask = argument_of(args, kwargs, 1, "mask")
+    if torch.broadcast_shapes(mask.shape, source.shape) != source.shape:
+        return None  # the mask repeats the operand
+    return read_at(source, [mask.expand(source.shape)], layout)
+
+
+def _with_axes(func, args, kwargs, source, layout, result) -> Examples | None:
+    """As many axes as an operation wants at least, of one tensor."""
+    return reshaped(source, layout, result) if len(args) == 1 and args[0] is source else None
+
+
+def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | None:
+    """The last axis becomes two, which may stand anywhere among the others."""
+    if layout.axis == source.dim() - 1:
+        return None
+    given = tuple(args[1:]) + (0, -2, -1)[len(args) - 1 :]
+    made = {kwargs.get(f"dim{k}", given[k]) % result.dim() for k in (1, 2)}
+    return layout.along([axis for axis in range(result.dim()) if axis not in made][layout.axis])
+
+
+def _padded(func, args, kwargs, source, layout, result) -> Examples | None:
+    """Widths for both sides of each axis, the last axis first."""
+    place = 2 * (source.dim() - 1 - layout.axis)
+    return None if any(argument_of(args, kwargs, 1, "pad")[place : place + 2]) else layout
+
+
+def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
+    """The whole is put side by side, along new axes in front and along its own."""
+    after = layout.axis + result.dim() - source.dim()
+    times = result.shape[after] // source.shape[layout.axis]
+    if times == 1:
+        return layout.along(after)
+    return layout.owned_by(layout.owner(source.device).repeat(times), after)
+
+
+def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """Elements picked one by one: what happens to the elements happens to their owners."""
+    if not source.numel() or not result.numel() or torch.compiler.is_compiling():
+        return None  # a graph has no values to look at
+    owner = layout.owner(source.device).int()
+    owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
+    if not (result._is_view() and same_storage(result, source)):
+        found = func(owner.expand(source.shape).contiguous(), *args[1:], **kwargs)
+    else:
+        start = result.storage_offset() - source.storage_offset()
+        reach = 1 + _extent(source)
+        if start < 0 or start + _extent(result) >= reach or source.stride(layout.axis) == 0:
+            return None
+        memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
+        # What is repeated is written once.
+        sizes = [n if step else 1 for n, step in zip(source.shape, source.stride(), strict=True)]
+        memory.as_strided(sizes, source.stride()).copy_(owner)
+        found = memory.as_strided(result.shape, result.stride(), start)
+    if bool((found < 0).any()):
+        return None  # between the operand's elements lie others
+    if layout.batch > 1 and bool((found == found.flatten()[0]).all()):
+        return Whole(int(found.flatten()[0]))
+    for axis in range(found.dim()):
+        rows = found.movedim(axis, 0).reshape(found.shape[axis], -1)
+        if bool((rows == rows[:, :1]).all()):
+            return layout.owned_by(rows[:, 0].long(), axis)
+    return None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how far a tensor's last element lies from its first in memory."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _of_batch(dims: int) -> Callable[..., Examples | None]:
+    """Return the rule of an operation that takes data of so many axes for a batch."""
+
+    def rule(func, args, kwargs, source, layout, result) -> Examples | None:
+        return layout if layout.axis == 0 and source.dim() == dims else None
+
+    return rule
+
+
+# Operations that select, repeat or reorder rows, with how the examples go along.
+REINDEXES = {
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys(
+        variants("index_select"),
+        _along("dim", 1, lambda owner, a, k: owner[argument_of(a, k, 2, "index")]),
+    ),
+    **dict.fromkeys(
+        variants("repeat_interleave"),
+        _along(
+            "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
+        ),
+    ),
+    **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
+    Tensor.__reversed__: _along("", 1, lambda owner, a, k: owner.flip(0), 0),
+    **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),
+    **dict.fromkeys(variants("fliplr"), _along("", 1, lambda owner, a, k: owner.flip(0), 1)),
+    **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
+    torch.fft.fftshift: _along("dim", 1, None),
+    torch.fft.ifftshift: _along("dim", 1, None),
+    **dict.fromkeys(
+        variants("roll"),
+        _along("dims", 2, lambda owner, a, k: owner.roll(argument_of(a, k, 1, "shifts"))),
+    ),
+    **dict.fromkeys(variants("gather"), _along("dim", 1, None)),
+    **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
+    **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
+    **dict.fromkeys(variants("msort"), _ranked(1, 0)),
+    **dict.fromkeys(variants("topk"), _ranked(2, -1)),
+    **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes",
+       "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+       for function in variants(name)},
+    **dict.fromkeys(variants("narrow"), _sliced(1)),
+    **dict.fromkeys(variants("unbind"), _sliced(1)),
+    **dict.fromkeys(variants("select"), _chosen),
+    **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
+       for function in variants(name)},
+    **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
+    **dict.fromkeys((functional.pad, torch.constant_pad_nd), _padded),
+    **dict.fromkeys(variants("masked_select"), _masked),
+    **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
+    **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),
+    **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
+    **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
+    **dict.fromkeys(variants("diag_embed"), _made_diagonal),
+    **dict.fromkeys(variants("stft"), _of_batch(2)),
+    **dict.fromkeys(variants("istft"), _of_batch(3)),
+    **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
+    torch.linalg.diagonal: _picked,
+    Tensor.unfold: _picked,
+}  # fmt: skip
