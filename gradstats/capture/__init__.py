@@ -45,4 +45,5 @@ Where a parameter meets data
     _opened, _grafted            functions of PyTorch's taken apart; operations beside others
     _registered  users' own operations
     _graph       nodes of autograd graphs that are known by their type
+    _engine      the autograd engine
 """

@@ -29,6 +29,7 @@ from gradstats.capture._dispatch import (
     READS_ONLY_FIRST,
     TRANSPOSING_GETTERS,
 )
+from gradstats.capture._engine import run_backward
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
@@ -366,34 +367,6 @@ def prepare_for_compiler() -> None:
 def outside_graphs():
     """Return the mode's handler as the compiler leaves it alone."""
     return torch.compiler.disable(ConstantTracking.handle)
-
-
-def run_backward(
-    tensors: tuple,
-    gradients: tuple,
-    retain_graph: bool | None = None,
-    inputs: tuple = (),
-    *,
-    in_threads: bool = True,
-) -> None:
-    """Run the autograd engine, under whichever modes are on.
-
-    Args:
-        tensors, gradients, retain_graph, inputs: as the engine takes them.
-        in_threads: in one for each device. In this one alone, rules in Python take an eighth less
-            time: no other has to be given the interpreter for each of them.
-    """
-    before = torch._C._is_multithreading_enabled()
-    with torch.autograd.set_multithreading_enabled(before and in_threads):
-        torch.autograd.Variable._execution_engine.run_backward(
-            tensors,
-            gradients,
-            bool(retain_graph),
-            False,  # create_graph: refused before
-            inputs,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
 
 
 def _as_tuple(tensors) -> tuple:

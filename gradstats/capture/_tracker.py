@@ -14,9 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
-from gradstats.capture._constants import ConstantTracking, run_backward
+from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, leaves_of
 from gradstats.capture._dispatch import dispatch
+from gradstats.capture._engine import run_backward
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nested import tensors_in

@@ -17,7 +17,7 @@ from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
-from gradstats.capture.rules._elementwise import per_example
+from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 
 

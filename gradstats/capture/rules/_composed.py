@@ -15,7 +15,7 @@ from gradstats.capture._operations import OUTER_PRODUCTS, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
-from gradstats.capture.rules._elementwise import per_example
+from gradstats.capture.rules._per_example import per_example
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:

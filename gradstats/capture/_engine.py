@@ -1,0 +1,33 @@
+"""The autograd engine, called below all of its public ways in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def run_backward(
+    tensors: tuple,
+    gradients: tuple,
+    retain_graph: bool | None = None,
+    inputs: tuple = (),
+    *,
+    in_threads: bool = True,
+) -> None:
+    """Run the autograd engine, under whichever modes are on.
+
+    Args:
+        tensors, gradients, retain_graph, inputs: as the engine takes them.
+        in_threads: in one for each device. In this one alone, rules in Python take an eighth less
+            time: no other has to be given the interpreter for each of them.
+    """
+    before = torch._C._is_multithreading_enabled()
+    with torch.autograd.set_multithreading_enabled(before and in_threads):
+        torch.autograd.Variable._execution_engine.run_backward(
+            tensors,
+            gradients,
+            bool(retain_graph),
+            False,  # create_graph: refused before
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )

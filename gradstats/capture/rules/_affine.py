@@ -1,0 +1,234 @@
+"""The factors of scale and shift of normalisation layers.
+
+PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again
+from the input, which the layer keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors import Vector, cast, compute_dtype, segment_sum
+from gradstats.capture._examples import Examples
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import Settings, derived
+from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.contractions import Contraction, _triton
+from gradstats.contractions._triton_layers import NormGradients, Wanted
+
+# Bytes of x̂ and its product with the gradient that are computed at once.
+SCRATCH = 8 * 1024 * 1024
+
+
+class Normalise(Protocol):
+    """How a layer normalises."""
+
+    def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
+        """Return x̂."""
+
+    def sums(
+        self, x: Tensor, g: Tensor, offsets: Sequence[int] | None, *statistics: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σ_t g·x̂ and Σ_t g by the kernels, of operands as ``backward`` takes them."""
+
+    def backward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        weight: Tensor | None,
+        offsets: Sequence[int] | None,
+        wanted: Wanted,
+        *statistics: Tensor,
+    ) -> NormGradients:
+        """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AffineFactors:
+    """The factors of scale and shift.
+
+    Attributes:
+        examples: where the examples lie.
+        normalise: how x̂ comes from what was saved.
+        channel_axis: the parameters' axis in the input (channel layers); None where the parameters
+            span the last axes.
+        scale, shift: which of the two are tracked.
+        shape: shape of both.
+    """
+
+    examples: Examples
+    normalise: Normalise
+    channel_axis: int | None
+    scale: bool
+    shift: bool
+    shape: tuple[int, ...]
+
+    def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
+        dtype = compute_dtype(grad)
+        if self._on_chip(grad, x):
+            # (B, features) is what uses or batches that meet must hold: the factor itself.
+            both = self.normalise.sums(*self._operands(x, grad), *statistics)
+            values = zip((self.scale, self.shift), both, strict=True)
+            return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
+        grad, x = self.examples.lead(grad), self.examples.lead(x)
+        offsets = self._offsets()
+        # x̂ and its product with the gradient are used at once and dropped.
+        example = 2 * grad.numel() // max(1, len(offsets) - 1) * dtype.itemsize
+        chunk = max(1, SCRATCH // max(1, example))
+        scales, shifts = [], []
+        for start in range(0, len(offsets) - 1, chunk):
+            bounds = offsets[start : start + chunk + 1]
+            g = cast(self._rows(grad, bounds), dtype)
+            if self.scale:
+                rows = cast(self._rows(x, bounds), dtype)
+                scales.append(self._sum(self.normalise(rows, *statistics).mul_(g), bounds))
+            if self.shift:
+                shifts.append(self._sum(g, bounds))
+        return [
+            Vector(torch.cat(values) if len(values) > 1 else values[0], self.shape)
+            for values in (scales, shifts)
+            if values
+        ]
+
+    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Contraction] | None:
+        """Return squared norms where the kernels take them without writing a gradient."""
+        if not self._on_chip(grad, x):
+            return None
+        found = self.backward(grad, x, None, (False, None), *statistics)
+        both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
+        return [norms for wanted, norms in both if wanted]
+
+    def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
+        """Whether the kernels take the rows of examples as they lie."""
+        segments = self.examples.segments
+        apart = segments is None or segments.order is None
+        if self.channel_axis is not None:
+            apart = self.examples.plain
+        return apart and _triton.runs(grad, x)
+
+    def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
+        """Return both as (B, T, features), or packed (rows, features) with bounds of examples."""
+        examples = self.examples
+        if examples.segments is None:
+            rows, g = self._positions(examples.first(x), examples.first(grad))
+            return rows, g, None
+        features = product(self.shape)
+        rows, g = (examples.lead(side).reshape(-1, features) for side in (x, grad))
+        return rows, g, examples.segments.offsets_of(len(rows))
+
+    def _positions(self, *operands: Tensor) -> list[Tensor]:
+        """Return the operands as (B, T, features), channels that come first as a view."""
+        if self.channel_axis is None:
+            features = product(self.shape)
+            return [
+                operand
+                if operand.dim() == 3 and operand.shape[2] == features
+                else operand.reshape(operand.shape[0], -1, features)
+                for operand in operands
+            ]
+        return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
+
+    def one_pass(self, settings: Settings, x: Tensor) -> bool:
+        """Whether the kernels compute the layer's backward: gradients and norms in one pass."""
+        if torch.compiler.is_compiling() or settings.consumer is not None or settings.exact:
+            return False
+        return self._on_chip(x, x)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        wanted: Wanted,
+        *statistics: Tensor,
+    ) -> NormGradients:
+        """Return gradients and squared norms, by the kernels."""
+        examples = self.examples
+        if weight is not None:
+            weight = weight.flatten()
+        rows, g, offsets = self._operands(x, grad)
+        leading = examples.first(x) if offsets is None else examples.lead(x)
+        result = self.normalise.backward(rows, g, weight, offsets, wanted, *statistics)
+        if result.input is None:
+            return result
+        gradient = result.input if self.channel_axis is None else result.input.mT
+        if gradient.shape != leading.shape:
+            gradient = gradient.reshape(leading.shape)
+        if examples.segments is None and examples.fold != 1:
+            gradient = gradient.flatten(0, 1)
+        if examples.axis != 0:
+            gradient = gradient.movedim(0, examples.axis)
+        return result if gradient is result.input else result._replace(input=gradient)
+
+    def _offsets(self) -> Sequence[int]:
+        """Return where each example's rows begin, once sorted by example."""
+        if self.examples.segments is not None:
+            return self.examples.segments.offsets
+        return range(0, self.examples.rows + 1, self.examples.fold)
+
+    def _rows(self, tensor: Tensor, bounds: Sequence[int]) -> Tensor:
+        segments = self.examples.segments
+        if segments is None or segments.order is None:
+            whole = bounds[-1] - bounds[0] == len(tensor)
+            return tensor if whole else tensor[bounds[0] : bounds[-1]]
+        return tensor[segments.order[bounds[0] : bounds[-1]]]
+
+    def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
+        """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
+        if self.channel_axis is None:
+            if product.dim() == 1 + len(self.shape) and self.examples.plain:
+                return product
+            rows = product.unsqueeze(1).flatten(1, -1 - len(self.shape))
+        else:
+            rows = product.unsqueeze(-1).flatten(2).mT
+        if self.examples.segments is None:
+            # One sum over rows and positions.
+            if self.examples.fold != 1:
+                rows = rows.unflatten(0, (len(bounds) - 1, self.examples.fold)).flatten(1, 2)
+            return rows.sum(1)
+        counts = torch.tensor(bounds, device=product.device).diff()
+        return segment_sum(rows.sum(1), counts)
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor, *statistics: Tensor):
+        """Differentiate x̂·w, of which each example sees a scale of its own."""
+        if not self.scale:
+            return None
+        gradient = self.input_gradient(nodes, grad, x, None, *statistics)
+        return gradient, *(None for _ in statistics)
+
+    def input_gradient(
+        self,
+        nodes: Sequence[Node],
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        *statistics: Tensor,
+    ) -> Tensor:
+        """Return the input's gradient as tracked operations compute it.
+
+        Args:
+            nodes: of the tracked parameters.
+            grad, x: the output's gradient and the input.
+            weight: the scale where it is not tracked; None for 1.
+            statistics: as they were saved.
+        """
+        normalised = self.normalise(self.examples.lead(x).to(grad.dtype), *statistics)
+        ones = (1,) * (normalised.dim() - 2)
+        if self.scale:
+            node = nodes[0]
+            if self.channel_axis is not None:
+                node = derived(node, Tensor.view, (-1, *ones))
+            layout = ExampleLayout(normalised.dim(), self.examples.along(0))
+            normalised = normalised * example_view(node.tracker, node, layout)
+        elif weight is not None:
+            normalised = normalised * (
+                weight if self.channel_axis is None else weight.view(-1, *ones)
+            )
+        gradients = torch.autograd.grad(normalised, x, self.examples.lead(grad), create_graph=True)
+        return gradients[0]
