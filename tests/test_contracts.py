@@ -507,10 +507,26 @@ def test_as_many_values_as_examples_are_not_one_for_each(make, size):
 
 def test_a_loss_function_is_called_again_with_what_it_took_out_of_its_batch():
     model, x = Negatives(), torch.randn(3, 3, dtype=torch.float64)
-    batch = {"x": x}
-    stats = gs.per_example_norms(model, batch, lambda m, b: squares(m, b.pop("x")))
+    stats = gs.per_example_norms(model, {"x": x}, lambda m, b: squares(m, b.pop("x")))
     assert_sqnorms(stats, oracle_sqnorms(model, x, squares), 1e-9)
-    assert batch["x"] is x
+
+
+def test_a_loss_function_that_wrote_into_its_batch_is_not_called_again():
+    """What it finds there would be another batch."""
+    x = torch.randn(3, 3, dtype=torch.float64)
+    with pytest.raises(gs.CoupledExamplesError, match="taken for a row of each"):
+        gs.per_example_norms(Negatives(), x, lambda model, x: squares(model, x.mul_(2)))
+
+
+def test_what_a_loss_function_leaves_in_its_batch_stays_there(model, batch):
+    inputs = {"x": batch[0], "y": batch[1]}
+
+    def losses(model, inputs):
+        inputs["logits"] = model(inputs["x"])
+        return functional.cross_entropy(inputs["logits"], inputs["y"], reduction="none")
+
+    gs.per_example_norms(model, inputs, losses)
+    assert inputs["logits"].shape == (B, 3)
 
 
 def test_an_error_names_what_was_taken_for_data_by_its_size():

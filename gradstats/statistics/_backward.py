@@ -14,7 +14,7 @@ from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
-from gradstats.statistics._batches import on_a_copy
+from gradstats.statistics._batches import Given
 from gradstats.statistics._loss import check_losses, examples_in
 
 if TYPE_CHECKING:
@@ -64,19 +64,20 @@ def run_examples(
         NothingUsedError: if the losses use none of the tracked parameters.
     """
     settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
-    loss_fn = on_a_copy(loss_fn)  # it may be called again
+    given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
     try:
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
         tracker.explain(error)
-        if not tracker.took_given or tracker.backward_ran:
+        again = given.again()
+        if not tracker.took_given or tracker.backward_ran or again is None:
             raise
         # The forward made tensors of values of its own, as many as there are examples, which are
         # perhaps not one for each.
         tracker = Tracker(model, settings=settings, given_are_data=False, **options)
         try:
-            losses = _differentiate(tracker, model, batch, loss_fn)
+            losses = _differentiate(tracker, model, *again, loss_fn)
         except GradStatsError:
             raise error from None
     if not tracker.reports.any:

@@ -64,6 +64,28 @@ def on_a_copy(loss_fn: LossFunction) -> LossFunction:
     return call
 
 
+class Given:
+    """A batch as it was given, whatever a loss function does to it.
+
+    Args:
+        batch: with the tensors in containers of the caller's, which stay as they are.
+    """
+
+    def __init__(self, batch: Any):
+        self._tensors = [each for each in tensors_in(batch) if not each.is_inference()]
+        self._versions = [each._version for each in self._tensors]
+        try:
+            self._copy = map_tensors(batch, lambda tensor: tensor)
+            self._copied = True
+        except Exception:
+            self._copied = False  # of a type of the user's that does not let itself be made again
+
+    def again(self) -> tuple[Any] | None:
+        """Return, in a tuple, a copy with the same tensors; None if it is not as it was."""
+        written = [each._version for each in self._tensors] != self._versions
+        return None if written or not self._copied else (self._copy,)
+
+
 # What holds no examples.
 PLAIN = (str, bytes, numbers.Number, type(None), torch.dtype, torch.device, enum.Enum)
 

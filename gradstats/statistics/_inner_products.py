@@ -19,6 +19,7 @@ from gradstats.statistics._arguments import (
     shapes_of,
 )
 from gradstats.statistics._backward import run
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._kept import check_equal_sizes, check_same_parameters, keep, products
 from gradstats.statistics._loss import examples_in
 from gradstats.statistics._result import check_finite, result_dtype
@@ -155,6 +156,7 @@ def inner_products(
             result = sqnorms.sum(0)
             parts = {root.name: row for root, row in zip(tracker.roots, sqnorms, strict=True)}
     else:
+        loss_fn = on_a_copy(loss_fn)
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options_a)
         (found,) = products(
             [kept], model_b, batch_b, loss_fn, nonfinite=nonfinite, pairs=pairs,

@@ -112,7 +112,7 @@ def per_example_norms(
     }
     scratch = check_workspace(workspace)
     compiled = runs_graphs(model)
-    if fallback is not None:
+    if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
     def lean(**options: Any) -> GradientNorms:
