@@ -62,7 +62,9 @@ def per_example_norms(
     Args:
         model: any module; it is left as it was found, its training mode included.
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It is called once more where
+            the forward makes as many values as there are examples (``torch.tensor([...])``) that
+            turn out not to be one for each.
         batch_dim: the example axis of the data.
         cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
             padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
