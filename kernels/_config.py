@@ -386,7 +386,7 @@ def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     processors = MULTIPROCESSORS[family(architecture)]
 
     def busy(splits: int) -> float:
-        programs = tiles * splits
+        programs = max(1, tiles) * splits
         return programs / (-(-programs // processors) * processors)
 
     options = range(1, max(1, min(batch, MAX_SPLITS)) + 1)

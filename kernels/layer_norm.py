@@ -204,7 +204,7 @@ def layer_norm_sum(
         scale, shift = per_example_sums(g, x, plan.segments, row_statistics(x, eps, rms))
         return scale, shift
     _, sums, _, _ = _launch(plan, x, g)
-    scale, shift = sums.unflatten(1, (plan.segments.batch, -1)).sum(2).unbind(0)
+    scale, shift = sums.sum(2).unbind(0)
     return scale, shift
 
 
@@ -258,7 +258,7 @@ class _Plan(NamedTuple):
     Attributes:
         segments: without bounds where the operands are dense.
         wide: the rows are too long to be held on chip, and there is no launch.
-        sums: shape of the sums, scale's and shift's, of all programs.
+        sums: shape of the sums, scale's and shift's, of the splits of every part of the batch.
         sqnorm: shape of the squared norms; None where the finish finds them.
         empty: makes the input gradient of what it is like; None where none is wanted.
         launch: None where there are no examples.
@@ -267,7 +267,7 @@ class _Plan(NamedTuple):
 
     segments: _check.Segments
     wide: bool
-    sums: tuple[int, int, int] = (2, 0, 0)
+    sums: tuple[int, int, int, int] = (2, 0, 0, 0)
     sqnorm: tuple[int, int] | None = None
     empty: Callable[[torch.Tensor], torch.Tensor] | None = None
     launch: Launch | None = None
@@ -340,17 +340,16 @@ def _plan(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    stored = programs if store else 0
+    shape = (2, programs // splits if store else 0, splits, features)
     totals = sums and not every_example
     squares = splits > 1 and not every_example
     finished = None
     if totals or squares:
-        parts = (2, stored // splits, splits, features)
-        finished = finish.prepare(parts, totals, squares, gradient_dtype)
+        finished = finish.prepare(shape, totals, squares, gradient_dtype)
     return _Plan(
         segments,
         False,
-        (2, stored, features),
+        shape,
         (2, batch) if splits == 1 else None,
         empty_like(segments.ragged) if input_gradient else None,
         launch,

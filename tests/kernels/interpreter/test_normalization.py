@@ -175,6 +175,14 @@ def test_scales_of_nothing(shape):
         torch.testing.assert_close(got, value.float())
 
 
+def test_layer_norms_of_no_examples():
+    x = torch.zeros(0, 5, 12)
+    for got in (layer_norm.layer_norm_sum(x, x, EPS), scale.scale_sum(x, x)):
+        assert [each.shape for each in got] == [(0, 12), (0, 12)]
+    for got in (layer_norm.layer_norm_sqnorm(x, x, EPS), scale.scale_sqnorm(x, x)):
+        assert [each.shape for each in got] == [(0,), (0,)]
+
+
 @pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
 def test_group_norm(dtype, groups, channels_first):
     x, g = random((3, 19, 12), dtype, "cpu", 1), random((3, 19, 12), dtype, "cpu", 2)
