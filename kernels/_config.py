@@ -1,8 +1,8 @@
-"""Tile configurations: a pure function of shape, dtype, architecture and alignment.
+"""Tiles of matrix products: a pure function of shape, dtype, architecture and alignment.
 
 Nothing is timed at run time. Configurations come from the committed table in `_table.py`, which
 `benchmarks/tune_linear_kernels.py` regenerates on a GPU; among each entry's candidates the shape
-picks the one that covers it at least cost.
+picks the one that covers it at least cost. The same holds for how work is divided among programs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ import re
 
 from gradstats.kernels._table import TABLE
 
-# kernels that read once and multiply no matrices, and those that do
-STREAMING = (
-    "rank_one",
-    "vector",
-    "layer_norm",
-    "group_norm",
-    "scale",
-    "scale_positions_adjacent",
-    "statistics",
-    "rows",
-    "depthwise",
-    "depthwise_channels_adjacent",
-)
+# kernels that multiply matrices; those that only stream have tiles of their own (`_streaming.py`)
 MATMULS = (
     "gram",
     "direct",
@@ -39,7 +27,6 @@ MATMULS = (
     "convolution_fused",
     "convolution_gram",
 )
-OPERATIONS = (*STREAMING, *MATMULS)
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
 
@@ -157,92 +144,6 @@ def _cheapest(configs: tuple[TileConfig, ...], rows: int, columns: int) -> TileC
         return row_tiles * column_tiles * (config.rows * config.columns) ** 0.7
 
     return min(configs, key=cost)
-
-
-def choose_rank_one(
-    batch: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Rows are examples, inner the features read per step, columns unused (1)."""
-    configs = candidates("rank_one", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if features >= config.inner), configs[-1])
-
-
-def choose_vector(
-    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions, rows unused (1)."""
-    configs = candidates("vector", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-@remembered
-def choose_layer_norm(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
-    inner unused (1)."""
-    configs = candidates("layer_norm", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
-
-
-def choose_group_norm(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are the channels of one group: the narrowest tile that holds them, else the widest;
-    inner positions, rows unused (1)."""
-    configs = candidates("group_norm", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
-
-
-@remembered
-def choose_scale(
-    positions: int,
-    features: int,
-    itemsize: int,
-    architecture: int = 90,
-    aligned: bool = True,
-    positions_adjacent: bool = False,
-) -> TileConfig:
-    """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
-    is the long one, and the only one where there is one position."""
-    if positions == 1:
-        return choose_statistics(positions, features, itemsize, architecture, aligned)
-    if positions_adjacent:
-        configs = candidates("scale_positions_adjacent", itemsize, "ieee", architecture, aligned)
-        return next((config for config in configs if 2 * positions > config.inner), configs[-1])
-    configs = candidates("scale", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_statistics(
-    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions of one group, rows unused (1)."""
-    if positions > 1:
-        return choose_scale(positions, features, itemsize, architecture, aligned)
-    configs = candidates("statistics", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_rows(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions read at once, rows unused (1)."""
-    configs = candidates("rows", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_depthwise(
-    positions: int,
-    itemsize: int,
-    architecture: int = 90,
-    aligned: bool = True,
-    channels_adjacent: bool = False,
-) -> TileConfig:
-    """Rows are taps, columns channels, inner positions."""
-    name = "depthwise_channels_adjacent" if channels_adjacent else "depthwise"
-    configs = candidates(name, itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * positions > config.inner), configs[-1])
 
 
 @remembered

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution
 
@@ -314,16 +314,6 @@ def across(height: int, width: int, inner: int) -> int:
     return min(options, key=lanes)
 
 
-def _choose_by_lines(layer: Convolution) -> _config.TileConfig:
-    """Rows are taps, columns channels, inner positions.
-
-    Both operands come to each lane as it multiplies them, without shared memory: 8 channels of one
-    position, of which a warp holds 4 by 8, and other warps other positions.
-    """
-    warps = 4 if layer.positions > 128 else 1
-    return _config.TileConfig(4, 32, 8 * warps, warps, num_stages=1)
-
-
 def _launch(
     first: Convolution,
     second: Convolution,
@@ -334,18 +324,16 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial results of every example, sums of every range of examples)."""
     batch, rows, device = first.batch, first.g.shape[1], first.x.device
-    architecture = _check.architecture(device)
     adjacent = first.channels_last and first.g.stride(1) == 1
     by_lines = adjacent and first.outputs == 1 and first.aligned and second.aligned
     if config is None and by_lines:
-        config = _choose_by_lines(first)
+        config = _streaming.choose_depthwise_lines(first.positions)
     elif config is None:
-        config = _config.choose_depthwise(
-            first.positions, first.x.element_size(), architecture, channels_adjacent=adjacent
-        )
+        config = _streaming.choose_depthwise(first.positions, adjacent)
     tiles = triton.cdiv(rows, config.columns) * triton.cdiv(first.taps, config.rows)
     parts = batch
     if mode == "sum":
+        architecture = _check.architecture(device)
         parts = min(splits or _config.choose_row_splits(tiles, batch, architecture), batch)
     per_program = triton.cdiv(batch, max(parts, 1))
     parts = triton.cdiv(batch, max(per_program, 1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart, nothing
 from gradstats.kernels._tile import load_tile
@@ -41,7 +41,7 @@ def group_norm_kernel(
     x_ptr,  # (B, T, C)
     g_ptr,  # (B, T, C)
     weight_ptr,  # (C,) contiguous, read if WEIGHT
-    input_gradient_ptr,  # (B, T, C), written if INPUT_GRADIENT
+    input_gradient_ptr,  # (B, T, C)
     sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
     sqnorm_ptr,  # fp64 (2, B, groups): squares of every group's share
     stride_xb,
@@ -60,7 +60,6 @@ def group_norm_kernel(
     examples_per_program,
     eps,
     WEIGHT: tl.constexpr,
-    INPUT_GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,
     COLUMNS: tl.constexpr,  # at least the number of features
     INNER: tl.constexpr,
@@ -105,30 +104,29 @@ def group_norm_kernel(
         tl.store(square + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
         shift_total += shift_sum
-        if INPUT_GRADIENT:
+        if WEIGHT:
+            scale_sum = scale_sum * weight
+            shift_sum = shift_sum * weight
+        # the mean over the group of g * weight, and of g * weight * x_hat
+        shift_mean = tl.sum(shift_sum) / elements
+        scale_mean = tl.sum(scale_sum) / elements
+        output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
+        for row in range(0, positions, INNER):
+            x_hat, g = normalised_tile(
+                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
+                features, mean, rstd, COLUMNS, INNER,
+            )  # fmt: skip
             if WEIGHT:
-                scale_sum = scale_sum * weight
-                shift_sum = shift_sum * weight
-            # the mean over the group of g * weight, and of g * weight * x_hat
-            shift_mean = tl.sum(shift_sum) / elements
-            scale_mean = tl.sum(scale_sum) / elements
-            output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
-            for row in range(0, positions, INNER):
-                x_hat, g = normalised_tile(
-                    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                    features, mean, rstd, COLUMNS, INNER,
-                )  # fmt: skip
-                if WEIGHT:
-                    g = g * weight[None, :]
-                gradient = (g - shift_mean - x_hat * scale_mean) * rstd
-                rows = row + tl.arange(0, INNER)
-                target = tl.cast(rows, tl.int64)[:, None] * stride_ot
-                target += tl.cast(columns, tl.int64)[None, :] * stride_od
-                tl.store(
-                    output + target,
-                    gradient.to(input_gradient_ptr.dtype.element_ty),
-                    mask=(rows < positions)[:, None] & inside[None, :],
-                )
+                g = g * weight[None, :]
+            gradient = (g - shift_mean - x_hat * scale_mean) * rstd
+            rows = row + tl.arange(0, INNER)
+            target = tl.cast(rows, tl.int64)[:, None] * stride_ot
+            target += tl.cast(columns, tl.int64)[None, :] * stride_od
+            tl.store(
+                output + target,
+                gradient.to(input_gradient_ptr.dtype.element_ty),
+                mask=(rows < positions)[:, None] & inside[None, :],
+            )
     if SUMS:
         channels = tl.cast(groups, tl.int64) * features
         output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
@@ -213,9 +211,7 @@ def group_norm_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
     architecture = _check.architecture(x.device)
-    config = config or _config.choose_group_norm(
-        width, x.element_size(), architecture, _check.is_aligned(x, g)
-    )
+    config = config or _streaming.choose_group_norm(width)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
@@ -247,7 +243,6 @@ def group_norm_backward(
             per_program,
             eps,
             WEIGHT=weight is not None,
-            INPUT_GRADIENT=True,
             SUMS=sums,
             COLUMNS=config.columns,
             INNER=config.inner,

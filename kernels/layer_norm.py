@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config, finish
+from gradstats.kernels import _check, _config, _streaming, finish
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
@@ -296,10 +296,7 @@ def _plan(
     batch, features = segments.batch, x.shape[-1]
     if features > WIDEST and config is None:
         return _Plan(segments, wide=True)
-    architecture = _check.architecture(x.device)
-    config = config or _config.choose_layer_norm(
-        features, x.element_size(), architecture, _check.is_aligned(x, g)
-    )
+    config = config or _streaming.choose_layer_norm(features)
     if features > config.columns:
         raise _check.KernelInputError(
             f"rows of at most {config.columns} features fit this tile; got {features}: leave the "
@@ -308,7 +305,9 @@ def _plan(
     blocks = _check.cdiv(segments.positions, config.rows)
     # every part leaves sums that are added later, so there are no more than hide latency
     at_once = max(1, 8 // config.num_warps)
-    per_program, parts = _config.choose_partition(batch, blocks, architecture, at_once)
+    per_program, parts = _config.choose_partition(
+        batch, blocks, _check.architecture(x.device), at_once
+    )
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or every_example else per_program
     programs = _check.cdiv(batch, per_program) * splits

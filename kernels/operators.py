@@ -277,7 +277,7 @@ OPERATORS = {
         _per_example,
     ),
     "rows_inner": Operator(
-        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows", 4, _per_example
+        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows_inner", 4, _per_example
     ),
     "pairwise_rows": Operator(
         f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",

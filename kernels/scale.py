@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config, finish
+from gradstats.kernels import _check, _config, _streaming, finish
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart, empty_like
 from gradstats.kernels._tile import example_base, load_tile, segment
@@ -397,16 +397,12 @@ def prepare(
     batch, positions, ragged = segments.batch, segments.positions, segments.ragged
     features = g.shape[-1]
     read = [g] if x is None else [x, g]
-    architecture = _check.architecture(g.device)
-    config = config or _config.choose_scale(
-        positions,
-        features,
-        max(operand.element_size() for operand in read),
-        architecture,
-        positions_adjacent=all(operand.stride(-2) == 1 for operand in read),
+    config = config or _streaming.choose_scale(
+        positions, features, all(operand.stride(-2) == 1 for operand in read)
     )
     tiles = _check.cdiv(features, config.columns)
     blocks = _check.cdiv(positions, config.inner)
+    architecture = _check.architecture(g.device)
     per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or not sums or every_example else per_program

@@ -132,7 +132,7 @@ def test_channel_norms(dtype, sizes, groups, channels_first):
 @pytest.mark.parametrize("table", [50, 50257])
 @pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
 def test_embeddings(dtype, name, table):
-    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs, tied
+    from gradstats.kernels import _reference, rows, rows_direction, rows_inner, rows_pairs, tied
 
     if name == "ragged":
         _, g, bounds = ragged([511, 0, 700, 3], 16, 384, front=3, back=9)(dtype, BLOCK, DEVICE)
@@ -157,7 +157,7 @@ def test_embeddings(dtype, name, table):
     want, scale = (_reference.pairwise_rows(*each, **both) for each in (exact, absolute))
     got = twice(lambda: rows_pairs.pairwise_rows(*factors, **both))
     assert_close(got, want, scale, FACTOR)
-    got = twice(lambda: rows.rows_inner(*factors, **both))
+    got = twice(lambda: rows_inner.rows_inner(*factors, **both))
     assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
     direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
     got = twice(lambda: rows_direction.rows_direction(on_device, g, direction, cu_seqlens=bounds))
