@@ -41,7 +41,7 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 MAX_SPLITS = 16
 
 # a step asks the same for each of its layers, every time, while the device waits for launches
-remembered = functools.lru_cache(maxsize=1024)
+cached = functools.lru_cache(maxsize=1024)
 
 # bytes of scratch memory for gradients that are formed a chunk of examples at a time
 WORKSPACE = 256 * 2**20
@@ -78,6 +78,11 @@ class TileConfig:
     def is_valid(self, itemsize: int, architecture: int) -> bool:
         """Whether the estimate fits the architecture."""
         return self.shared_bytes(itemsize) <= shared_limit(architecture)
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts a size takes; triton's own takes as long as a small launch."""
+    return -(-size // part)
 
 
 def shared_limit(architecture: int) -> int:
@@ -139,14 +144,13 @@ def _cheapest(configs: tuple[TileConfig, ...], rows: int, columns: int) -> TileC
     """
 
     def cost(config: TileConfig) -> float:
-        row_tiles = -(-max(rows, 1) // config.rows)
-        column_tiles = -(-max(columns, 1) // config.columns)
-        return row_tiles * column_tiles * (config.rows * config.columns) ** 0.7
+        tiles = tiles_of(config, max(rows, 1), max(columns, 1))
+        return tiles * (config.rows * config.columns) ** 0.7
 
     return min(configs, key=cost)
 
 
-@remembered
+@cached
 def choose_gram(
     positions: int,
     itemsize: int,
@@ -160,7 +164,7 @@ def choose_gram(
     return _cheapest(configs, positions, positions)
 
 
-@remembered
+@cached
 def choose_direct(
     d_out: int,
     d_in: int,
@@ -206,11 +210,11 @@ def choose_direction(
 def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> int:
     """Into how many parts rows of `steps` steps are divided: four programs per processor at best,
     and no part longer than eight steps, which is where a program stops hiding latency better."""
-    wanted = -(-4 * MULTIPROCESSORS[family(architecture)] // max(row_blocks, 1))
-    return min(steps, max(wanted, -(-steps // 8)))
+    wanted = cdiv(4 * MULTIPROCESSORS[family(architecture)], max(row_blocks, 1))
+    return min(steps, max(wanted, cdiv(steps, 8)))
 
 
-@remembered
+@cached
 def choose_partition(
     batch: int, blocks: int, architecture: int = 90, per_processor: int = 4
 ) -> tuple[int, int]:
@@ -220,11 +224,11 @@ def choose_partition(
     """
     wanted = per_processor * MULTIPROCESSORS[family(architecture)]
     if batch >= wanted:
-        return -(-batch // wanted), 1
-    return 1, max(1, min(blocks, -(-wanted // max(batch, 1))))
+        return cdiv(batch, wanted), 1
+    return 1, max(1, min(blocks, cdiv(wanted, max(batch, 1))))
 
 
-@remembered
+@cached
 def choose_weight_gradient(
     d_out: int,
     d_in: int,
@@ -243,9 +247,9 @@ def choose_weight_gradient(
         tiles = max(1, tiles_of(config, d_out, d_in))
         whole, splits = split_tiles(config, tiles, max(1, batch), architecture)
         at_once = programs_at_once(config, architecture)
-        examples = -(-whole // at_once) * batch + (-(-batch // splits) if whole < tiles else 0)
+        examples = cdiv(whole, at_once) * batch + (cdiv(batch, splits) if whole < tiles else 0)
         # those that run at once share a processor
-        sharing = -(-min(at_once, whole + (tiles - whole) * splits) // processors)
+        sharing = cdiv(min(at_once, whole + (tiles - whole) * splits), processors)
         return examples * sharing * (config.rows * config.columns) ** 0.7
 
     return min(candidates(operation, itemsize, precision, architecture, aligned), key=cost)
@@ -253,7 +257,7 @@ def choose_weight_gradient(
 
 def tiles_of(config: TileConfig, rows: int, columns: int) -> int:
     """Number of tiles that cover a rows x columns area."""
-    return -(-rows // config.rows) * -(-columns // config.columns)
+    return cdiv(rows, config.rows) * cdiv(columns, config.columns)
 
 
 def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
@@ -262,7 +266,7 @@ def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
     return MULTIPROCESSORS[family(architecture)] * each
 
 
-@remembered
+@cached
 def split_tiles(
     config: TileConfig, tiles: int, batch: int, architecture: int = 90
 ) -> tuple[int, int]:
@@ -277,7 +281,7 @@ def split_tiles(
     return (tiles, 1) if splits <= 1 else (tiles - left, splits)
 
 
-@remembered
+@cached
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     """Into how many ranges of examples a weight gradient of few tiles is split.
 
@@ -288,7 +292,7 @@ def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
 
     def busy(splits: int) -> float:
         programs = max(1, tiles) * splits
-        return programs / (-(-programs // processors) * processors)
+        return programs / (cdiv(programs, processors) * processors)
 
     options = range(1, max(1, min(batch, MAX_SPLITS)) + 1)
     best = max(busy(splits) for splits in options)

@@ -130,13 +130,13 @@ def direction_inner(
         _check.is_aligned(a, g, direction),
     )
     bias = bias_direction is not None
-    outputs = triton.cdiv(d_in, config.columns) + bias
+    outputs = _config.cdiv(d_in, config.columns) + bias
     rows = segments.total_rows
     partial = torch.empty((rows, outputs), dtype=torch.float32, device=a.device)
     if partial.numel():
         launch_kernel(
             direction_kernel,
-            triton.cdiv(rows, config.rows) * outputs,
+            _config.cdiv(rows, config.rows) * outputs,
             a,
             g,
             direction,

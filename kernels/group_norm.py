@@ -218,7 +218,7 @@ def group_norm_backward(
             "choice of the tile to the table"
         )
     per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
-    parts = _check.cdiv(batch, per_program)
+    parts = _config.cdiv(batch, per_program)
     stored = parts if sums else 0
     partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)

@@ -302,7 +302,7 @@ def _plan(
             f"rows of at most {config.columns} features fit this tile; got {features}: leave the "
             "choice of the tile to the table"
         )
-    blocks = _check.cdiv(segments.positions, config.rows)
+    blocks = _config.cdiv(segments.positions, config.rows)
     # every part leaves sums that are added later, so there are no more than hide latency
     at_once = max(1, 8 // config.num_warps)
     per_program, parts = _config.choose_partition(
@@ -310,7 +310,7 @@ def _plan(
     )
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or every_example else per_program
-    programs = _check.cdiv(batch, per_program) * splits
+    programs = _config.cdiv(batch, per_program) * splits
     store = sums or splits > 1
     launch = None
     if batch:

@@ -160,12 +160,12 @@ def _plan(
     widest = max(d_in, d_out)
     architecture = _check.architecture(a1.device)
     config = config or _streaming.choose_rank_one(widest, a1.element_size())
-    row_blocks = _check.cdiv(batch, config.rows)
-    steps = max(1, _check.cdiv(widest, config.inner))
+    row_blocks = _config.cdiv(batch, config.rows)
+    steps = max(1, _config.cdiv(widest, config.inner))
     # a long row is shared by several programs, so that few rows still fill the machine
     splits = min(steps, splits or _config.choose_row_splits(row_blocks, steps, architecture))
-    features_per_split = _check.cdiv(steps, splits) * config.inner
-    splits = max(1, _check.cdiv(widest, features_per_split))
+    features_per_split = _config.cdiv(steps, splits) * config.inner
+    splits = max(1, _config.cdiv(widest, features_per_split))
     launch = None
     if batch:
         launch = Launch(

@@ -143,8 +143,8 @@ def rows_sqnorm(
     features = g.shape[-1]
     aligned = _check.is_aligned(g)
     config = config or _streaming.choose_runs(features)
-    rows, tiles = segments.total_rows, triton.cdiv(features, config.columns)
-    blocks = triton.cdiv(rows, config.inner)
+    rows, tiles = segments.total_rows, _config.cdiv(features, config.columns)
+    blocks = _config.cdiv(rows, config.inner)
     partial = torch.empty((rows, tiles), dtype=torch.float32, device=g.device)
     if partial.numel():
         unit = 16 if aligned else 1

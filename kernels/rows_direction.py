@@ -91,7 +91,7 @@ def rows_direction(
     if rows:
         launch_kernel(
             rows_direction_kernel,
-            triton.cdiv(rows, config.inner),
+            _config.cdiv(rows, config.inner),
             ids,
             g,
             direction,

@@ -169,7 +169,7 @@ def rows_inner(
 
     features = g1.shape[-1]
     config = config or _streaming.choose_rows(features)
-    tiles = triton.cdiv(features, config.columns)
+    tiles = _config.cdiv(features, config.columns)
     partial = torch.empty((first.total_rows, tiles), dtype=torch.float64, device=g1.device)
     if partial.numel():
         launch_kernel(

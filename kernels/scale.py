@@ -400,13 +400,13 @@ def prepare(
     config = config or _streaming.choose_scale(
         positions, features, all(operand.stride(-2) == 1 for operand in read)
     )
-    tiles = _check.cdiv(features, config.columns)
-    blocks = _check.cdiv(positions, config.inner)
+    tiles = _config.cdiv(features, config.columns)
+    blocks = _config.cdiv(positions, config.inner)
     architecture = _check.architecture(g.device)
     per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or not sums or every_example else per_program
-    programs = _check.cdiv(batch, per_program) * splits
+    programs = _config.cdiv(batch, per_program) * splits
     kinds = (x is not None) + shift
     store, values = sums or not (along or splits == 1), along or splits == 1
     launch = None

@@ -120,7 +120,7 @@ def vector_sum(
     segments = segments or _check.check_operands(v, v, cu_seqlens, max_seqlen)
     features = v.shape[-1]
     config = config or _streaming.choose_vector(features)
-    tiles = triton.cdiv(features, config.columns)
+    tiles = _config.cdiv(features, config.columns)
     sums = torch.empty((segments.batch, features), dtype=torch.float32, device=v.device)
     if sums.numel():
         launch_kernel(
@@ -220,7 +220,7 @@ def _plan(
     segments = _check.check_operands(v1, v2, cu_seqlens, max_seqlen)
     features = v1.shape[-1]
     config = config or _streaming.choose_vector(features)
-    tiles = _check.cdiv(features, config.columns)
+    tiles = _config.cdiv(features, config.columns)
     launch = None
     if segments.batch * tiles:
         launch = Launch(
