@@ -17,8 +17,8 @@ from gradstats.kernels._tile import load_tile
 from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
-from gradstats.kernels.scale import per_example_sums
 from gradstats.kernels.scale_backward import whole_backward
+from gradstats.kernels.scale_gradients import per_example_sums
 from gradstats.kernels.statistics import block_statistics, group_statistics
 
 WIDEST = _config.WIDEST_GROUP
@@ -143,7 +143,7 @@ def group_norm_sqnorm(
     *,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale.scale_sqnorm`, x normalised over positions and the channels of each group.
+    """As `scale_gradients.scale_sqnorm`, x normalised over positions and channels of a group.
 
     Args:
         x, g: (B, T, C); with one channel in each group this is InstanceNorm.
@@ -165,7 +165,7 @@ def group_norm_sum(
     *,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale.scale_sum`, x normalised as by `group_norm_sqnorm`."""
+    """As `scale_gradients.scale_sum`, x normalised as by `group_norm_sqnorm`."""
     segments = _check.check_pair(x, g)
     statistics = group_statistics(x, groups, eps)
     scale, shift = per_example_sums(g, x, segments, statistics, config)

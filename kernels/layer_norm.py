@@ -18,8 +18,8 @@ from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
-from gradstats.kernels.scale import per_example_sums
 from gradstats.kernels.scale_backward import whole_backward
+from gradstats.kernels.scale_gradients import per_example_sums
 from gradstats.kernels.statistics import row_statistics
 
 WIDEST = _config.WIDEST_ROW

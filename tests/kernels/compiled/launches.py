@@ -36,6 +36,7 @@ from gradstats.kernels import (
     rows_pairs,
     scale,
     scale_backward,
+    scale_gradients,
     statistics,
     tied,
     vector,
@@ -197,15 +198,15 @@ def scale_launches(x, g, one):
     """Norms alone, whole backwards of scales, of shifts and of both, products with a direction."""
     channels = torch.empty(x.shape[-1], device="meta")
     weight = torch.empty(x.shape[-1], dtype=x.dtype, device="meta")
-    scale.scale_sum(x, g, splits=4, **one)
-    scale.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
+    scale_gradients.scale_sum(x, g, splits=4, **one)
+    scale_gradients.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
     whole = scale_backward.scale_backward
     whole(g, x, weight=weight, mean=channels, rstd=channels, splits=1, **one)
     whole(g, x, weight=weight, shift=False, splits=1, **one)
     # under autocast a scale in float32 widens its half-precision input
     whole(g.float(), x, weight=weight.float(), shift=False, splits=1, **one)
     whole(g, None, input_gradient=False, splits=1, **one)
-    scale_backward.scale_direction(g, x, weight, **one)
+    scale_gradients.scale_direction(g, x, weight, **one)
 
 
 def wide_launches(x, g, config):
