@@ -154,7 +154,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.grad, direction)
     count, width = factor.grad.shape
     table = direction.reshape(factor.shape[0], width)
-    if _triton.runs(factor.grad, factor.grad):
+    if _triton.runs(factor.grad):
         return _triton_layers.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
     chunk = max(1, workspace // max(1, 3 * width * dtype.itemsize))
