@@ -46,10 +46,6 @@ cached = functools.lru_cache(maxsize=1024)
 # bytes of scratch memory for gradients that are formed a chunk of examples at a time
 WORKSPACE = 256 * 2**20
 
-# features of a row, and channels of a group, that one program normalises on chip
-WIDEST_ROW = 4096
-WIDEST_GROUP = 2048
-
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:

@@ -21,7 +21,8 @@ from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.scale_gradients import per_example_sums
 from gradstats.kernels.statistics import block_statistics, group_statistics
 
-WIDEST = _config.WIDEST_GROUP
+# channels of a group that one program normalises on chip
+WIDEST = _streaming.tiles("group_norm")[0].columns
 
 
 @triton.jit

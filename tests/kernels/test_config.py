@@ -170,9 +170,9 @@ def test_rows_are_shared_until_the_machine_is_full():
 def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
     assert _streaming.choose_layer_norm(768).columns == 1024
     assert _streaming.choose_layer_norm(128).columns == 128
-    assert _streaming.choose_layer_norm(4096).columns == _config.WIDEST_ROW
+    assert _streaming.choose_layer_norm(4096).columns == 4096
     assert _streaming.choose_layer_norm(5000) == _streaming.choose_layer_norm(4096)
-    assert _streaming.choose_group_norm(2048).columns == _config.WIDEST_GROUP
+    assert _streaming.choose_group_norm(2048).columns == 2048
     assert _streaming.choose_group_norm(9).columns == 32
 
 
