@@ -1,4 +1,4 @@
-"""Regenerates kernels/_table.py, the tile configurations of the linear-layer kernels.
+"""Regenerates kernels/_table.py, the tile configurations of kernels that multiply matrices.
 
     python -m benchmarks.tune_linear_kernels                # on a GPU: the fastest of each class
     python -m benchmarks.tune_linear_kernels --compile-only # anywhere: the first without spills
@@ -23,27 +23,6 @@ from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
 TABLE_PATH = Path(_table.__file__)
-# kernels that only stream: nothing to spill, nothing to share
-STREAMING = {
-    ("rank_one", "half"): "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
-    ("rank_one", "ieee"): "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
-    ("vector", "half"): "1x128x64w8s1 1x32x64w4s1",
-    ("vector", "ieee"): "1x128x64w8s1 1x32x64w4s1",
-    **{
-        (operation, kind): tiles
-        for kind in ("half", "ieee")
-        for operation, tiles in {
-            "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
-            "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
-            "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
-            "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
-            "statistics": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
-            "rows": "1x256x8w4s1 1x64x16w4s1",
-            "depthwise": "16x1x256w8s1 16x4x64w8s1",
-            "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
-        }.items()
-    },
-}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -308,11 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
             [_config.family(10 * own[0] + own[1])] if timed else list(_config.ARCHITECTURES)
         )
 
-    table = {name: dict(_table.TABLE.get(name, {})) for name in _config.OPERATIONS}
-    for (name, kind), tiles in STREAMING.items():
-        for key in classes_of_inputs(name, _config.ARCHITECTURES):
-            if key[1] == kind:
-                table[name][key] = tiles
+    table = {name: dict(_table.TABLE.get(name, {})) for name in _config.MATMULS}
     for operation in options.operations:
         for key in classes_of_inputs(operation, options.architectures):
             if options.repair and key not in table[operation]:

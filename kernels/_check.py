@@ -255,11 +255,6 @@ def check_programs(programs: int) -> int:
     return programs
 
 
-def cdiv(size: int, part: int) -> int:
-    """How many parts a size takes; triton's own takes as long as a small launch."""
-    return -(-size // part)
-
-
 def is_aligned(*operands: torch.Tensor) -> bool:
     """Whether rows can be copied asynchronously: 16-byte bases, features adjacent, and all other
     strides and the number of features multiples of 16 (what the compiler specializes on)."""

@@ -1,8 +1,8 @@
-"""Tile configurations: a pure function of shape, dtype, architecture and alignment.
+"""Tiles of matrix products: a pure function of shape, dtype, architecture and alignment.
 
 Nothing is timed at run time. Configurations come from the committed table in `_table.py`, which
 `benchmarks/tune_linear_kernels.py` regenerates on a GPU; among each entry's candidates the shape
-picks the one that covers it at least cost.
+picks the one that covers it at least cost. The same holds for how work is divided among programs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ import re
 
 from gradstats.kernels._table import TABLE
 
-# kernels that read once and multiply no matrices, and those that do
-STREAMING = (
-    "rank_one",
-    "vector",
-    "layer_norm",
-    "group_norm",
-    "scale",
-    "scale_positions_adjacent",
-    "statistics",
-    "rows",
-    "depthwise",
-    "depthwise_channels_adjacent",
-)
+# kernels that multiply matrices; those that only stream have tiles of their own (`_streaming.py`)
 MATMULS = (
     "gram",
     "direct",
@@ -39,7 +27,6 @@ MATMULS = (
     "convolution_fused",
     "convolution_gram",
 )
-OPERATIONS = (*STREAMING, *MATMULS)
 KINDS = ("half", "ieee", "tf32x3", "tf32")
 ARCHITECTURES = (80, 90, 100)
 
@@ -54,14 +41,10 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 MAX_SPLITS = 16
 
 # a step asks the same for each of its layers, every time, while the device waits for launches
-remembered = functools.lru_cache(maxsize=1024)
+cached = functools.lru_cache(maxsize=1024)
 
 # bytes of scratch memory for gradients that are formed a chunk of examples at a time
 WORKSPACE = 256 * 2**20
-
-# features of a row, and channels of a group, that one program normalises on chip
-WIDEST_ROW = 4096
-WIDEST_GROUP = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +74,11 @@ class TileConfig:
     def is_valid(self, itemsize: int, architecture: int) -> bool:
         """Whether the estimate fits the architecture."""
         return self.shared_bytes(itemsize) <= shared_limit(architecture)
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts a size takes; triton's own takes as long as a small launch."""
+    return -(-size // part)
 
 
 def shared_limit(architecture: int) -> int:
@@ -152,100 +140,13 @@ def _cheapest(configs: tuple[TileConfig, ...], rows: int, columns: int) -> TileC
     """
 
     def cost(config: TileConfig) -> float:
-        row_tiles = -(-max(rows, 1) // config.rows)
-        column_tiles = -(-max(columns, 1) // config.columns)
-        return row_tiles * column_tiles * (config.rows * config.columns) ** 0.7
+        tiles = tiles_of(config, max(rows, 1), max(columns, 1))
+        return tiles * (config.rows * config.columns) ** 0.7
 
     return min(configs, key=cost)
 
 
-def choose_rank_one(
-    batch: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Rows are examples, inner the features read per step, columns unused (1)."""
-    configs = candidates("rank_one", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if features >= config.inner), configs[-1])
-
-
-def choose_vector(
-    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions, rows unused (1)."""
-    configs = candidates("vector", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-@remembered
-def choose_layer_norm(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
-    inner unused (1)."""
-    configs = candidates("layer_norm", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
-
-
-def choose_group_norm(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are the channels of one group: the narrowest tile that holds them, else the widest;
-    inner positions, rows unused (1)."""
-    configs = candidates("group_norm", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs[::-1] if features <= config.columns), configs[0])
-
-
-@remembered
-def choose_scale(
-    positions: int,
-    features: int,
-    itemsize: int,
-    architecture: int = 90,
-    aligned: bool = True,
-    positions_adjacent: bool = False,
-) -> TileConfig:
-    """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
-    is the long one, and the only one where there is one position."""
-    if positions == 1:
-        return choose_statistics(positions, features, itemsize, architecture, aligned)
-    if positions_adjacent:
-        configs = candidates("scale_positions_adjacent", itemsize, "ieee", architecture, aligned)
-        return next((config for config in configs if 2 * positions > config.inner), configs[-1])
-    configs = candidates("scale", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_statistics(
-    positions: int, features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions of one group, rows unused (1)."""
-    if positions > 1:
-        return choose_scale(positions, features, itemsize, architecture, aligned)
-    configs = candidates("statistics", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_rows(
-    features: int, itemsize: int, architecture: int = 90, aligned: bool = True
-) -> TileConfig:
-    """Columns are features, inner positions read at once, rows unused (1)."""
-    configs = candidates("rows", itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * features > config.columns), configs[-1])
-
-
-def choose_depthwise(
-    positions: int,
-    itemsize: int,
-    architecture: int = 90,
-    aligned: bool = True,
-    channels_adjacent: bool = False,
-) -> TileConfig:
-    """Rows are taps, columns channels, inner positions."""
-    name = "depthwise_channels_adjacent" if channels_adjacent else "depthwise"
-    configs = candidates(name, itemsize, "ieee", architecture, aligned)
-    return next((config for config in configs if 2 * positions > config.inner), configs[-1])
-
-
-@remembered
+@cached
 def choose_gram(
     positions: int,
     itemsize: int,
@@ -259,7 +160,7 @@ def choose_gram(
     return _cheapest(configs, positions, positions)
 
 
-@remembered
+@cached
 def choose_direct(
     d_out: int,
     d_in: int,
@@ -305,11 +206,11 @@ def choose_direction(
 def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> int:
     """Into how many parts rows of `steps` steps are divided: four programs per processor at best,
     and no part longer than eight steps, which is where a program stops hiding latency better."""
-    wanted = -(-4 * MULTIPROCESSORS[family(architecture)] // max(row_blocks, 1))
-    return min(steps, max(wanted, -(-steps // 8)))
+    wanted = cdiv(4 * MULTIPROCESSORS[family(architecture)], max(row_blocks, 1))
+    return min(steps, max(wanted, cdiv(steps, 8)))
 
 
-@remembered
+@cached
 def choose_partition(
     batch: int, blocks: int, architecture: int = 90, per_processor: int = 4
 ) -> tuple[int, int]:
@@ -319,11 +220,11 @@ def choose_partition(
     """
     wanted = per_processor * MULTIPROCESSORS[family(architecture)]
     if batch >= wanted:
-        return -(-batch // wanted), 1
-    return 1, max(1, min(blocks, -(-wanted // max(batch, 1))))
+        return cdiv(batch, wanted), 1
+    return 1, max(1, min(blocks, cdiv(wanted, max(batch, 1))))
 
 
-@remembered
+@cached
 def choose_weight_gradient(
     d_out: int,
     d_in: int,
@@ -342,9 +243,9 @@ def choose_weight_gradient(
         tiles = max(1, tiles_of(config, d_out, d_in))
         whole, splits = split_tiles(config, tiles, max(1, batch), architecture)
         at_once = programs_at_once(config, architecture)
-        examples = -(-whole // at_once) * batch + (-(-batch // splits) if whole < tiles else 0)
+        examples = cdiv(whole, at_once) * batch + (cdiv(batch, splits) if whole < tiles else 0)
         # those that run at once share a processor
-        sharing = -(-min(at_once, whole + (tiles - whole) * splits) // processors)
+        sharing = cdiv(min(at_once, whole + (tiles - whole) * splits), processors)
         return examples * sharing * (config.rows * config.columns) ** 0.7
 
     return min(candidates(operation, itemsize, precision, architecture, aligned), key=cost)
@@ -352,7 +253,7 @@ def choose_weight_gradient(
 
 def tiles_of(config: TileConfig, rows: int, columns: int) -> int:
     """Number of tiles that cover a rows x columns area."""
-    return -(-rows // config.rows) * -(-columns // config.columns)
+    return cdiv(rows, config.rows) * cdiv(columns, config.columns)
 
 
 def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
@@ -361,7 +262,7 @@ def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
     return MULTIPROCESSORS[family(architecture)] * each
 
 
-@remembered
+@cached
 def split_tiles(
     config: TileConfig, tiles: int, batch: int, architecture: int = 90
 ) -> tuple[int, int]:
@@ -376,7 +277,7 @@ def split_tiles(
     return (tiles, 1) if splits <= 1 else (tiles - left, splits)
 
 
-@remembered
+@cached
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     """Into how many ranges of examples a weight gradient of few tiles is split.
 
@@ -386,8 +287,8 @@ def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
     processors = MULTIPROCESSORS[family(architecture)]
 
     def busy(splits: int) -> float:
-        programs = tiles * splits
-        return programs / (-(-programs // processors) * processors)
+        programs = max(1, tiles) * splits
+        return programs / (cdiv(programs, processors) * processors)
 
     options = range(1, max(1, min(batch, MAX_SPLITS)) + 1)
     best = max(busy(splits) for splits in options)

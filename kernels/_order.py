@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check
+from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import segment
 
@@ -93,7 +93,7 @@ def places(
     else:
         found = torch.empty((2, rows), dtype=torch.int64, device=g.device)
     block = min(BLOCK, triton.next_power_of_2(max(segments.positions, 1)))
-    blocks = triton.cdiv(segments.positions, block)
+    blocks = _config.cdiv(segments.positions, block)
     if rows and blocks and segments.batch:
         launch_kernel(
             order_kernel,

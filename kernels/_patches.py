@@ -269,19 +269,20 @@ class Convolution:
         x = self.x.permute(0, 2, 3, 4, 1)
         return self.channels_last and _check.is_aligned(rows) and _check.is_aligned(x)
 
-    def arguments(self) -> tuple:
-        """What every kernel takes after its pointers."""
-        return (
-            *self.x.stride(),
-            *self.g.stride(),
-            *self.x.shape[2:],
-            self.out[1],
-            self.out[2],
-            self.positions,
-            self.channels,
-            self.outputs,
-            self.groups,
-        )
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of x, then of g."""
+        return *self.x.stride(), *self.g.stride()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the three axes of x, of the last two of positions, and the number of positions."""
+        return *self.x.shape[2:], *self.out[1:], self.positions
+
+    @property
+    def divisions(self) -> tuple[int, int, int]:
+        """Input and output channels of one group, and the number of groups."""
+        return self.channels, self.outputs, self.groups
 
     def arranged(self) -> Convolution:
         """The same with channels adjacent, copied where the kernels gain more than that costs.

@@ -25,6 +25,11 @@ def apart(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (partial.squeeze(2) if partial.shape[2] == 1 else partial.sum(2)).unbind(0)
 
 
+def added_pairs(partial: torch.Tensor) -> torch.Tensor:
+    """Sums of fp32 (parts, B1, B2) over the parts, in fp64, as fp32 (B1, B2)."""
+    return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
+
+
 def empty_like(ragged: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes the gradient of an input, in its layout."""
     # rows that belong to no example are written by no program

@@ -22,6 +22,7 @@ from gradstats.kernels._patches import (
     weight_tile,
     weight_tiles,
 )
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, load_tile
 
 
@@ -200,7 +201,7 @@ def convolution_sqnorm(
         # reads each operand once, so that all examples cost no more than finding the chosen
         squares = depthwise.squares(layer, config)
         return squares if chosen is None else torch.where(chosen != 0, squares, 0.0)
-    return _reduce(_launch(layer, layer, None, "square", precision, config, chosen))
+    return added(_launch(layer, layer, None, "square", precision, config, chosen))
 
 
 def convolution_inner(
@@ -232,7 +233,7 @@ def convolution_inner(
         )
     if first.channels == 1:
         return depthwise.inner(first, second, config)
-    return _reduce(_launch(first, second, None, "inner", precision, config))
+    return added(_launch(first, second, None, "inner", precision, config))
 
 
 def convolution_direction(
@@ -264,7 +265,7 @@ def convolution_direction(
         )
     if layer.channels == 1:
         return depthwise.along(layer, direction, config)
-    return _reduce(_launch(layer, layer, direction, "direction", precision, config))
+    return added(_launch(layer, layer, direction, "direction", precision, config))
 
 
 def check_two_convolutions(
@@ -318,7 +319,7 @@ def choose_tiles(
         first.aligned and second.aligned,
         operation,
     )
-    tiles = triton.cdiv(first.outputs, config.rows) * triton.cdiv(columns, config.columns)
+    tiles = _config.tiles_of(config, first.outputs, columns)
     return config, one_tap, first.groups * tiles * (first.taps if one_tap else 1)
 
 
@@ -337,7 +338,6 @@ def _launch(
     dtype = torch.float32 if mode == "store" else torch.float64
     output = torch.empty(shape, dtype=dtype, device=first.x.device)
     if output.numel():
-        arguments = first.arguments()
         launch_kernel(
             convolution_kernel,
             first.batch * tiles,
@@ -348,9 +348,10 @@ def _launch(
             None if direction is None else direction.contiguous(),
             chosen,
             output,
-            *arguments[:8],
-            *second.arguments()[:8],
-            *arguments[8:],
+            *first.strides,
+            *second.strides,
+            *first.sizes,
+            *first.divisions,
             MODE=mode,
             CHOSEN=chosen is not None,
             WINDOW=first.window,
@@ -363,7 +364,3 @@ def _launch(
             num_stages=config.num_stages,
         )
     return output.flatten(1)
-
-
-def _reduce(partial: torch.Tensor) -> torch.Tensor:
-    return partial.sum(1, dtype=torch.float64)

@@ -129,7 +129,7 @@ def convolution_gram_sqnorm(
         layer.aligned,
         "convolution_gram",
     )
-    side = triton.cdiv(layer.positions, config.rows)
+    side = _config.cdiv(layer.positions, config.rows)
     pairs = side * (side + 1) // 2
     shape = (3, layer.batch, groups, pairs)
     partial = torch.empty(shape, dtype=torch.float64, device=x.device)
@@ -140,7 +140,9 @@ def convolution_gram_sqnorm(
             layer.x,
             layer.g,
             partial,
-            *layer.arguments(),
+            *layer.strides,
+            *layer.sizes,
+            *layer.divisions,
             layer.batch,
             pairs,
             WINDOW=layer.window,
@@ -152,4 +154,4 @@ def convolution_gram_sqnorm(
             num_stages=config.num_stages,
         )
     sqnorm, magnitude = apart(partial[:2])
-    return sqnorm, magnitude, partial[2].sum(2, dtype=torch.float64).square().sum(1).sqrt()
+    return sqnorm, magnitude, partial[2].sum(2).square().sum(1).sqrt()

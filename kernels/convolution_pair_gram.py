@@ -11,12 +11,9 @@ import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution, patch_products
-from gradstats.kernels._results import apart
+from gradstats.kernels._results import added_pairs, apart
 from gradstats.kernels.convolution import check_two_convolutions
 from gradstats.kernels.pairwise import cross_tile
-
-# what `Convolution.arguments` says of one side alone; the rest both sides share
-OWN_ARGUMENTS = 14
 
 
 @triton.jit
@@ -223,8 +220,7 @@ def pairwise_convolution_gram(
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     rows, columns = first.batch * first.positions, second.batch * second.positions
     config = config or _choose_config(first, second, rows, columns, precision)
-    partial = _launch(first, second, config, all_pairs=True)
-    return partial[0] if len(partial) == 1 else partial.sum(0, dtype=torch.float64).float()
+    return added_pairs(_launch(first, second, config, all_pairs=True))
 
 
 def largest_tile(first: Convolution, second: Convolution) -> int:
@@ -262,16 +258,15 @@ def _launch(
         block1 = min(block1, triton.next_power_of_2(max(first.positions, 1)))
         block2 = min(block2, triton.next_power_of_2(max(second.positions, 1)))
     examples1, examples2 = config.rows // block1, config.columns // block2
-    blocks1 = triton.cdiv(first.positions, block1)
-    blocks2 = triton.cdiv(second.positions, block2)
+    blocks1 = _config.cdiv(first.positions, block1)
+    blocks2 = _config.cdiv(second.positions, block2)
     splits = first.groups * blocks1 * blocks2
-    column_tiles = triton.cdiv(second.batch, examples2) if all_pairs else 1
+    column_tiles = _config.cdiv(second.batch, examples2) if all_pairs else 1
     shape = (splits, first.batch, second.batch) if all_pairs else (2, splits, first.batch)
     dtype = torch.float32 if all_pairs else torch.float64
     partial = torch.empty(shape, dtype=dtype, device=first.x.device)
     if partial.numel():
-        programs = triton.cdiv(first.batch, examples1) * column_tiles * splits
-        arguments = first.arguments()
+        programs = _config.cdiv(first.batch, examples1) * column_tiles * splits
         launch_kernel(
             convolution_pair_gram_kernel,
             programs,
@@ -280,9 +275,11 @@ def _launch(
             second.x,
             second.g,
             partial,
-            *arguments[:OWN_ARGUMENTS],
-            *second.arguments()[:OWN_ARGUMENTS],
-            *arguments[OWN_ARGUMENTS:],
+            *first.strides,
+            *first.sizes,
+            *second.strides,
+            *second.sizes,
+            *first.divisions,
             first.batch,
             second.batch,
             blocks1,

@@ -16,6 +16,7 @@ from gradstats.kernels._patches import (
     weight_tile,
     weight_tiles,
 )
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, load_tile
 from gradstats.kernels.convolution import choose_tiles
 
@@ -139,8 +140,8 @@ def convolution_weight_gradient_sqnorm(
         return gradient, torch.zeros(batch, dtype=torch.float64, device=x.device)
     architecture = _check.architecture(x.device)
     splits = min(splits or _config.choose_splits(tiles, batch, architecture), batch)
-    examples_per_split = triton.cdiv(batch, splits)
-    splits = triton.cdiv(batch, examples_per_split)
+    examples_per_split = _config.cdiv(batch, splits)
+    splits = _config.cdiv(batch, examples_per_split)
     gradient = torch.empty(
         (splits, *shape),
         dtype=gradient_dtype if splits == 1 else torch.float32,
@@ -153,7 +154,9 @@ def convolution_weight_gradient_sqnorm(
         layer.g,
         gradient,
         partial,
-        *layer.arguments(),
+        *layer.strides,
+        *layer.sizes,
+        *layer.divisions,
         batch,
         examples_per_split,
         WINDOW=layer.window,
@@ -166,4 +169,4 @@ def convolution_weight_gradient_sqnorm(
         num_stages=config.num_stages,
     )
     summed = gradient[0] if splits == 1 else gradient.sum(0).to(gradient_dtype)
-    return summed, partial.sum(1, dtype=torch.float64)
+    return summed, added(partial)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution
+from gradstats.kernels._results import added
 
 
 @triton.jit
@@ -264,7 +265,7 @@ def depthwise_kernel(
 def squares(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
     """Squared norms of per-example weight gradients, fp64 (B,)."""
     output, _ = _launch(layer, layer, None, "square", config)
-    return output.sum(1, dtype=torch.float64)
+    return added(output)
 
 
 def inner(
@@ -272,7 +273,7 @@ def inner(
 ) -> torch.Tensor:
     """Inner products of the i-th per-example weight gradients of two factors, fp64 (B,)."""
     output, _ = _launch(first, second, None, "inner", config)
-    return output.sum(1, dtype=torch.float64)
+    return added(output)
 
 
 def along(
@@ -280,7 +281,7 @@ def along(
 ) -> torch.Tensor:
     """Inner products of per-example weight gradients with a direction, fp64 (B,)."""
     output, _ = _launch(layer, layer, direction.contiguous(), "direction", config)
-    return output.sum(1, dtype=torch.float64)
+    return added(output)
 
 
 def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
@@ -300,7 +301,7 @@ def summed(
     shape = layer.weight_shape
     # without examples there is nothing to sum
     summed = total.sum(0).view(shape).to(gradient_dtype)
-    return summed, output.sum(1, dtype=torch.float64)
+    return summed, added(output)
 
 
 def across(height: int, width: int, inner: int) -> int:
@@ -309,19 +310,9 @@ def across(height: int, width: int, inner: int) -> int:
 
     def lanes(size: int) -> tuple[int, int]:
         lines = inner // size
-        return triton.cdiv(width, size) * size * triton.cdiv(height, lines) * lines, -size
+        return _config.cdiv(width, size) * size * _config.cdiv(height, lines) * lines, -size
 
     return min(options, key=lanes)
-
-
-def _choose_by_lines(layer: Convolution) -> _config.TileConfig:
-    """Rows are taps, columns channels, inner positions.
-
-    Both operands come to each lane as it multiplies them, without shared memory: 8 channels of one
-    position, of which a warp holds 4 by 8, and other warps other positions.
-    """
-    warps = 4 if layer.positions > 128 else 1
-    return _config.TileConfig(4, 32, 8 * warps, warps, num_stages=1)
 
 
 def _launch(
@@ -334,21 +325,19 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial results of every example, sums of every range of examples)."""
     batch, rows, device = first.batch, first.g.shape[1], first.x.device
-    architecture = _check.architecture(device)
     adjacent = first.channels_last and first.g.stride(1) == 1
     by_lines = adjacent and first.outputs == 1 and first.aligned and second.aligned
     if config is None and by_lines:
-        config = _choose_by_lines(first)
+        config = _streaming.choose_depthwise_lines(first.positions)
     elif config is None:
-        config = _config.choose_depthwise(
-            first.positions, first.x.element_size(), architecture, channels_adjacent=adjacent
-        )
-    tiles = triton.cdiv(rows, config.columns) * triton.cdiv(first.taps, config.rows)
+        config = _streaming.choose_depthwise(first.positions, adjacent)
+    tiles = _config.tiles_of(config, first.taps, rows)
     parts = batch
     if mode == "sum":
+        architecture = _check.architecture(device)
         parts = min(splits or _config.choose_row_splits(tiles, batch, architecture), batch)
-    per_program = triton.cdiv(batch, max(parts, 1))
-    parts = triton.cdiv(batch, max(per_program, 1))
+    per_program = _config.cdiv(batch, max(parts, 1))
+    parts = _config.cdiv(batch, max(per_program, 1))
     shape = (batch, rows, first.taps) if mode == "store" else (batch, tiles)
     dtype = torch.float32 if mode == "store" else torch.float64
     output = torch.empty(shape, dtype=dtype, device=device)
@@ -356,7 +345,6 @@ def _launch(
         (parts if mode == "sum" else 0, rows, first.taps), dtype=torch.float32, device=device
     )
     if output.numel():
-        arguments = first.arguments()
         launch_kernel(
             depthwise_kernel,
             parts * tiles,
@@ -367,9 +355,9 @@ def _launch(
             direction,
             output,
             total,
-            *arguments[:8],
-            *second.arguments()[:8],
-            *arguments[8:14],
+            *first.strides,
+            *second.strides,
+            *first.sizes,
             first.outputs,
             rows,
             batch,

@@ -152,8 +152,8 @@ def diagonal_gram(
         _check.architecture(a1.device),
         _check.is_aligned(a1, g1, a2, g2),
     )
-    row_tiles = triton.cdiv(first.positions, config.rows)
-    column_tiles = triton.cdiv(second.positions, config.rows)
+    row_tiles = _config.cdiv(first.positions, config.rows)
+    column_tiles = _config.cdiv(second.positions, config.rows)
     partial = torch.empty(
         (2, first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a1.device
     )

@@ -276,7 +276,7 @@ def _plan(
         _check.is_aligned(*operands),
         "diagonal" if paired else "direct",
     )
-    tiles = _check.cdiv(d_out, config.rows) * _check.cdiv(d_in, config.columns)
+    tiles = _config.tiles_of(config, d_out, d_in)
     launch = None
     if segments1.batch * tiles:
         launch = Launch(

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels._tile import dot, load_rows, load_tile, segment
+from gradstats.kernels._row_sums import sum_rows
+from gradstats.kernels._tile import dot, load_rows, load_tile
 
 
 @triton.jit(do_not_specialize=["total_rows", "positions", "outputs"])
@@ -82,28 +83,6 @@ def direction_kernel(
     tl.store(partial_ptr + tl.cast(rows, tl.int64) * outputs + column_tile, dots, mask=inside)
 
 
-@triton.jit(do_not_specialize=["positions", "rows", "outputs"])
-def segment_sum_kernel(
-    partial_ptr,  # fp32 or fp64 (rows, outputs) contiguous
-    cu_seqlens_ptr,  # int (B + 1,)
-    sums_ptr,  # fp64 (B,)
-    positions,
-    rows,
-    outputs,
-    CHUNK: tl.constexpr,
-):
-    """Sum of all outputs of one example's rows, in fp64."""
-    example = tl.program_id(0)
-    first_row, length, poison = segment(cu_seqlens_ptr, example, positions, rows, RAGGED=True)
-    base = partial_ptr + first_row * outputs
-    size = tl.cast(length, tl.int64) * outputs
-    total = tl.zeros((CHUNK,), tl.float64)
-    for start in range(0, size, CHUNK):
-        offsets = start + tl.arange(0, CHUNK)
-        total += tl.load(base + offsets, mask=offsets < size, other=0.0).to(tl.float64)
-    tl.store(sums_ptr + example, tl.sum(total) + poison)
-
-
 def direction_inner(
     a: torch.Tensor,
     g: torch.Tensor,
@@ -151,13 +130,13 @@ def direction_inner(
         _check.is_aligned(a, g, direction),
     )
     bias = bias_direction is not None
-    outputs = triton.cdiv(d_in, config.columns) + bias
+    outputs = _config.cdiv(d_in, config.columns) + bias
     rows = segments.total_rows
     partial = torch.empty((rows, outputs), dtype=torch.float32, device=a.device)
     if partial.numel():
         launch_kernel(
             direction_kernel,
-            triton.cdiv(rows, config.rows) * outputs,
+            _config.cdiv(rows, config.rows) * outputs,
             a,
             g,
             direction,
@@ -181,24 +160,7 @@ def direction_inner(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    if not segments.ragged:
-        per_example = partial.view(segments.batch, segments.positions * outputs)
-        return per_example.sum(1, dtype=torch.float64)
-    sums = torch.empty((segments.batch,), dtype=torch.float64, device=a.device)
-    if segments.batch:
-        launch_kernel(
-            segment_sum_kernel,
-            segments.batch,
-            partial,
-            segments.cu_seqlens,
-            sums,
-            segments.positions,
-            rows,
-            outputs,
-            CHUNK=1024,
-            num_warps=4,
-        )
-    return sums
+    return sum_rows(partial, segments)
 
 
 def _check_direction(

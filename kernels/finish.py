@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check
+from gradstats.kernels import _config
 from gradstats.kernels._launching import Launch, remembered
 
 # The most parts of an example that are read at once, rows of all examples, and numbers: of few
@@ -118,7 +118,7 @@ def prepare(
 ) -> Finish:
     """What `run` needs to finish partial results of a shape; arguments as of `finish`."""
     kinds, batch, parts, features = shape
-    programs = kinds * _check.cdiv(features, COLUMNS) if sums else 0
+    programs = kinds * _config.cdiv(features, COLUMNS) if sums else 0
     if squares:
         programs += kinds * batch
     launch = None

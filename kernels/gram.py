@@ -198,7 +198,7 @@ def _plan(
         _check.architecture(a.device),
         _check.is_aligned(a, g),
     )
-    side = _check.cdiv(segments.positions, config.rows)
+    side = _config.cdiv(segments.positions, config.rows)
     pairs = side * (side + 1) // 2
     launch = None
     if segments.batch * pairs:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart, nothing
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
-from gradstats.kernels.scale import per_example_sums
 from gradstats.kernels.scale_backward import whole_backward
+from gradstats.kernels.scale_gradients import per_example_sums
 from gradstats.kernels.statistics import block_statistics, group_statistics
 
-WIDEST = _config.WIDEST_GROUP
+# channels of a group that one program normalises on chip
+WIDEST = _streaming.tiles("group_norm")[0].columns
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def group_norm_kernel(
     x_ptr,  # (B, T, C)
     g_ptr,  # (B, T, C)
     weight_ptr,  # (C,) contiguous, read if WEIGHT
-    input_gradient_ptr,  # (B, T, C), written if INPUT_GRADIENT
+    input_gradient_ptr,  # (B, T, C)
     sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
     sqnorm_ptr,  # fp64 (2, B, groups): squares of every group's share
     stride_xb,
@@ -60,7 +61,6 @@ def group_norm_kernel(
     examples_per_program,
     eps,
     WEIGHT: tl.constexpr,
-    INPUT_GRADIENT: tl.constexpr,
     SUMS: tl.constexpr,
     COLUMNS: tl.constexpr,  # at least the number of features
     INNER: tl.constexpr,
@@ -105,30 +105,29 @@ def group_norm_kernel(
         tl.store(square + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
         shift_total += shift_sum
-        if INPUT_GRADIENT:
+        if WEIGHT:
+            scale_sum = scale_sum * weight
+            shift_sum = shift_sum * weight
+        # the mean over the group of g * weight, and of g * weight * x_hat
+        shift_mean = tl.sum(shift_sum) / elements
+        scale_mean = tl.sum(scale_sum) / elements
+        output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
+        for row in range(0, positions, INNER):
+            x_hat, g = normalised_tile(
+                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
+                features, mean, rstd, COLUMNS, INNER,
+            )  # fmt: skip
             if WEIGHT:
-                scale_sum = scale_sum * weight
-                shift_sum = shift_sum * weight
-            # the mean over the group of g * weight, and of g * weight * x_hat
-            shift_mean = tl.sum(shift_sum) / elements
-            scale_mean = tl.sum(scale_sum) / elements
-            output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
-            for row in range(0, positions, INNER):
-                x_hat, g = normalised_tile(
-                    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                    features, mean, rstd, COLUMNS, INNER,
-                )  # fmt: skip
-                if WEIGHT:
-                    g = g * weight[None, :]
-                gradient = (g - shift_mean - x_hat * scale_mean) * rstd
-                rows = row + tl.arange(0, INNER)
-                target = tl.cast(rows, tl.int64)[:, None] * stride_ot
-                target += tl.cast(columns, tl.int64)[None, :] * stride_od
-                tl.store(
-                    output + target,
-                    gradient.to(input_gradient_ptr.dtype.element_ty),
-                    mask=(rows < positions)[:, None] & inside[None, :],
-                )
+                g = g * weight[None, :]
+            gradient = (g - shift_mean - x_hat * scale_mean) * rstd
+            rows = row + tl.arange(0, INNER)
+            target = tl.cast(rows, tl.int64)[:, None] * stride_ot
+            target += tl.cast(columns, tl.int64)[None, :] * stride_od
+            tl.store(
+                output + target,
+                gradient.to(input_gradient_ptr.dtype.element_ty),
+                mask=(rows < positions)[:, None] & inside[None, :],
+            )
     if SUMS:
         channels = tl.cast(groups, tl.int64) * features
         output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
@@ -145,7 +144,7 @@ def group_norm_sqnorm(
     *,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale.scale_sqnorm`, x normalised over positions and the channels of each group.
+    """As `scale_gradients.scale_sqnorm`, x normalised over positions and channels of a group.
 
     Args:
         x, g: (B, T, C); with one channel in each group this is InstanceNorm.
@@ -167,7 +166,7 @@ def group_norm_sum(
     *,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale.scale_sum`, x normalised as by `group_norm_sqnorm`."""
+    """As `scale_gradients.scale_sum`, x normalised as by `group_norm_sqnorm`."""
     segments = _check.check_pair(x, g)
     statistics = group_statistics(x, groups, eps)
     scale, shift = per_example_sums(g, x, segments, statistics, config)
@@ -213,16 +212,14 @@ def group_norm_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
     architecture = _check.architecture(x.device)
-    config = config or _config.choose_group_norm(
-        width, x.element_size(), architecture, _check.is_aligned(x, g)
-    )
+    config = config or _streaming.choose_group_norm(width)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
             "choice of the tile to the table"
         )
     per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
-    parts = _check.cdiv(batch, per_program)
+    parts = _config.cdiv(batch, per_program)
     stored = parts if sums else 0
     partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
@@ -247,7 +244,6 @@ def group_norm_backward(
             per_program,
             eps,
             WEIGHT=weight is not None,
-            INPUT_GRADIENT=True,
             SUMS=sums,
             COLUMNS=config.columns,
             INNER=config.inner,

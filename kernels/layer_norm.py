@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config, finish
+from gradstats.kernels import _check, _config, _streaming, finish
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
-from gradstats.kernels.scale import per_example_sums
 from gradstats.kernels.scale_backward import whole_backward
+from gradstats.kernels.scale_gradients import per_example_sums
 from gradstats.kernels.statistics import row_statistics
 
-WIDEST = _config.WIDEST_ROW
+# features of a row that one program normalises on chip
+WIDEST = _streaming.tiles("layer_norm")[0].columns
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def layer_norm_sum(
         scale, shift = per_example_sums(g, x, plan.segments, row_statistics(x, eps, rms))
         return scale, shift
     _, sums, _, _ = _launch(plan, x, g)
-    scale, shift = sums.unflatten(1, (plan.segments.batch, -1)).sum(2).unbind(0)
+    scale, shift = sums.sum(2).unbind(0)
     return scale, shift
 
 
@@ -258,7 +259,7 @@ class _Plan(NamedTuple):
     Attributes:
         segments: without bounds where the operands are dense.
         wide: the rows are too long to be held on chip, and there is no launch.
-        sums: shape of the sums, scale's and shift's, of all programs.
+        sums: shape of the sums, scale's and shift's, of the splits of every part of the batch.
         sqnorm: shape of the squared norms; None where the finish finds them.
         empty: makes the input gradient of what it is like; None where none is wanted.
         launch: None where there are no examples.
@@ -267,7 +268,7 @@ class _Plan(NamedTuple):
 
     segments: _check.Segments
     wide: bool
-    sums: tuple[int, int, int] = (2, 0, 0)
+    sums: tuple[int, int, int, int] = (2, 0, 0, 0)
     sqnorm: tuple[int, int] | None = None
     empty: Callable[[torch.Tensor], torch.Tensor] | None = None
     launch: Launch | None = None
@@ -296,22 +297,21 @@ def _plan(
     batch, features = segments.batch, x.shape[-1]
     if features > WIDEST and config is None:
         return _Plan(segments, wide=True)
-    architecture = _check.architecture(x.device)
-    config = config or _config.choose_layer_norm(
-        features, x.element_size(), architecture, _check.is_aligned(x, g)
-    )
+    config = config or _streaming.choose_layer_norm(features)
     if features > config.columns:
         raise _check.KernelInputError(
             f"rows of at most {config.columns} features fit this tile; got {features}: leave the "
             "choice of the tile to the table"
         )
-    blocks = _check.cdiv(segments.positions, config.rows)
+    blocks = _config.cdiv(segments.positions, config.rows)
     # every part leaves sums that are added later, so there are no more than hide latency
     at_once = max(1, 8 // config.num_warps)
-    per_program, parts = _config.choose_partition(batch, blocks, architecture, at_once)
+    per_program, parts = _config.choose_partition(
+        batch, blocks, _check.architecture(x.device), at_once
+    )
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or every_example else per_program
-    programs = _check.cdiv(batch, per_program) * splits
+    programs = _config.cdiv(batch, per_program) * splits
     store = sums or splits > 1
     launch = None
     if batch:
@@ -340,17 +340,16 @@ def _plan(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    stored = programs if store else 0
+    shape = (2, programs // splits if store else 0, splits, features)
     totals = sums and not every_example
     squares = splits > 1 and not every_example
     finished = None
     if totals or squares:
-        parts = (2, stored // splits, splits, features)
-        finished = finish.prepare(parts, totals, squares, gradient_dtype)
+        finished = finish.prepare(shape, totals, squares, gradient_dtype)
     return _Plan(
         segments,
         False,
-        (2, stored, features),
+        shape,
         (2, batch) if splits == 1 else None,
         empty_like(segments.ragged) if input_gradient else None,
         launch,

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_tile
 from gradstats.kernels.statistics import Statistics
@@ -101,8 +101,7 @@ def with_means(
         features = statistics.features_per_group
         groups, step = channels // features, features
         strides = [(s.stride(0), features * s.stride(2), s.stride(1), s.stride(2)) for s in (x, g)]
-    itemsize = max(x.element_size(), g.element_size())
-    config = _config.choose_statistics(positions, features, itemsize, _check.architecture(x.device))
+    config = _streaming.choose_scale(positions, features)
     output = torch.empty((2, batch, groups), dtype=torch.float32, device=x.device)
     if x.numel():
         launch_kernel(

@@ -204,14 +204,14 @@ OPERATORS = {
     "scale_sqnorm": Operator(
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
         " -> (Tensor, Tensor)",
-        "scale",
+        "scale_gradients",
         2,
         _TWO_NORMS,
     ),
     "scale_sum": Operator(
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
         " -> (Tensor, Tensor)",
-        "scale",
+        "scale_gradients",
         2,
         _TWO_SUMS,
     ),
@@ -226,7 +226,7 @@ OPERATORS = {
     ),
     "scale_direction": Operator(
         f"(Tensor g, Tensor? x, Tensor direction, {SEGMENTS}) -> Tensor",
-        "scale_backward",
+        "scale_gradients",
         3,
         _per_example,
     ),
@@ -277,7 +277,7 @@ OPERATORS = {
         _per_example,
     ),
     "rows_inner": Operator(
-        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows", 4, _per_example
+        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows_inner", 4, _per_example
     ),
     "pairwise_rows": Operator(
         f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",

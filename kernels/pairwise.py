@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._results import added_pairs
 from gradstats.kernels._tile import dot, load_rows, segment_length
 from gradstats.kernels.direct import check_two_factors
 
@@ -69,6 +70,28 @@ def cross_tile(
         right = load_rows(second_ptr, offsets2, inside2, columns, feature_stride2, features)
         products = dot(left, right.T, products, PRECISION)
     return products
+
+
+@triton.jit
+def store_pairs(
+    partial_ptr,  # fp32 (splits, B1, B2) contiguous
+    total,  # [EXAMPLES1, EXAMPLES2]
+    split,
+    first1,
+    first2,
+    batch1,
+    batch2,
+    EXAMPLES1: tl.constexpr,
+    EXAMPLES2: tl.constexpr,
+):
+    """Stores what a split adds to the pairs of examples from (first1, first2) on."""
+    rows = first1 + tl.arange(0, EXAMPLES1)
+    columns = first2 + tl.arange(0, EXAMPLES2)
+    offsets = (
+        tl.cast(split, tl.int64) * batch1 + tl.cast(rows, tl.int64)[:, None]
+    ) * batch2 + tl.cast(columns, tl.int64)[None, :]
+    mask = (rows < batch1)[:, None] & (columns < batch2)[None, :]
+    tl.store(partial_ptr + offsets, total, mask=mask)
 
 
 @triton.jit(
@@ -191,14 +214,7 @@ def pairwise_kernel(
     if RAGGED:
         total += tl.sum(poison1.reshape(EXAMPLES1, POSITIONS1), axis=1)[:, None]
         total += tl.sum(poison2.reshape(EXAMPLES2, POSITIONS2), axis=1)[None, :]
-
-    rows = first1 + tl.arange(0, EXAMPLES1)
-    columns = first2 + tl.arange(0, EXAMPLES2)
-    offsets = (
-        tl.cast(split, tl.int64) * batch1 + tl.cast(rows, tl.int64)[:, None]
-    ) * batch2 + tl.cast(columns, tl.int64)[None, :]
-    mask = (rows < batch1)[:, None] & (columns < batch2)[None, :]
-    tl.store(partial_ptr + offsets, total, mask=mask)
+    store_pairs(partial_ptr, total, split, first1, first2, batch1, batch2, EXAMPLES1, EXAMPLES2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,10 +281,10 @@ def choose_pair_tiles(
     )
     positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
     positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
-    row_tiles = triton.cdiv(first.batch, config.rows // positions1)
-    column_tiles = triton.cdiv(second.batch, config.columns // positions2)
+    row_tiles = _config.cdiv(first.batch, config.rows // positions1)
+    column_tiles = _config.cdiv(second.batch, config.columns // positions2)
     splits = splits or _config.choose_splits(
-        row_tiles * column_tiles, triton.cdiv(first.positions, positions1), architecture
+        row_tiles * column_tiles, _config.cdiv(first.positions, positions1), architecture
     )
     return PairTiles(config, positions1, positions2, row_tiles, column_tiles, splits)
 
@@ -350,4 +366,4 @@ def pairwise_gram(
             RAGGED=first.ragged,
             **tiles.constants(),
         )
-    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()
+    return added_pairs(partial)

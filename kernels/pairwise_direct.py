@@ -157,7 +157,7 @@ def _example_tiles(
         _check.architecture(a.device),
         _check.is_aligned(a, g),
     )
-    tiles = triton.cdiv(d_out, config.rows) * triton.cdiv(d_in, config.columns)
+    tiles = _config.tiles_of(config, d_out, d_in)
     gradient = torch.empty((segments.batch, d_out, d_in), dtype=torch.float32, device=a.device)
     launch_kernel(
         example_tiles_kernel,

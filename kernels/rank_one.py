@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
@@ -159,16 +159,13 @@ def _plan(
     batch, d_in, d_out = a1.shape[0], a1.shape[1], g1.shape[1]
     widest = max(d_in, d_out)
     architecture = _check.architecture(a1.device)
-    aligned = _check.is_aligned(a1, g1, a2, g2)
-    config = config or _config.choose_rank_one(
-        batch, widest, a1.element_size(), architecture, aligned
-    )
-    row_blocks = _check.cdiv(batch, config.rows)
-    steps = max(1, _check.cdiv(widest, config.inner))
+    config = config or _streaming.choose_rank_one(widest, a1.element_size())
+    row_blocks = _config.cdiv(batch, config.rows)
+    steps = max(1, _config.cdiv(widest, config.inner))
     # a long row is shared by several programs, so that few rows still fill the machine
     splits = min(steps, splits or _config.choose_row_splits(row_blocks, steps, architecture))
-    features_per_split = _check.cdiv(steps, splits) * config.inner
-    splits = max(1, _check.cdiv(widest, features_per_split))
+    features_per_split = _config.cdiv(steps, splits) * config.inner
+    splits = max(1, _config.cdiv(widest, features_per_split))
     launch = None
     if batch:
         launch = Launch(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._row_sums import sum_rows
 from gradstats.kernels._tile import load_rows
-from gradstats.kernels.rows import sum_rows
 
 
 @triton.jit(do_not_specialize=["total_rows", "positions"])
@@ -73,9 +73,9 @@ def rows_direction(
 
     inner_i = sum_t g_it . V[id_it]
 
-    Args: as `rows_sqnorm`, and
+    Args: as `rows.rows_sqnorm`, and
         direction: V (rows of the table, d), bf16, fp16 or fp32, any strides. Ids must lie in it.
-    Returns, raises: as `rows_sqnorm`.
+    Returns, raises: as `rows.rows_sqnorm`.
     Cost: one read of g and of as many rows of V.
     """
     segments = _check.check_rows(ids, g, cu_seqlens, max_seqlen)
@@ -85,15 +85,13 @@ def rows_direction(
             f"{tuple(direction.shape)} on {direction.device}: pass a direction of the table's "
             "shape, where the gradients lie"
         )
-    config = config or _config.choose_rows(
-        g.shape[-1], g.element_size(), _check.architecture(g.device), _check.is_aligned(g)
-    )
+    config = config or _streaming.choose_rows(g.shape[-1])
     rows = segments.total_rows
     partial = torch.empty((rows, 1), dtype=torch.float64, device=g.device)
     if rows:
         launch_kernel(
             rows_direction_kernel,
-            triton.cdiv(rows, config.inner),
+            _config.cdiv(rows, config.inner),
             ids,
             g,
             direction,

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels.pairwise import choose_pair_tiles, cross_tile, packed_rows
+from gradstats.kernels._results import added_pairs
+from gradstats.kernels.pairwise import choose_pair_tiles, cross_tile, packed_rows, store_pairs
 
 
 @triton.jit(
@@ -124,14 +125,7 @@ def pairwise_rows_kernel(
     if RAGGED:
         total += tl.sum(poison1.reshape(EXAMPLES1, POSITIONS1), axis=1)[:, None]
         total += tl.sum(poison2.reshape(EXAMPLES2, POSITIONS2), axis=1)[None, :]
-
-    rows = first1 + tl.arange(0, EXAMPLES1)
-    columns = first2 + tl.arange(0, EXAMPLES2)
-    offsets = (
-        tl.cast(split, tl.int64) * batch1 + tl.cast(rows, tl.int64)[:, None]
-    ) * batch2 + tl.cast(columns, tl.int64)[None, :]
-    mask = (rows < batch1)[:, None] & (columns < batch2)[None, :]
-    tl.store(partial_ptr + offsets, total, mask=mask)
+    store_pairs(partial_ptr, total, split, first1, first2, batch1, batch2, EXAMPLES1, EXAMPLES2)
 
 
 def pairwise_rows(
@@ -201,4 +195,4 @@ def pairwise_rows(
             RAGGED=first.ragged,
             **tiles.constants(),
         )
-    return partial[0] if tiles.splits == 1 else partial.sum(0, dtype=torch.float64).float()
+    return added_pairs(partial)

@@ -1,8 +1,10 @@
-"""Per-example gradients of scales and shifts: sums over positions of x_hat g and of g.
+"""Sums over positions of x_hat g and of g: the gradients of scales and shifts.
 
-x_hat is the input itself (a scale by broadcasting), or the input normalised by statistics that are
-given or computed here: GroupNorm, InstanceNorm, BatchNorm in evaluation, and LayerNorm of rows too
-long for `layer_norm.py`. Operands are (B, T, C); channels that come first are a transposed view.
+x_hat is the input itself (a scale by broadcasting), or the input normalised by given statistics:
+GroupNorm, InstanceNorm, BatchNorm in evaluation, and LayerNorm of rows too long for
+`layer_norm.py`. One launch yields whatever is wanted of the sums; `scale_gradients.py` and
+`scale_backward.py` say what. Operands are (B, T, C); channels that come first are a transposed
+view.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config, finish
+from gradstats.kernels import _check, _config, _streaming, finish
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart, empty_like
 from gradstats.kernels._tile import example_base, load_tile, segment
-from gradstats.kernels.statistics import Statistics, given_statistics, strides_of
+from gradstats.kernels.statistics import Statistics, strides_of
 
 
 @triton.jit
@@ -177,67 +179,17 @@ def scale_kernel(
             tl.store(sums_ptr + place, shift_total, mask=inside)
 
 
-def scale_sqnorm(
-    x: torch.Tensor,
+def check_scaled(
     g: torch.Tensor,
-    *,
-    mean: torch.Tensor | None = None,
-    rstd: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms of the per-example gradients of a scale and a shift.
-
-    scale_sqnorm_i = |sum_t g_it x_hat_it|^2,  shift_sqnorm_i = |sum_t g_it|^2,
-    x_hat = x, or (x - mean) rstd where statistics are given
-
-    Args:
-        x: what is scaled, (B, T, C), or packed (N, C) with cu_seqlens; bf16, fp16 or fp32, any
-            strides: channels that come first are the view (B, C, T).mT.
-        g: gradients with respect to the outputs, same shape, of any of these dtypes.
-        mean, rstd: fp32 statistics of the channels, (C,) for all examples alike or (B, C).
-        cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
-        max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        config: overrides the tile table.
-        splits: overrides into how many parts the positions of an example are divided.
-    Returns:
-        (scale_sqnorm, shift_sqnorm), each fp64 (B,).
-    Raises:
-        KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of both operands; workspace of a few sums for each processor of the device.
-    """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
-    statistics = given_statistics(mean, rstd, segments, x)
-    scale, shift = launch(g, x, segments, statistics, config, splits, sums=False).sqnorm
-    return scale, shift
-
-
-def scale_sum(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    *,
-    mean: torch.Tensor | None = None,
-    rstd: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-example gradients of a scale and a shift.
-
-    scale_i = sum_t g_it x_hat_it,  shift_i = sum_t g_it
-
-    Args, raises: as `scale_sqnorm`.
-    Returns:
-        (scale, shift), each fp32 (B, C).
-    Cost: one read of both operands.
-    """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
-    statistics = given_statistics(mean, rstd, segments, x)
-    scale, shift = per_example_sums(g, x, segments, statistics, config, splits)
-    return scale, shift
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+) -> _check.Segments:
+    """Checks the operands of a scale, or without x of a shift, and returns their segments."""
+    segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
+    _check.check_scale(weight, g)
+    return segments
 
 
 class Products(NamedTuple):
@@ -254,19 +206,6 @@ class Products(NamedTuple):
     sums: torch.Tensor
     totals: tuple[torch.Tensor, ...]
     sqnorm: tuple[torch.Tensor, ...]
-
-
-def per_example_sums(
-    g: torch.Tensor,
-    x: torch.Tensor | None,
-    segments: _check.Segments,
-    statistics: Statistics | None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Sums of x_hat g and of g for every example, each fp32 (B, C); of g alone without x."""
-    sums = launch(g, x, segments, statistics, config, splits, every_example=True).sums
-    return (sums.squeeze(2) if sums.shape[2] == 1 else sums.sum(2)).unbind(0)
 
 
 def launch(
@@ -397,20 +336,16 @@ def prepare(
     batch, positions, ragged = segments.batch, segments.positions, segments.ragged
     features = g.shape[-1]
     read = [g] if x is None else [x, g]
-    architecture = _check.architecture(g.device)
-    config = config or _config.choose_scale(
-        positions,
-        features,
-        max(operand.element_size() for operand in read),
-        architecture,
-        positions_adjacent=all(operand.stride(-2) == 1 for operand in read),
+    config = config or _streaming.choose_scale(
+        positions, features, all(operand.stride(-2) == 1 for operand in read)
     )
-    tiles = _check.cdiv(features, config.columns)
-    blocks = _check.cdiv(positions, config.inner)
+    tiles = _config.cdiv(features, config.columns)
+    blocks = _config.cdiv(positions, config.inner)
+    architecture = _check.architecture(g.device)
     per_program, parts = _config.choose_partition(batch * tiles, blocks, architecture)
     splits = max(1, min(splits or parts, max(blocks, 1)))
     per_program = 1 if splits > 1 or not sums or every_example else per_program
-    programs = _check.cdiv(batch, per_program) * splits
+    programs = _config.cdiv(batch, per_program) * splits
     kinds = (x is not None) + shift
     store, values = sums or not (along or splits == 1), along or splits == 1
     launch = None

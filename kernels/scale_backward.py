@@ -1,4 +1,4 @@
-"""The whole backward of scales and shifts, and their per-example gradients along a direction.
+"""The whole backward of scales and shifts.
 
 One pass over the data yields the input gradient, the summed gradients and the squared norms: of
 broadcast multiplications and additions, of biases, of BatchNorm in evaluation.
@@ -37,8 +37,8 @@ def scale_backward(
     x_hat = x, or (x - mean) rstd where statistics are given
 
     Args:
-        g, x, mean, rstd, cu_seqlens, max_seqlen, config, splits: as `scale_sqnorm`; without x there
-            is no scale.
+        g, x, mean, rstd, cu_seqlens, max_seqlen, config, splits: as
+            `scale_gradients.scale_sqnorm`; without x there is no scale.
         weight: (C,) the scale; None for 1.
         shift: whether there is a shift.
         input_gradient: whether it is wanted.
@@ -93,7 +93,7 @@ def _plan(
 ) -> _Plan:
     x, g, weight, mean, rstd = operands
     assert g is not None
-    segments = _segments(g, x, weight, cu_seqlens, max_seqlen)
+    segments = scale.check_scaled(g, x, weight, cu_seqlens, max_seqlen)
     given_statistics(mean, rstd, segments, g)
     read = (x, g, weight if input_gradient else None, mean, rstd, None, None)
     launches = scale.prepare(
@@ -105,45 +105,6 @@ def _plan(
 
 def _nothing(like: torch.Tensor, gradient_dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
     return nothing(like.device, like.dtype, gradient_dtype or torch.float32, torch.float64)
-
-
-def scale_direction(
-    g: torch.Tensor,
-    x: torch.Tensor | None,
-    direction: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> torch.Tensor:
-    """Inner products of the per-example gradients of a scale, or of a shift, with a direction.
-
-    inner_i = sum_t (g_it x_it) . direction, without x  sum_t g_it . direction
-
-    Args, raises and cost: as `scale_sqnorm`, and
-        direction: (C,); ones give the gradient of a scale that all channels share.
-    Returns:
-        fp64 (B,).
-    """
-    segments = _segments(g, x, direction, cu_seqlens, max_seqlen)
-    return scale.launch(
-        g, x, segments, None, config, splits,
-        weight=direction, shift=x is None, sums=False, along=True,
-    ).sqnorm[0]  # fmt: skip
-
-
-def _segments(
-    g: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-) -> _check.Segments:
-    """How operands divide into examples, checked."""
-    segments = _check.check_pair(g if x is None else x, g, cu_seqlens, max_seqlen, mixed=True)
-    _check.check_scale(weight, g)
-    return segments
 
 
 def whole_backward(

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import load_tile
 
@@ -179,9 +179,7 @@ def _statistics(
     if strides[2] == 1 and strides[3] == positions:
         # channels that come first: a group is one row of memory
         strides, positions, features = (*strides[:2], 0, 1), 1, positions * features
-    config = _config.choose_statistics(
-        positions, features, x.element_size(), _check.architecture(x.device)
-    )
+    config = _streaming.choose_scale(positions, features)
     output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
     if x.numel():  # what has no elements has no statistics that anything is multiplied by
         launch_kernel(

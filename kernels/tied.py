@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.gram import gram_tile
 
@@ -154,8 +155,8 @@ def tied_inner(
         _check.architecture(a.device),
         _check.is_aligned(a, rows),
     )
-    row_tiles = triton.cdiv(first.positions, config.rows)
-    column_tiles = triton.cdiv(second.positions, config.rows)
+    row_tiles = _config.cdiv(first.positions, config.rows)
+    column_tiles = _config.cdiv(second.positions, config.rows)
     partial = torch.empty(
         (first.batch, row_tiles * column_tiles), dtype=torch.float64, device=a.device
     )
@@ -190,4 +191,4 @@ def tied_inner(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return partial.sum(1, dtype=torch.float64)
+    return added(partial)

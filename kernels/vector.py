@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
+from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import Launch, launch_kernel, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, load_tile, segment
@@ -119,14 +119,8 @@ def vector_sum(
     """
     segments = segments or _check.check_operands(v, v, cu_seqlens, max_seqlen)
     features = v.shape[-1]
-    config = config or _config.choose_vector(
-        segments.positions,
-        features,
-        v.element_size(),
-        _check.architecture(v.device),
-        _check.is_aligned(v),
-    )
-    tiles = triton.cdiv(features, config.columns)
+    config = config or _streaming.choose_vector(features)
+    tiles = _config.cdiv(features, config.columns)
     sums = torch.empty((segments.batch, features), dtype=torch.float32, device=v.device)
     if sums.numel():
         launch_kernel(
@@ -225,14 +219,8 @@ def _plan(
     v1, v2 = operands
     segments = _check.check_operands(v1, v2, cu_seqlens, max_seqlen)
     features = v1.shape[-1]
-    config = config or _config.choose_vector(
-        segments.positions,
-        features,
-        v1.element_size(),
-        _check.architecture(v1.device),
-        _check.is_aligned(v1, v2),
-    )
-    tiles = _check.cdiv(features, config.columns)
+    config = config or _streaming.choose_vector(features)
+    tiles = _config.cdiv(features, config.columns)
     launch = None
     if segments.batch * tiles:
         launch = Launch(

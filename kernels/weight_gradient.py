@@ -284,8 +284,8 @@ def _plan(
         whole, splits = _config.split_tiles(config, tiles, batch, architecture)
     else:
         whole = 0
-    examples_per_split = _check.cdiv(batch, min(splits, batch))
-    splits = _check.cdiv(batch, examples_per_split)
+    examples_per_split = _config.cdiv(batch, min(splits, batch))
+    splits = _config.cdiv(batch, examples_per_split)
     if splits == 1:
         whole = tiles
     split_tiles = tiles - whole

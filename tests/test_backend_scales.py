@@ -307,11 +307,11 @@ def test_losses_with_derivatives(kernels, tracked):
 
 
 def test_a_scale_that_widens_its_input(kernels, monkeypatch):
-    monkeypatch.setattr(_triton, "runs", lambda first, second: True)
+    monkeypatch.setattr(_triton, "runs", lambda *operands: True)
     model = Written(lambda m, x: x.bfloat16() * m.w + m.b, w=(6,), b=(6,))
     batch = torch.randn(BATCH, 4, 6), torch.randn(BATCH)
     check = gs.per_example_norms(model, batch, losses).by_parameter
-    monkeypatch.setattr(_triton, "runs", lambda first, second: False)
+    monkeypatch.setattr(_triton, "runs", lambda *operands: False)
     want = gs.per_example_norms(model, batch, losses).by_parameter
     for name in ("w", "b"):
         torch.testing.assert_close(check[name], want[name], rtol=1e-4, atol=0)

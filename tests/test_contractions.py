@@ -11,7 +11,16 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstats import _cost, contractions
-from gradstats._factors import ConvolutionGeometry, Experts, Outer, Patches, Ragged, Rows, Vector
+from gradstats._factors import (
+    ConvolutionGeometry,
+    Elementwise,
+    Experts,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+)
 from gradstats.contractions import _outer, _patches, _ragged, _tied
 
 WORKSPACE = 2**28
@@ -419,3 +428,22 @@ def test_experts(counts):
     torch.testing.assert_close(first.transposed().dense(), dense.mT)
     torch.testing.assert_close(first.select([first.batch - 1]).dense(), dense[-1:])
     torch.testing.assert_close(first.narrow(0, 1).dense(), dense[:, :1])
+
+
+@pytest.mark.parametrize("chosen", [slice(None), slice(1, 3), torch.tensor([0, 3])], ids=str)
+def test_packed_scales_do_not_see_each_others_rows(chosen):
+    """What fills up shorter examples is zero, whatever the first row holds."""
+    grad, x = torch.randn(9, 5), torch.randn(9, 5)
+    offsets = (0, 2, 6, 6, 9)
+    rows = [slice(*bounds) for bounds in pairwise(offsets)]
+    want = torch.stack([(grad[own] * x[own]).sum(0) for own in rows])[chosen]
+    torch.testing.assert_close(Elementwise(grad, x, (5,), offsets).select(chosen).dense(), want)
+    x[0] = torch.inf
+    got = Elementwise(grad, x, (5,), offsets).dense()
+    assert got.isfinite().all(1).tolist() == [False, True, True, True]
+
+
+def test_no_packed_examples():
+    assert Elementwise(torch.zeros(0, 5), None, (5,), (0,)).dense().shape == (0, 5)
+    nothing = Ragged(torch.zeros(0, 2), torch.zeros(0, 3), (0,), (2, 3))
+    assert nothing.dense().shape == (0, 2, 3)

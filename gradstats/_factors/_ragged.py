@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -35,6 +36,11 @@ class Ragged:
     @property
     def lengths(self) -> list[int]:
         return [end - start for start, end in pairwise(self.offsets)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Most rows that one example has, at least one."""
+        return max([1, *self.lengths])
 
     @property
     def spans_rows(self) -> bool:

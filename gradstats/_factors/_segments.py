@@ -78,7 +78,7 @@ def padding(
     starts, ends = bounds[:-1], bounds[1:]
     if examples is not None:
         starts, ends = starts[examples], ends[examples]
-    place = torch.arange(max(1, int((ends - starts).max())))
+    place = torch.arange(max([1, *(ends - starts).tolist()]))
     index = starts.unsqueeze(1) + place
     missing = index >= ends.unsqueeze(1)
     return index.masked_fill_(missing, 0), missing

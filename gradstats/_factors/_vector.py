@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from gradstats._cost import product
 from gradstats._factors._factor import compute_dtype
+from gradstats._factors._segments import filled_up, padding
 
 
 @dataclass(eq=False)
@@ -33,12 +33,15 @@ class Vector:
     def batch(self) -> int:
         return self.values.shape[0]
 
+    @property
+    def own_slices(self) -> Tensor:
+        """``slices`` written out, (B,)."""
+        if self.slices is not None:
+            return self.slices
+        return torch.arange(self.batch, device=self.values.device)
+
     def select(self, rows) -> Vector:
-        slices = self.slices
-        if self.axis is not None:
-            if slices is None:
-                slices = torch.arange(self.batch, device=self.values.device)
-            slices = slices[rows]
+        slices = None if self.axis is None else self.own_slices[rows]
         return replace(self, values=self.values[rows], slices=slices)
 
     @property
@@ -55,12 +58,9 @@ class Vector:
     def dense(self) -> Tensor:
         if self.axis is None:
             return self.values.to(compute_dtype(self.values)).reshape(self.batch, *self.shape)
-        slices = self.slices
-        if slices is None:
-            slices = torch.arange(self.batch, device=self.values.device)
         gradient = self.values.new_zeros(self.batch, *self.shape, dtype=compute_dtype(self.values))
         own = torch.arange(self.batch, device=self.values.device)
-        gradient.movedim(self.axis + 1, 1)[own, slices] = self.values.to(gradient.dtype)
+        gradient.movedim(self.axis + 1, 1)[own, self.own_slices] = self.values.to(gradient.dtype)
         return gradient
 
 
@@ -97,15 +97,11 @@ class Elementwise:
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
         # As many positions for all: rows past the end are zero.
-        lengths = torch.tensor([end - start for start, end in pairwise(self.offsets)])
-        starts = torch.tensor(self.offsets[:-1])
-        place = torch.arange(max([1, *lengths.tolist()]))
-        inside = (place < lengths[:, None])[rows].to(self.grad.device)
-        index = (starts[:, None] + place)[rows].to(self.grad.device)
-        index = torch.where(inside, index, 0)
-        grad = torch.where(inside[..., None], self.grad[index], 0)
-        chosen = None if self.input is None else self.input[index]
-        return Elementwise(grad, chosen, self.shape)
+        chosen = rows.cpu() if isinstance(rows, Tensor) else rows
+        index, missing = (each[chosen] for each in padding(self.offsets))
+        grad = filled_up(self.grad, index, missing)
+        x = None if self.input is None else filled_up(self.input, index, missing)
+        return Elementwise(grad, x, self.shape)
 
     @property
     def granule(self) -> int:

@@ -64,6 +64,7 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Ragged: _ragged.sqnorm_and_sum,
 }
 
+# Of two factors the first of which spans the parameter's rows.
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _tied.inner_with_rows,
     (Ragged, Rows): _tied.inner_with_rows,
@@ -152,7 +153,6 @@ def _pair_with_rule(factors: list[Factor]) -> tuple[Factor, Factor] | None:
     if len(factors) != 2:
         return None
     for first, second in (factors, factors[::-1]):
-        spans = not isinstance(first, Outer) or first.spans_rows
-        if (type(first), type(second)) in CROSS and spans:
+        if (type(first), type(second)) in CROSS and first.spans_rows:  # type: ignore[attr-defined]
             return first, second
     return None

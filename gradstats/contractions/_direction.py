@@ -156,7 +156,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     dtype = compute_dtype(factor.grad, direction)
     count, width = factor.grad.shape
     table = direction.reshape(factor.shape[0], width)
-    if _triton.runs(factor.grad, factor.grad):
+    if _triton.runs(factor.grad):
         return _triton_layers.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
     chunk = max(1, workspace // max(1, 3 * width * dtype.itemsize))
@@ -178,11 +178,8 @@ def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tens
             chosen = direction.reshape(1, -1)
         else:
             slices = direction.reshape(factor.shape).movedim(factor.axis, 0)
-            own = factor.slices
-            index = torch.arange(factor.batch, device=values.device) if own is None else own
-            chosen = (
-                slices[index[here]].flatten(1) if slices.dim() > 1 else slices[index[here], None]
-            )
+            index = factor.own_slices[here]
+            chosen = slices[index].flatten(1) if slices.dim() > 1 else slices[index, None]
         products = values[here].to(dtype) * chosen.to(dtype)
         result[here] = products.sum(1, dtype=torch.float64)
     return result
@@ -242,9 +239,8 @@ def _vector_total(factor: Vector) -> Tensor:
     if factor.axis is None:
         return factor.values.sum(0, dtype=dtype).reshape(factor.shape)
     result = factor.values.new_zeros(factor.shape, dtype=dtype)
-    own = factor.slices
-    index = torch.arange(factor.batch, device=result.device) if own is None else own
-    result.movedim(factor.axis, 0).index_add_(0, index, factor.values.to(dtype))
+    places = factor.own_slices
+    result.movedim(factor.axis, 0).index_add_(0, places, factor.values.to(dtype))
     return result
 
 

@@ -37,24 +37,21 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the sum is one product over all rows."""
     if _triton.serves(factor):
-        return _triton.ragged_and_sum(factor, max([1, *factor.lengths]))
+        return _triton.ragged_and_sum(factor)
     total = (factor.left.t() @ factor.right).reshape(factor.shape)
     return sqnorm(factor, workspace, guarded=True), total
 
 
 def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
-    longest = max([1, *factor.lengths])
     widths = factor.left.shape[1], factor.right.shape[1]
     roundoff = product_roundoff(factor.left, factor.right)
     form = _cost.choose_outer_form(
-        longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff,
+        factor.longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff,
         cut_off=cut_off_of(factor.left, factor.right),
     )  # fmt: skip
     if form == "direct":
-        return _triton.ragged_direct(factor, longest)
-    return recompute_on_chip(
-        _triton.ragged_gram(factor, longest), partial(_triton.ragged_direct, factor, longest)
-    )
+        return _triton.ragged_direct(factor)
+    return recompute_on_chip(_triton.ragged_gram(factor), partial(_triton.ragged_direct, factor))
 
 
 def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:

@@ -42,11 +42,11 @@ def diagonal(first: Ragged, second: Ragged, workspace: int, sizes: Sizes) -> Ten
 
 
 def _form(first: Ragged, second: Ragged, examples1: int, examples2: int) -> _cost.Form:
-    mine, theirs = (max([1, *factor.lengths]) for factor in (first, second))
     p, q = first.left.shape[1], first.right.shape[1]
     return _cost.choose_pair_form(
-        mine, theirs, p, q, examples1, examples2, on_chip=True, roundoff=_roundoff(first, second)
-    )
+        first.longest, second.longest, p, q, examples1, examples2, on_chip=True,
+        roundoff=_roundoff(first, second),
+    )  # fmt: skip
 
 
 def _roundoff(first: Ragged, second: Ragged) -> float:

@@ -29,7 +29,7 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the
     workspace.
     """
-    if _triton.runs(factor.grad, factor.grad):
+    if _triton.runs(factor.grad):
         return _triton_layers.rows_sqnorm(factor)
     dtype = compute_dtype(factor.grad)
     count, width = factor.grad.shape

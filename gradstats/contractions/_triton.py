@@ -1,6 +1,7 @@
 """The CUDA backend of contractions: registered operators that launch Triton kernels.
 
 Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
+Every function imports the operators itself: programs on CPUs need none of them registered.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
-    return _run(factors[0].left, [side for each in factors for side in (each.left, each.right)])
+    return runs(*(side for each in factors for side in (each.left, each.right)))
 
 
-def runs(first: Tensor, second: Tensor) -> bool:
-    """Whether the kernels take these two operands."""
-    if not (first.is_cuda and second.is_cuda):
+def runs(*operands: Tensor) -> bool:
+    """Whether the kernels take these operands together."""
+    dtype = operands[0].dtype
+    if dtype not in DTYPES:
         return False
-    if first.dtype != second.dtype or first.dtype not in DTYPES:
-        return False
+    for operand in operands:
+        if not operand.is_cuda or operand.dtype != dtype:
+            return False
     if os.environ.get(BACKEND_VARIABLE) == "torch":
         return False
     require_triton()
@@ -48,7 +51,7 @@ def runs(first: Tensor, second: Tensor) -> bool:
 def streams(*operands: Tensor | None) -> bool:
     """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
     for operand in operands:
-        if operand is not None and not runs(operand, operand):
+        if operand is not None and not runs(operand):
             return False
     return True
 
@@ -58,14 +61,7 @@ def convolves(*factors: Patches) -> bool:
     first = factors[0]
     if len(first.geometry.stride) > 3 or any(each.geometry != first.geometry for each in factors):
         return False
-    return _run(first.input, [side for each in factors for side in (each.input, each.grad)])
-
-
-def _run(first: Tensor, operands: list[Tensor]) -> bool:
-    """Whether the kernels take the first of the operands with every one of them."""
-    # what goes with another goes with itself
-    others = [operand for operand in operands if operand is not first]
-    return all(runs(first, operand) for operand in others or operands)
+    return runs(*(side for each in factors for side in (each.input, each.grad)))
 
 
 @cache
@@ -142,29 +138,30 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
     return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
 
 
-def ragged_gram(factor: Ragged, longest: int) -> Contraction:
-    """Return the Gram form of packed examples, the longest of which has ``longest`` rows."""
+def ragged_gram(factor: Ragged) -> Contraction:
+    """Return the Gram form of packed examples with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=longest)
+    value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=factor.longest)
     operands = factor.left, factor.right
     bound = gram_bound(magnitude, size, product_roundoff(*operands), cut_off_of(*operands))
     return Contraction(value, bound)
 
 
-def ragged_direct(factor: Ragged, longest: int, chosen: Tensor | None = None) -> Contraction:
+def ragged_direct(factor: Ragged, chosen: Tensor | None = None) -> Contraction:
     """Return the squares of gradient tiles of packed examples; ``chosen`` as in ``direct``."""
     from gradstats.kernels import operators
 
-    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=longest, chosen=chosen)
+    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=factor.longest, chosen=chosen)
     return well_conditioned(value, torch.float32)
 
 
-def ragged_and_sum(factor: Ragged, longest: int) -> tuple[Contraction, Tensor]:
+def ragged_and_sum(factor: Ragged) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i (p, q) of packed examples from one kernel."""
     from gradstats.kernels import operators
 
-    gradient, value = operators.weight_gradient_sqnorm(*_packed(factor), max_seqlen=longest)
+    operands = _packed(factor)
+    gradient, value = operators.weight_gradient_sqnorm(*operands, max_seqlen=factor.longest)
     return well_conditioned(value, torch.float32), gradient.reshape(factor.shape)
 
 
@@ -262,7 +259,7 @@ def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
 
     a, g, bounds = _packed(factor)
     return operators.direction_inner(
-        a, g, narrow(direction, a), cu_seqlens=bounds, max_seqlen=max([1, *factor.lengths])
+        a, g, narrow(direction, a), cu_seqlens=bounds, max_seqlen=factor.longest
     )
 
 

@@ -93,8 +93,7 @@ def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
     from gradstats.kernels import operators
 
     direction = narrow(direction, factor.grad)
-    value = operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
-    return value
+    return operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
 
 
 def _layer(factor: Patches) -> tuple:
@@ -149,10 +148,9 @@ def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
         return operators.tied_inner(a, g, ids, grad)
     batch, positions = a.shape[:2]
     own = torch.arange(batch + 1, device=a.device) * positions
-    value = operators.tied_inner(
+    return operators.tied_inner(
         a.flatten(0, 1), g.flatten(0, 1), ids, grad, own, bounds, positions, longest
     )
-    return value
 
 
 def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:

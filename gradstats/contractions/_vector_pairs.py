@@ -22,7 +22,7 @@ def pairs(first: Vector, second: Vector, workspace: int, sizes: Sizes) -> Tensor
     for span in _tiles.chunks(left.shape[1], _tiles.TILE_ELEMENTS):
         result += left[:, span].to(dtype) @ right[:, span].to(dtype).mT
     if first.axis is not None:
-        result *= _slices(first)[:, None] == _slices(second)
+        result *= first.own_slices[:, None] == second.own_slices
     return result
 
 
@@ -36,15 +36,9 @@ def diagonal(first: Vector, second: Vector, workspace: int, sizes: Sizes) -> Ten
         products = left[here].to(dtype) * right[here].to(dtype)
         result[here] = products.sum(1, dtype=torch.float64)
     if first.axis is not None:
-        result *= _slices(first) == _slices(second)
+        result *= first.own_slices == second.own_slices
     return result
 
 
 def _flat(factor: Vector) -> Tensor:
     return factor.values.reshape(factor.batch, -1)
-
-
-def _slices(factor: Vector) -> Tensor:
-    if factor.slices is not None:
-        return factor.slices
-    return torch.arange(factor.batch, device=factor.values.device)

@@ -5,14 +5,12 @@ import functools
 import itertools
 
 import pytest
-from gradstats.kernels import _config
+from gradstats.kernels import _config, _streaming
 from gradstats.kernels._table import TABLE
 
 GPUS = (80, 86, 87, 89, 90, 100, 103, 120)
 SIZES = (1, 15, 16, 17, 100, 768, 4096, 50257)
 PRECISIONS = {2: ("ieee",), 4: ("ieee", "tf32x3", "tf32", "highest")}
-# kernels that only stream, so that the precision of products means nothing to them
-STREAMING = set(_config.STREAMING)
 CLASSES = [
     (itemsize, precision, gpu, aligned)
     for itemsize in (2, 4)
@@ -47,17 +45,13 @@ def test_every_choice_fits_the_gpu(size):
         for config in chosen:
             check(config, itemsize, gpu)
             assert min(config.rows, config.columns, config.inner) >= 16, "too small for a dot"
-        check(_config.choose_rank_one(64, size, itemsize, gpu, aligned), itemsize, gpu)
-        check(_config.choose_vector(64, size, itemsize, gpu, aligned), itemsize, gpu)
-        check(_config.choose_layer_norm(size, itemsize, gpu, aligned), itemsize, gpu)
-        for adjacent in (False, True):
-            config = _config.choose_scale(size, 64, itemsize, gpu, aligned, adjacent)
-            check(config, itemsize, gpu)
-        for adjacent in (False, True):
-            config = _config.choose_depthwise(size, itemsize, gpu, aligned, adjacent)
-            check(config, itemsize, gpu)
-        check(_config.choose_rows(size, itemsize, gpu, aligned), itemsize, gpu)
-        check(_config.choose_statistics(1, size, itemsize, gpu, aligned), itemsize, gpu)
+
+
+def test_every_streaming_tile_fits_every_gpu():
+    for operation in _streaming.TILES:
+        for config in _streaming.tiles(operation):
+            for gpu in GPUS:
+                check(config, 2 if operation == "rank_one_half" else 4, gpu)
 
 
 def test_gram_tiles_are_square():
@@ -67,18 +61,17 @@ def test_gram_tiles_are_square():
 
 
 def test_the_table_is_complete():
-    matmuls = set(_config.OPERATIONS) - STREAMING - {"weight_gradient_descriptor"}
-    for operation in matmuls:
+    for operation in set(_config.MATMULS) - {"weight_gradient_descriptor"}:
         wanted = itertools.product(_config.ARCHITECTURES, _config.KINDS, (True, False))
         missing = set(wanted) - set(TABLE[operation])
         # plain fp32 serves where no configuration with split products is free of spills
         assert all(kind == "tf32x3" for _, kind, _ in missing), (operation, missing)
-    assert set(TABLE) == set(_config.OPERATIONS)
+    assert set(TABLE) == set(_config.MATMULS)
     assert {key[0] for key in TABLE["weight_gradient_descriptor"]} == {90, 100}
 
 
 def test_candidates_run_from_large_to_small():
-    for operation in set(TABLE) - STREAMING:
+    for operation in TABLE:
         for key, configs in _config.shipped(operation).items():
             areas = [config.rows * config.columns for config in configs]
             assert areas == sorted(areas, reverse=True), (operation, key)
@@ -120,6 +113,8 @@ def test_the_table_is_read_as_it_is_written():
     for operation, entries in TABLE.items():
         for key, configs in _config.shipped(operation).items():
             assert " ".join(map(str, configs)) == entries[key]
+    for operation, tiles in _streaming.TILES.items():
+        assert " ".join(map(str, _streaming.tiles(operation))) == tiles
 
 
 def test_validity_is_about_shared_memory():
@@ -173,15 +168,32 @@ def test_rows_are_shared_until_the_machine_is_full():
 
 
 def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
-    assert _config.choose_layer_norm(768, 2).columns == 1024
-    assert _config.choose_layer_norm(128, 2).columns == 128
-    assert _config.choose_layer_norm(4096, 2).columns == 4096
-    assert {configs[0].columns for configs in _config.shipped("layer_norm").values()} == {4096}
+    assert _streaming.choose_layer_norm(768).columns == 1024
+    assert _streaming.choose_layer_norm(128).columns == 128
+    assert _streaming.choose_layer_norm(4096).columns == 4096
+    assert _streaming.choose_layer_norm(5000) == _streaming.choose_layer_norm(4096)
+    assert _streaming.choose_group_norm(2048).columns == 2048
+    assert _streaming.choose_group_norm(9).columns == 32
+
+
+def test_a_streaming_tile_is_more_than_half_filled():
+    for choose in (_streaming.choose_vector, _streaming.choose_rows, _streaming.choose_runs):
+        smallest = choose(1).columns
+        for size in SIZES:
+            assert choose(size).columns < 2 * size or choose(size).columns == smallest
+    assert _streaming.choose_depthwise(128).inner == 64 < _streaming.choose_depthwise(129).inner
+    assert _streaming.choose_depthwise_lines(128).num_warps == 1
+    assert _streaming.choose_depthwise_lines(129).num_warps == 4
+
+
+def test_long_rows_are_read_by_few_and_short_ones_by_many_examples_at_once():
+    assert [_streaming.choose_rank_one(size, 2).rows for size in (2048, 512, 10)] == [2, 4, 32]
+    assert [_streaming.choose_rank_one(size, 4).rows for size in (2048, 512, 10)] == [1, 4, 32]
 
 
 def test_the_axis_that_is_adjacent_in_memory_is_the_long_one():
-    adjacent = _config.choose_scale(3136, 64, 2, positions_adjacent=True)
-    apart = _config.choose_scale(3136, 256, 2)
+    adjacent = _streaming.choose_scale(3136, 64, positions_adjacent=True)
+    apart = _streaming.choose_scale(3136, 256)
     assert adjacent.inner > adjacent.columns and apart.columns > adjacent.columns
     assert 2 * min(adjacent.inner, apart.columns) >= 128, "less than a line is read at once"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gradstats.kernels import _config
+from gradstats.kernels import _config, _streaming
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._table import TABLE
 from gradstats.kernels.tied import LARGEST_TILE
@@ -14,7 +15,11 @@ from gradstats.kernels.tied import LARGEST_TILE
 SHARED_TILES = {"example_tiles": "direct", "tied": "gram"}
 
 # kernels that are alike on all architectures: the gate compiles them for one
-ALIKE = {*_config.STREAMING} - {"rank_one", "vector"}
+ALIKE = {*_streaming.TILES} - {"rank_one_half", "rank_one_float", "vector"}
+
+# kernels that take tiles of their own for one kind of operands
+KINDS = {"rank_one_half": ("half",), "rank_one_float": ("ieee",)}
+ALIGNMENTS = {"depthwise_lines": (True,)}
 
 PATCHES_AND_ROWS = {
     "tied",
@@ -62,11 +67,20 @@ def takes(operation: str, config: TileConfig) -> bool:
     return operation != "tied" or config.rows <= LARGEST_TILE
 
 
+def entries(operation: str) -> dict[tuple[int, str, bool], tuple[TileConfig, ...]]:
+    """(architecture, kind, aligned) of operands to the tiles that an operation takes."""
+    if operation not in _streaming.TILES:
+        return _config.shipped(SHARED_TILES.get(operation, operation))
+    kinds = KINDS.get(operation, ("half", "ieee"))
+    alignments = ALIGNMENTS.get(operation, (False, True))
+    keys = itertools.product(_config.ARCHITECTURES, kinds, alignments)
+    return dict.fromkeys(keys, _streaming.tiles(operation))
+
+
 def cases() -> Iterator[Case]:
-    """Every case of the table."""
-    for operation in (*TABLE, *SHARED_TILES):
-        entries = _config.shipped(SHARED_TILES.get(operation, operation))
-        for (architecture, kind, aligned), configs in entries.items():
+    """Every case of both tables."""
+    for operation in (*_streaming.TILES, *TABLE, *SHARED_TILES):
+        for (architecture, kind, aligned), configs in entries(operation).items():
             for rank, config in enumerate(each for each in configs if takes(operation, each)):
                 own = layouts(operation)
                 for layout in own:

@@ -50,9 +50,9 @@ ALLOWED_SPILLS |= {
     ("depthwise", 80, "16x1x256w8s1"): Local(once=44, outer=52),
     ("depthwise", 90, "16x1x256w8s1"): Local(once=40, outer=44),
     ("depthwise", 100, "16x1x256w8s1"): Local(once=40, outer=44),
-    ("statistics", 80, "1x2048x1w8s1"): Local(once=108),
-    ("statistics", 80, "1x512x1w4s1"): Local(once=108),
-    ("statistics", 80, "1x128x1w2s1"): Local(once=108),
+    ("scale_one_position", 80, "1x2048x1w8s1"): Local(once=108),
+    ("scale_one_position", 80, "1x512x1w4s1"): Local(once=108),
+    ("scale_one_position", 80, "1x128x1w2s1"): Local(once=108),
 }
 
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}

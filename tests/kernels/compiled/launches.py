@@ -11,6 +11,7 @@ from gradstats.kernels import (
     _config,
     _order,
     _patches,
+    _row_sums,
     _tile,
     convolution,
     convolution_gram,
@@ -31,9 +32,11 @@ from gradstats.kernels import (
     rank_one,
     rows,
     rows_direction,
+    rows_inner,
     rows_pairs,
     scale,
     scale_backward,
+    scale_gradients,
     statistics,
     tied,
     vector,
@@ -67,7 +70,9 @@ MODULES = (
     _order,
     rows,
     rows_direction,
+    rows_inner,
     rows_pairs,
+    _row_sums,
     tied,
     convolution,
     convolution_gram,
@@ -118,7 +123,7 @@ def launches(
         aot.recorded(*MODULES) as recorded,
         mock.patch.object(_check, "_runs_here", lambda device: True),
     ):
-        if operation == "rank_one":
+        if operation.startswith("rank_one"):
             a, g = (operand.flatten(0, -2) for operand in (a, g))
             rank_one.rank_one_sqnorm(a, g, config=config)
             rank_one.rank_one_inner(a, g, a, g, config=config)
@@ -128,18 +133,17 @@ def launches(
             vector.vector_sum(g, **one)
         elif operation.startswith(("convolution", "depthwise")):
             convolution_launches(operation, config, dtype, aligned, layout)
-        elif operation in ("rows", "pairwise_rows", "tied"):
+        elif operation in ("rows", "runs", "pairwise_rows", "tied"):
             ids = torch.empty(g.shape[:-1], dtype=torch.int64, device="meta")
             if operation == "pairwise_rows":
                 rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
             elif operation == "tied":
                 tied.tied_inner(g, a, ids, g, padding_idx=0, **two)
-            else:
+            elif operation == "runs":
                 for longest in (0, 10**6):
                     rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
-                # what adds up runs has a tile of its own
-                rows.rows_sqnorm(ids, g, padding_idx=0, **(one | {"config": None}))
-                rows.rows_inner(ids, g, ids.int(), g, **two)
+            else:
+                rows_inner.rows_inner(ids, g, ids.int(), g, **two)
                 rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)
         elif operation == "layer_norm":
             width = config.columns if aligned else config.columns - 7
@@ -156,7 +160,7 @@ def launches(
             if operation == "scale_positions_adjacent" and layout == "dense":
                 a, g = (operand.transpose(1, 2) for operand in (a, g))
             scale_launches(a, g, one)
-        elif operation == "statistics":
+        elif operation == "scale_one_position":
             statistics.row_statistics(a, 1e-5, False)
             if layout == "dense":
                 wide_launches(a, g, config)
@@ -194,15 +198,15 @@ def scale_launches(x, g, one):
     """Norms alone, whole backwards of scales, of shifts and of both, products with a direction."""
     channels = torch.empty(x.shape[-1], device="meta")
     weight = torch.empty(x.shape[-1], dtype=x.dtype, device="meta")
-    scale.scale_sum(x, g, splits=4, **one)
-    scale.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
+    scale_gradients.scale_sum(x, g, splits=4, **one)
+    scale_gradients.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
     whole = scale_backward.scale_backward
     whole(g, x, weight=weight, mean=channels, rstd=channels, splits=1, **one)
     whole(g, x, weight=weight, shift=False, splits=1, **one)
     # under autocast a scale in float32 widens its half-precision input
     whole(g.float(), x, weight=weight.float(), shift=False, splits=1, **one)
     whole(g, None, input_gradient=False, splits=1, **one)
-    scale_backward.scale_direction(g, x, weight, **one)
+    scale_gradients.scale_direction(g, x, weight, **one)
 
 
 def wide_launches(x, g, config):
@@ -243,11 +247,6 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         for count in (channels, 128)
     )
     layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
-    if operation == "depthwise_channels_adjacent" and aligned:
-        # blocks of lines have tiles of their own
-        convolution.convolution_sqnorm(x, g, *layer)
-        convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
-        convolution.convolution_inner(x, g, x, g, *layer)
     with mock.patch.object(_patches.Convolution, "arranged", lambda self: self):
         tiled_convolution_launches(operation, config, layout, x, g, layer)
 

@@ -78,7 +78,7 @@ def test_layer_norm(dtype, name):
 
 @pytest.mark.parametrize("dtype, name", of_each_dtype(CASES, NORMS))
 def test_scales(dtype, name):
-    from gradstats.kernels import scale_backward
+    from gradstats.kernels import scale_backward, scale_gradients
 
     if name in NORMS:
         case = random(NORMS[name], dtype, DEVICE, 1), None, None
@@ -98,7 +98,7 @@ def test_scales(dtype, name):
     sums, terms = normalization_reference.scale(x, g, bounds)
     direction = weight.double().cpu()
     for kind, operand in enumerate((x, None)):
-        along = functools.partial(scale_backward.scale_direction, g, operand, weight)
+        along = functools.partial(scale_gradients.scale_direction, g, operand, weight)
         got = twice(functools.partial(along, cu_seqlens=bounds))
         assert_close(got, sums[kind] @ direction, terms[kind] @ direction.abs(), FACTOR)
 
@@ -109,7 +109,7 @@ def test_scales(dtype, name):
     [((6, 784, 64), 32), ((5, 49, 70), 7), ((3, 500, 12), 12), ((2, 9, 5000), 2)],
 )
 def test_channel_norms(dtype, sizes, groups, channels_first):
-    from gradstats.kernels import group_norm, scale
+    from gradstats.kernels import group_norm, scale_gradients
 
     x, g = random(sizes, dtype, DEVICE, 1), random(sizes, dtype, DEVICE, 2)
     if channels_first:
@@ -125,14 +125,14 @@ def test_channel_norms(dtype, sizes, groups, channels_first):
     mean = random(sizes[2:], torch.float32, DEVICE, 3)
     rstd = random(sizes[2:], torch.float32, DEVICE, 4).abs()
     want = normalization_reference.scale(x, g, None, mean, rstd)
-    got = twice(lambda: scale.scale_sqnorm(x, g, mean=mean, rstd=rstd))
+    got = twice(lambda: scale_gradients.scale_sqnorm(x, g, mean=mean, rstd=rstd))
     normalization_reference.check_squares(got, want, FACTOR)
 
 
 @pytest.mark.parametrize("table", [50, 50257])
 @pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
 def test_embeddings(dtype, name, table):
-    from gradstats.kernels import _reference, rows, rows_direction, rows_pairs, tied
+    from gradstats.kernels import _reference, rows, rows_direction, rows_inner, rows_pairs, tied
 
     if name == "ragged":
         _, g, bounds = ragged([511, 0, 700, 3], 16, 384, front=3, back=9)(dtype, BLOCK, DEVICE)
@@ -157,7 +157,7 @@ def test_embeddings(dtype, name, table):
     want, scale = (_reference.pairwise_rows(*each, **both) for each in (exact, absolute))
     got = twice(lambda: rows_pairs.pairwise_rows(*factors, **both))
     assert_close(got, want, scale, FACTOR)
-    got = twice(lambda: rows.rows_inner(*factors, **both))
+    got = twice(lambda: rows_inner.rows_inner(*factors, **both))
     assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
     direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
     got = twice(lambda: rows_direction.rows_direction(on_device, g, direction, cu_seqlens=bounds))

@@ -318,8 +318,8 @@ def test_broken_products_of_patches(tmp_path, monkeypatch, module, right, wrong)
         ("scale_total += scale_sum", "scale_total = scale_sum"),
         ("(g - shift_mean - x_hat * scale_mean) * rstd", "(g - x_hat * scale_mean) * rstd"),
         (
-            "            if WEIGHT:\n                scale_sum",
-            "            if False:\n                scale_sum",
+            "        if WEIGHT:\n            scale_sum",
+            "        if False:\n            scale_sum",
         ),
         ("first_channel + columns, mask=inside, other=0.0", "columns, mask=inside, other=0.0"),
         ("square = sqnorm_ptr + wide * groups + group", "square = sqnorm_ptr + wide * groups"),

@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from gradstats.kernels import _check, group_norm, layer_norm, scale, scale_backward, statistics
+from gradstats.kernels import (
+    _check,
+    _config,
+    group_norm,
+    layer_norm,
+    scale_backward,
+    scale_gradients,
+    statistics,
+)
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import normalization_reference as reference
@@ -94,8 +102,8 @@ def test_scale(case):
             }
         want = reference.scale(x, g, bounds, **statistics)
         options = {"cu_seqlens": bounds, "config": TILE, **statistics}
-        reference.check_sums(scale.scale_sum(x, g, **options), want)
-        reference.check_squares(scale.scale_sqnorm(x, g, **options), want)
+        reference.check_sums(scale_gradients.scale_sum(x, g, **options), want)
+        reference.check_squares(scale_gradients.scale_sqnorm(x, g, **options), want)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -130,7 +138,7 @@ def test_scales_along_a_direction(case, splits):
     (sums, terms) = reference.scale(x, g, bounds)
     options = {"cu_seqlens": bounds, "config": TILE, "splits": splits}
     for kind, operand in enumerate((x, None)):
-        got = scale_backward.scale_direction(g, operand, direction, **options)
+        got = scale_gradients.scale_direction(g, operand, direction, **options)
         limit = terms[kind] @ direction.double().abs()
         reference.assert_close(got, sums[kind] @ direction.double(), limit)
 
@@ -147,7 +155,7 @@ def test_scales_that_widen_their_input(name):
 
 
 def test_scales_of_examples_that_share_a_program(dtype, monkeypatch):
-    monkeypatch.setattr(scale._config, "choose_partition", lambda *sizes: (3, 1))
+    monkeypatch.setattr(_config, "choose_partition", lambda *sizes: (3, 1))
     x, g, _ = reference.operands(CASES["prime"](dtype, BLOCK, "cpu"))
     x, g = x.repeat(4, 1, 1), torch.cat([g, -2 * g, g / 2, 3 * g])
     mean, rstd = (random((8, x.shape[-1]), torch.float32, "cpu", seed).abs() for seed in (3, 4))
@@ -155,8 +163,8 @@ def test_scales_of_examples_that_share_a_program(dtype, monkeypatch):
     got = scale_backward.scale_backward(g, x, **statistics_, config=TILE)
     reference.check_scale_backward(got, x, g, None, None, **statistics_)
     want = reference.scale(x, g, None, **statistics_)
-    reference.check_sums(scale.scale_sum(x, g, **statistics_, config=TILE), want)
-    reference.check_squares(scale.scale_sqnorm(x, g, **statistics_, config=TILE), want)
+    reference.check_sums(scale_gradients.scale_sum(x, g, **statistics_, config=TILE), want)
+    reference.check_squares(scale_gradients.scale_sqnorm(x, g, **statistics_, config=TILE), want)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 12), (2, 0, 12), (2, 1, 12), (2, 5, 0)])
@@ -169,10 +177,18 @@ def test_scales_of_nothing(shape):
     want = [value.sum(0).float() for value in sums] + [value.square().sum(1) for value in sums]
     torch.testing.assert_close(rest, want)
     for kind, operand in enumerate((x, None)):
-        along = scale_backward.scale_direction(g, operand, weight)
+        along = scale_gradients.scale_direction(g, operand, weight)
         torch.testing.assert_close(along, sums[kind] @ weight.double())
-    for got, value in zip(scale.scale_sum(x, g), sums, strict=True):
+    for got, value in zip(scale_gradients.scale_sum(x, g), sums, strict=True):
         torch.testing.assert_close(got, value.float())
+
+
+def test_layer_norms_of_no_examples():
+    x = torch.zeros(0, 5, 12)
+    for got in (layer_norm.layer_norm_sum(x, x, EPS), scale_gradients.scale_sum(x, x)):
+        assert [each.shape for each in got] == [(0, 12), (0, 12)]
+    for got in (layer_norm.layer_norm_sqnorm(x, x, EPS), scale_gradients.scale_sqnorm(x, x)):
+        assert [each.shape for each in got] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
@@ -251,7 +267,7 @@ def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch):
     for splits in (1, 2):
         for got in layer_norm.layer_norm_sqnorm(x, g, EPS, config=ROWS, splits=splits, **options):
             assert got.isfinite().tolist() == [True, False, True]
-    for got in scale.scale_sqnorm(x, g, config=TILE, **options):
+    for got in scale_gradients.scale_sqnorm(x, g, config=TILE, **options):
         assert got.isfinite().tolist() == [True, False, True]
 
 
@@ -272,8 +288,8 @@ def test_what_no_kernel_serves_is_refused():
     with pytest.raises(_check.KernelInputError, match="leave the choice of the tile"):
         group_norm.group_norm_backward(x, x, None, 1, EPS, config=TileConfig(1, 8, 1, 1, 1))
     with pytest.raises(_check.KernelInputError, match="both be given"):
-        scale.scale_sqnorm(x, x, mean=torch.ones(12))
+        scale_gradients.scale_sqnorm(x, x, mean=torch.ones(12))
     with pytest.raises(_check.KernelInputError, match="one number for each channel"):
-        scale.scale_sqnorm(x, x, mean=torch.ones(5), rstd=torch.ones(5))
+        scale_gradients.scale_sqnorm(x, x, mean=torch.ones(5), rstd=torch.ones(5))
     with pytest.raises(_check.KernelInputError, match="leave the choice of the tile"):
         layer_norm.layer_norm_backward(x, x, None, EPS, config=TileConfig(1, 8, 1, 1, 1))

@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 import torch
-from gradstats.kernels import _check, diagonal, direct, direction, pairwise, pairwise_direct
+from gradstats.kernels import (
+    _check,
+    diagonal,
+    direct,
+    direction,
+    pairwise,
+    pairwise_direct,
+    rows_pairs,
+)
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import reference
@@ -120,6 +128,17 @@ def test_diagonal_of_different_lengths(positions):
     scale = pair_scale(*factors).diagonal()
     assert_close(diagonal.diagonal_gram(*factors, config=TILE)[0], want, scale)
     assert_close(direct.direct_inner(*factors, config=TILE), want, scale)
+
+
+def test_pairs_with_no_examples():
+    some, none = (factor(batch, 3, torch.float32, 1) for batch in (2, 0))
+    ids = {len(a): torch.zeros(a.shape[:2], dtype=torch.int64) for a, _ in (some, none)}
+    for first, second in ((none, some), (some, none), (none, none)):
+        shape = (len(first[0]), len(second[0]))
+        assert pairwise.pairwise_gram(*first, *second).shape == shape
+        assert pairwise_direct.pairwise_direct(*first, *second).shape == shape
+        rows = ids[shape[0]], first[1], ids[shape[1]], second[1]
+        assert rows_pairs.pairwise_rows(*rows).shape == shape
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from gradstats.kernels import _check, _order, _reference, rows, rows_direction, rows_pairs, tied
+from gradstats.kernels import (
+    _check,
+    _order,
+    _reference,
+    rows,
+    rows_direction,
+    rows_inner,
+    rows_pairs,
+    tied,
+)
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels.cases import CASES, random
@@ -20,7 +29,7 @@ RAGGED = ("ragged with empty", "ragged int64")
 
 @pytest.fixture(params=[*NAMES, *RAGGED])
 def case(request, monkeypatch):
-    monkeypatch.setattr(rows, "CHUNK", 16)
+    monkeypatch.setattr(rows_inner, "COMPARED", 16)
     monkeypatch.setattr(_order, "BLOCK", 8)
     monkeypatch.setattr(_order, "COMPARED", 16)
     dtype = torch.bfloat16 if request.param == "sliced" else torch.float32
@@ -111,7 +120,7 @@ def test_pairs_and_directions(case, padding_idx):
     for splits in (1, 2):
         got = rows_pairs.pairwise_rows(*factors, **options, config=TILE, splits=splits)
         assert_close(got, want, scale)
-    got = rows.rows_inner(*factors, **options, config=ROWS)
+    got = rows_inner.rows_inner(*factors, **options, config=ROWS)
     assert_close(got, want.diagonal(), scale.diagonal())
 
     table = random((g.shape[-1], TABLE), torch.float32, "cpu", 4).T
@@ -174,6 +183,6 @@ def test_what_no_kernel_serves_is_refused():
     with pytest.raises(_check.KernelInputError, match=r"got \(2, 5\) on cpu and \(2, 4, 3\)"):
         rows.rows_sqnorm(ids, g[:, :4])
     with pytest.raises(_check.KernelInputError, match="equal batches; got 2 and 1"):
-        rows.rows_inner(ids, g, ids[:1], g[:1])
+        rows_inner.rows_inner(ids, g, ids[:1], g[:1])
     with pytest.raises(_check.KernelInputError, match=r"direction must be \(rows, 3\)"):
         rows_direction.rows_direction(ids, g, torch.zeros(7, 4))

@@ -1,0 +1,110 @@
+"""Tiles of kernels that read once and multiply no matrices.
+
+Nothing of them spills or shares memory, so the same serve all architectures and alignments; they
+are set here by hand, while those of matrix products are tuned (`_table.py`). Among an operation's
+tiles the shape picks one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+from gradstats.kernels._config import TileConfig, parse
+
+# TILES[operation], largest first, each written as in `_table.py`
+TILES = {
+    "rank_one_half": "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
+    "rank_one_float": "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
+    "vector": "1x128x64w8s1 1x32x64w4s1",
+    "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
+    "group_norm": "1x2048x1w8s1 1x128x16w8s1 1x32x64w8s1 1x8x256w8s1 1x1x1024w8s1",
+    "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
+    "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
+    "scale_one_position": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
+    "rows": "1x256x8w4s1 1x64x16w4s1",
+    "runs": "1x256x16w1s1 1x64x16w1s1",
+    "depthwise": "16x1x256w8s1 16x4x64w8s1",
+    "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
+    "depthwise_lines": "4x32x32w4s1 4x32x8w1s1",
+}
+
+
+@functools.cache
+def tiles(operation: str) -> tuple[TileConfig, ...]:
+    """The tiles of one operation, largest first."""
+    return tuple(parse(tile, "ieee") for tile in TILES[operation].split())
+
+
+def _more_than_half_filled(
+    operation: str, size: int, axis: Literal["columns", "inner"] = "columns"
+) -> TileConfig:
+    """The first tile more than half of which holds something along an axis, else the last."""
+    configs = tiles(operation)
+    return next((each for each in configs if 2 * size > getattr(each, axis)), configs[-1])
+
+
+def _narrowest_that_holds(operation: str, features: int) -> TileConfig:
+    """The last tile that holds all features, else the widest."""
+    configs = tiles(operation)
+    return next((each for each in configs[::-1] if features <= each.columns), configs[0])
+
+
+def choose_rank_one(features: int, itemsize: int) -> TileConfig:
+    """Rows are examples, inner the features read per step, columns unused (1)."""
+    configs = tiles("rank_one_half" if itemsize == 2 else "rank_one_float")
+    return next((each for each in configs if features >= each.inner), configs[-1])
+
+
+def choose_vector(features: int) -> TileConfig:
+    """Columns are features, inner positions, rows unused (1)."""
+    return _more_than_half_filled("vector", features)
+
+
+def choose_layer_norm(features: int) -> TileConfig:
+    """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
+    inner unused (1)."""
+    return _narrowest_that_holds("layer_norm", features)
+
+
+def choose_group_norm(features: int) -> TileConfig:
+    """Columns are the channels of one group: the narrowest tile that holds them, else the widest;
+    inner positions, rows unused (1)."""
+    return _narrowest_that_holds("group_norm", features)
+
+
+def choose_scale(positions: int, features: int, positions_adjacent: bool = False) -> TileConfig:
+    """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
+    is the long one, and the only one where there is one position."""
+    if positions == 1:
+        return _more_than_half_filled("scale_one_position", features)
+    if positions_adjacent:
+        return _more_than_half_filled("scale_positions_adjacent", positions, "inner")
+    return _more_than_half_filled("scale", features)
+
+
+def choose_rows(features: int) -> TileConfig:
+    """Columns are features, inner positions read at once, rows unused (1)."""
+    return _more_than_half_filled("rows", features)
+
+
+def choose_runs(features: int) -> TileConfig:
+    """Columns are features, inner the rows that one program adds up, which its one warp holds in
+    registers, rows unused (1)."""
+    return _more_than_half_filled("runs", features)
+
+
+def choose_depthwise(positions: int, channels_adjacent: bool = False) -> TileConfig:
+    """Rows are taps, columns channels, inner positions."""
+    name = "depthwise_channels_adjacent" if channels_adjacent else "depthwise"
+    return _more_than_half_filled(name, positions, "inner")
+
+
+def choose_depthwise_lines(positions: int) -> TileConfig:
+    """As `choose_depthwise`, of blocks of lines.
+
+    Both operands come to each lane as it multiplies them, without shared memory: 8 channels of one
+    position, of which a warp holds 4 by 8, and other warps other positions.
+    """
+    several, one = tiles("depthwise_lines")
+    return several if positions > 128 else one
