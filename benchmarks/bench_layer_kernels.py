@@ -303,7 +303,7 @@ def _norm_layer(layer: Layer, size: int) -> Iterator[Provider]:
 
 
 def _scale(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import scale_backward, vector
+    from gradstats.kernels import scale_backward, scale_gradients, vector
 
     whole = scale_backward.scale_backward
     read = size * float(layer.batch * math.prod(layer.sizes))
@@ -331,7 +331,7 @@ def _scale(layer: Layer, size: int) -> Iterator[Provider]:
         0.0, 3 * read, exact, lambda result: result[3],
     )  # fmt: skip
     yield Provider(
-        "direction", "gradstats", lambda x, g, w: scale_backward.scale_direction(g, x, w),
+        "direction", "gradstats", lambda x, g, w: scale_gradients.scale_direction(g, x, w),
         0.0, 2 * read, lambda x, g, w: (x * g * w).sum((1, 2)),
     )  # fmt: skip
     yield Provider(
