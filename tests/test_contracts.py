@@ -518,6 +518,18 @@ def test_a_loss_function_that_wrote_into_its_batch_is_not_called_again():
         gs.per_example_norms(Negatives(), x, lambda model, x: squares(model, x.mul_(2)))
 
 
+def test_a_loss_function_is_not_called_again_with_what_cannot_be_looked_into():
+    class Box:
+        x = torch.randn(3, 3, dtype=torch.float64)
+
+    def losses(model, box):
+        box.x = box.x * 2
+        return squares(model, box.x)
+
+    with pytest.raises(gs.CoupledExamplesError, match="taken for a row of each"):
+        gs.per_example_norms(Negatives(), Box(), losses, cu_seqlens=torch.arange(4))
+
+
 def test_what_a_loss_function_leaves_in_its_batch_stays_there(model, batch):
     inputs = {"x": batch[0], "y": batch[1]}
 

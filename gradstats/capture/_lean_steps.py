@@ -200,7 +200,6 @@ LEAN_STEPS = {
     torch.nn.functional.embedding: _embedded,
 }
 
-
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 
 # Steps that keep every element of the gradient, and add none.

@@ -117,7 +117,7 @@ class Marks:
         return storage is not None and storage._cdata in self._written
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
-        """Whether what was made of the caller's values, or drawn, counts as data for its size."""
+        """Note, and return, whether values that were given or drawn count as data for their size."""
         given = function in GIVEN_VALUES
         if not self.has_example_axis(tensor) or (given and not self.given_are_data):
             return False

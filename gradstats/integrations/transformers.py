@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 import warnings
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from gradstats.statistics._loss import infer_batch_size
 with require("transformers"):
     from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
-
-Caller = TypeVar("Caller")
 
 
 class GradStatsCallback(TrainerCallback, ExportableState):
@@ -91,9 +89,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
         _refuse_what_cannot_be_measured(args)
-        self._handler = _caller(CallbackHandler)
+        trainer = _calling_trainer()
+        self._handler = trainer.callback_handler
         # Hooks of a compiled model are compiled with it; those of the module around it are not.
-        around = _caller(Trainer).model_wrapped
+        around = trainer.model_wrapped
         self._called = around if "_orig_mod" in around._modules else model
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)
@@ -218,12 +217,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks = []
 
 
-def _caller(kind: type[Caller]) -> Caller:
-    """Return the handler or Trainer that is calling this callback."""
+def _calling_trainer() -> Trainer:
+    """Return the Trainer that is calling this callback."""
     frame = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, kind):
+        if isinstance(caller, Trainer):
             return caller
         frame = frame.f_back  # type: ignore[assignment]
     raise TrackingError(

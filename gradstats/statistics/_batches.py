@@ -48,42 +48,39 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def on_a_copy(loss_fn: LossFunction) -> LossFunction:
-    """Return a loss function that is given containers of its own, holding the same tensors.
+def copied(batch: Any) -> tuple[Any] | None:
+    """Return, in a tuple, a batch in containers of its own that hold the same tensors.
 
-    What it takes out of them (``batch.pop("labels")``) is there the next time it is called.
+    None if it is of a type of the user's that does not let itself be made again.
     """
+    try:
+        return (map_tensors(batch, lambda tensor: tensor),)
+    except Exception:
+        return None
 
-    def call(model: nn.Module, batch: Any) -> Any:
-        try:
-            own = map_tensors(batch, lambda tensor: tensor)
-        except Exception:
-            own = batch  # of a type of the user's that does not let itself be made again
-        return loss_fn(model, own)
 
-    return call
+def on_a_copy(loss_fn: LossFunction) -> LossFunction:
+    """Return a loss function that is given a copy, where there is one.
+
+    What it takes out of it (``batch.pop("labels")``) is there the next time it is called.
+    """
+    return lambda model, batch: loss_fn(model, *(copied(batch) or (batch,)))
 
 
 class Given:
-    """A batch as it was given, whatever a loss function does to it.
-
-    Args:
-        batch: with the tensors in containers of the caller's, which stay as they are.
-    """
+    """A batch as it is before a loss function is called with it."""
 
     def __init__(self, batch: Any):
         self._tensors = [each for each in tensors_in(batch) if not each.is_inference()]
         self._versions = [each._version for each in self._tensors]
-        try:
-            self._copy = map_tensors(batch, lambda tensor: tensor)
-            self._copied = True
-        except Exception:
-            self._copied = False  # of a type of the user's that does not let itself be made again
+        # What cannot be looked into would not be copied.
+        opaque = any(True for _ in opaque_in(batch))
+        self._copy = None if opaque else copied(batch)
 
     def again(self) -> tuple[Any] | None:
-        """Return, in a tuple, a copy with the same tensors; None if it is not as it was."""
+        """Return the batch as it was, in a tuple; None if that cannot be told or had again."""
         written = [each._version for each in self._tensors] != self._versions
-        return None if written or not self._copied else (self._copy,)
+        return None if written else self._copy
 
 
 # What holds no examples.
