@@ -117,9 +117,12 @@ class Marks:
         return storage is not None and storage._cdata in self._written
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
-        """Note, and return, whether values that were given or drawn count as data for their size."""
+        """Note, and return, whether values given or drawn count as data for their size."""
         given = function in GIVEN_VALUES
-        if not self.has_example_axis(tensor) or (given and not self.given_are_data):
+        # Where rows of packed examples meet nobody notices that given values were taken for data.
+        if given and (self.packed or not self.given_are_data):
+            return False
+        if not self.has_example_axis(tensor):
             return False
         if given or self.taken is None:
             self.taken = function, tuple(tensor.shape)
