@@ -83,31 +83,29 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         batch: number of examples B.
         device: where the answer is wanted.
     """
+    found: list[Tensor | None] = [None] * len(results)
     factored: list[int] = []
-    known: list[int] = []
     norms: list[tuple[Tensor, ...]] = []
     for row, result in enumerate(results):
         if isinstance(result, WellConditioned) and result.norms:
             factored.append(row)
             norms.append(result.norms)
-        else:
-            known.append(row)
-    values = []
+        elif result is not None:
+            found[row] = result.value.to(device)
     if factored:
         value = torch.stack([each[0].to(device) for each in norms]).double()
         if any(len(each) == 2 for each in norms):
             one = ones(batch, norms[0][0].dtype, device)
             second = [each[1].to(device) if len(each) == 2 else one for each in norms]
             value.mul_(torch.stack(second))
-        values.append(value.square_())
-    if known:
-        nothing = torch.zeros(batch, dtype=torch.float64, device=device)
-        found = [results[row] for row in known]
-        values.append(torch.stack([nothing if r is None else r.value.to(device) for r in found]))
-    if len(values) == 1:
-        return values[0]
-    order = [*factored, *known]
-    return torch.cat(values)[sorted(range(len(order)), key=order.__getitem__)]
+        value.square_()
+        if len(factored) == len(results):
+            return value
+        # Not by an index: the device would have to be given one.
+        for row, each in zip(factored, value.unbind(), strict=True):
+            found[row] = each
+    nothing = torch.zeros(batch, dtype=torch.float64, device=device)
+    return torch.stack([nothing if each is None else each for each in found])
 
 
 @lru_cache(maxsize=8)
@@ -167,8 +165,9 @@ def relative_error(
         (dtype,) = rows
         return torch.where(total > 0, lost / total + relative_bound(dtype), 0.0)
     bound = torch.zeros_like(total)
+    each_row = values.unbind()
     for dtype, chosen in rows.items():
-        bound += relative_bound(dtype) * values[chosen].sum(0)
+        bound += relative_bound(dtype) * torch.stack([each_row[row] for row in chosen]).sum(0)
     for each in absolute:
         bound += each if order is None else each[order]
     return torch.where(total > 0, (bound + lost) / total, 0.0)

@@ -75,6 +75,12 @@ def convolutions():
     return on_device(model, 3, 6, 5)
 
 
+def classifier():
+    """Layers whose results are finished by kernels, before one of PyTorch's, with a bias."""
+    head = nn.Sequential(nn.Flatten(), nn.Linear(24, 5), nn.ReLU(), nn.Linear(5, 4))
+    return on_device(nn.Sequential(nn.Conv2d(2, 6, 3, stride=2, padding=1), head), 2, 4, 4)
+
+
 class Scaled(nn.Module):
     """A scale and a shift of one's own, between layers."""
 
@@ -115,12 +121,15 @@ class Moves(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         places = {t.is_cuda for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
-        if len(places) == 2 or name in ("_local_scalar_dense", "bincount", "nonzero", "equal"):
+        # a tensor of Python's numbers is copied before anybody sees the copy
+        copied = name == "lift_fresh" and result.is_cuda
+        asked = name in ("_local_scalar_dense", "bincount", "nonzero", "equal")
+        if len(places) == 2 or copied or asked:
             self.found.append(name)
         return result
 
 
-@pytest.mark.parametrize("name", ["tied transformer", "sequences", "convolutions"])
+@pytest.mark.parametrize("name", ["tied transformer", "sequences", "convolutions", "classifier"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_step_moves_nothing_between_host_and_device(name, alone):
     """The device never stands idle until the host has launched more, and a CUDA graph can record
@@ -210,6 +219,11 @@ MODELS = {
             "group_norm_backward", "group_norm_sqnorm", "scale_backward",
         },
         {"pairwise_convolution", "convolution_direction", "group_norm_sum", "scale_sum"},
+    ),
+    "classifier": (
+        classifier,
+        {"convolution_gram_sqnorm", "rank_one_sqnorm", "vector_sqnorm"},
+        {"pairwise_convolution_gram", "pairwise_gram", "vector_sum"},
     ),
     "scale": (scale, {"scale_backward"}, {"scale_sum", "scale_direction"}),
     "embedding": (
