@@ -80,6 +80,28 @@ def gram_sqnorm(
     return sqnorm, magnitude, size
 
 
+def bound_gram(
+    sqnorm: Tensor,
+    magnitude: Tensor,
+    size: Tensor,
+    groups: int,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bound = adding * magnitude + torch.maximum(products * size.square(), cut_off * magnitude)
+    shape = len(sqnorm) // groups, groups
+    value, bound = (each.view(shape).sum(1) for each in (sqnorm, bound))
+    return value, bound, bound > tolerance * value
+
+
+def replace_suspects(
+    sqnorm: Tensor, bound: Tensor, suspect: Tensor, better: Tensor, relative: float
+) -> tuple[Tensor, Tensor]:
+    return torch.where(suspect, better, sqnorm), torch.where(suspect, relative * better, bound)
+
+
 def direct_sqnorm(
     a: Tensor,
     g: Tensor,

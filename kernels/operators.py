@@ -83,6 +83,15 @@ def _per_example(arguments: Arguments) -> Tensor:
     return arguments.operand.new_empty((arguments.batch(),), dtype=torch.float64)
 
 
+def _over_groups(arguments: Arguments) -> Tensor:
+    sqnorm = arguments["sqnorm"]
+    return sqnorm.new_empty((sqnorm.shape[0] // arguments["groups"],))
+
+
+def _suspects(arguments: Arguments) -> Tensor:
+    return torch.empty_like(_over_groups(arguments), dtype=torch.bool)
+
+
 def _per_channel(arguments: Arguments) -> Tensor:
     return _empty(arguments, arguments.batch(), arguments.operand.shape[-1])
 
@@ -162,6 +171,20 @@ OPERATORS = {
         "gram",
         2,
         _NORMS_AND_SIZES,
+    ),
+    "bound_gram": Operator(
+        "(Tensor sqnorm, Tensor magnitude, Tensor size, SymInt groups, float adding,"
+        " float products, float cut_off, float tolerance) -> (Tensor, Tensor, Tensor)",
+        "guard",
+        3,
+        (_over_groups, _over_groups, _suspects),
+    ),
+    "replace_suspects": Operator(
+        "(Tensor sqnorm, Tensor bound, Tensor suspect, Tensor better, float relative)"
+        " -> (Tensor, Tensor)",
+        "guard",
+        4,
+        _TWO_NORMS,
     ),
     "direct_sqnorm": Operator(
         f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, Tensor? chosen=None) -> Tensor",

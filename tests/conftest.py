@@ -30,7 +30,10 @@ def graphs_run_on_cpus(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Send every factor to the operators' CPU implementations and record which had work to do."""
+    """Send every factor to the operators' CPU implementations and record which had work to do.
+
+    What the guard of Gram forms does is not recorded: it does the same each time.
+    """
     from gradstats.kernels import operators
 
     from gradstats.contractions import _triton
@@ -41,7 +44,9 @@ def kernels(monkeypatch):
 
         def record(*args, name=name, operator=operator, **options):
             chosen = options.get("chosen")
-            if chosen is None or chosen.numpy().any():
+            if operators.OPERATORS[name].module != "guard" and (
+                chosen is None or chosen.numpy().any()
+            ):
                 calls.append(name)
             return operator(*args, **options)
 

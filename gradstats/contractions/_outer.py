@@ -19,7 +19,6 @@ from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
     product_roundoff,
-    recompute_on_chip,
     recompute_suspects,
     well_conditioned,
 )
@@ -101,7 +100,7 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:
     """Return the Gram form's result, doubtful examples recomputed by the direct form."""
     if _triton.serves(factor):
-        return recompute_on_chip(_triton.gram(factor), partial(_triton.direct, factor))
+        return _triton.guarded(_triton.gram(factor), partial(_triton.direct, factor))
     return recompute_suspects(
         gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)
     )

@@ -20,7 +20,6 @@ from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
     product_roundoff,
-    recompute_on_chip,
     squared_norms,
     well_conditioned,
 )
@@ -92,7 +91,7 @@ def _joined(parts: Sequence[Contraction]) -> Contraction:
 def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
     if _form(factor, guarded=guarded, on_chip=True) != "gram":
         return _triton_layers.convolution(factor)
-    return recompute_on_chip(
+    return _triton.guarded(
         _triton_layers.convolution_gram(factor), partial(_triton_layers.convolution, factor)
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
-from gradstats.contractions._result import Contraction, product_roundoff, recompute_on_chip
+from gradstats.contractions._result import Contraction, product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 
 # Elements of both operands of an example that are copied for longer than contracting it alone adds
@@ -51,7 +51,7 @@ def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     )  # fmt: skip
     if form == "direct":
         return _triton.ragged_direct(factor)
-    return recompute_on_chip(_triton.ragged_gram(factor), partial(_triton.ragged_direct, factor))
+    return _triton.guarded(_triton.ragged_gram(factor), partial(_triton.ragged_direct, factor))
 
 
 def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:

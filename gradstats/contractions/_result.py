@@ -40,6 +40,17 @@ class Contraction:
     bound: Tensor
 
 
+@dataclass
+class Doubtful(Contraction):
+    """A result some of which another form has to find, as long as nobody has waited to know.
+
+    Attributes:
+        suspect: (B,) bool, whose bound is too large.
+    """
+
+    suspect: Tensor
+
+
 class WellConditioned(Contraction):
     """A result whose terms are squares, so that rounding is relative to itself.
 
@@ -239,22 +250,6 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     norms = torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).double().square()
     return norms.flatten(1).sum(1) if norms.dim() > 1 else norms
-
-
-def recompute_on_chip(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
-    """Replace results whose error bound is too large, without waiting for the device.
-
-    Args:
-        result: by the Gram form.
-        again: called with which examples are concerned, (B,) bool; its results of others do not
-            count and are not computed.
-    """
-    suspect = result.bound > GUARD_TOLERANCE * result.value
-    better = again(suspect)
-    return Contraction(
-        torch.where(suspect, better.value, result.value),
-        torch.where(suspect, better.bound, result.bound),
-    )
 
 
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache, reduce
 
 import torch
 from torch import Tensor
 
+from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Outer, Patches, Ragged
 from gradstats.contractions._result import (
     Contraction,
+    Doubtful,
     product_roundoff,
+    relative_bound,
     unit_roundoff,
     well_conditioned,
 )
@@ -84,18 +88,22 @@ def rank_one(factor: Outer) -> Contraction:
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
-def gram(factor: Outer) -> Contraction:
+def gram(factor: Outer) -> Doubtful:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude, size = operators.gram_sqnorm(*operands_of(factor))
+    sums = operators.gram_sqnorm(*operands_of(factor))
     operands = factor.left, factor.right
-    bound = gram_bound(magnitude, size, product_roundoff(*operands), cut_off_of(*operands))
-    return Contraction(_over_groups(value, factor), _over_groups(bound, factor))
+    return bounded(sums, operands, cut_off_of(*operands), groups=factor.left.shape[1])
 
 
-def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float, cut_off: float = 0.0) -> Tensor:
-    """Return how far a Gram form may be off, float64.
+def bounded(
+    sums: tuple[Tensor, Tensor, Tensor],
+    operands: tuple[Tensor, Tensor],
+    cut_off: float = 0.0,
+    groups: int = 1,
+) -> Doubtful:
+    """Return a Gram form's result with how far it may be off.
 
     Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
     of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
@@ -103,16 +111,32 @@ def gram_bound(magnitude: Tensor, size: Tensor, roundoff: float, cut_off: float 
     larger of the two counts, as few products of rows lose both.
 
     Args:
-        magnitude: Σ|terms|, float64.
-        size: Σ_t ‖left_t‖‖right_t‖, float64.
-        roundoff: relative error of one product.
+        sums: Σ terms, Σ|terms| and Σ_t ‖left_t‖‖right_t‖, (B · groups,) float64 each.
+        operands: left and right.
         cut_off: what may be cut off an inner product of rows and its partner, relative to both.
+        groups: of each example, which are summed.
     """
-    adding = 4 * unit_roundoff(torch.float32)
-    products = roundoff * size.square()
-    if cut_off:
-        products = torch.maximum(products, cut_off * magnitude)
-    return adding * magnitude + products
+    from gradstats.kernels import operators
+
+    numbers = 4 * unit_roundoff(torch.float32), product_roundoff(*operands), cut_off
+    return Doubtful(*operators.bound_gram(*sums, groups, *numbers, GUARD_TOLERANCE))
+
+
+def guarded(result: Doubtful, again: Callable[[Tensor], Contraction]) -> Contraction:
+    """Return a Gram form's result with suspects replaced, without waiting for the device.
+
+    Args:
+        result: of ``bounded``.
+        again: called with which examples are concerned, (B,) bool; its results of others do not
+            count and are not computed. They are well conditioned.
+    """
+    from gradstats.kernels import operators
+
+    better = again(result.suspect).value
+    relative = relative_bound(torch.float32)
+    return Contraction(
+        *operators.replace_suspects(result.value, result.bound, result.suspect, better, relative)
+    )
 
 
 def direct(factor: Outer, chosen: Tensor | None = None) -> Contraction:
@@ -138,14 +162,13 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
     return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
 
 
-def ragged_gram(factor: Ragged) -> Contraction:
+def ragged_gram(factor: Ragged) -> Doubtful:
     """Return the Gram form of packed examples with its error bound."""
     from gradstats.kernels import operators
 
-    value, magnitude, size = operators.gram_sqnorm(*_packed(factor), max_seqlen=factor.longest)
+    sums = operators.gram_sqnorm(*_packed(factor), max_seqlen=factor.longest)
     operands = factor.left, factor.right
-    bound = gram_bound(magnitude, size, product_roundoff(*operands), cut_off_of(*operands))
-    return Contraction(value, bound)
+    return bounded(sums, operands, cut_off_of(*operands))
 
 
 def ragged_direct(factor: Ragged, chosen: Tensor | None = None) -> Contraction:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
-from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
-from gradstats.contractions._triton import DTYPES, gram_bound, narrow, operands_of
+from gradstats.contractions._result import Contraction, Doubtful, well_conditioned
+from gradstats.contractions._triton import DTYPES, bounded, narrow, operands_of
 
 
 def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
@@ -30,13 +30,12 @@ def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
     return well_conditioned(value, torch.float32)
 
 
-def convolution_gram(factor: Patches) -> Contraction:
+def convolution_gram(factor: Patches) -> Doubtful:
     """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with its error bound."""
     from gradstats.kernels import operators
 
     operands = (factor.input, factor.grad)
-    value, magnitude, size = operators.convolution_gram_sqnorm(*operands, *_layer(factor))
-    return Contraction(value, gram_bound(magnitude, size, product_roundoff(*operands)))
+    return bounded(operators.convolution_gram_sqnorm(*operands, *_layer(factor)), operands)
 
 
 def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:

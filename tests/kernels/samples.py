@@ -33,6 +33,9 @@ def operator_samples(dtype, device="cpu"):
         yield name, (a2, g2), {}
         yield name, packed, segments
     yield "weight_gradient_sqnorm", (a, g), {"gradient_dtype": torch.float32}
+    sums = tuple(random((6,), torch.float64, device, seed).abs() for seed in (13, 14, 15))
+    yield "bound_gram", (*sums, 2, 0.5, 0.25, 1.0, 2.0), {}
+    yield "replace_suspects", (*sums[:2], sums[0] > 0.5, sums[2], 0.5), {}
     chosen = {"chosen": torch.tensor([False, True, False], device=device)}
     yield "direct_sqnorm", (a, g), chosen
     yield "direct_sqnorm", packed, segments | chosen

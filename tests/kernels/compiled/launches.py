@@ -25,6 +25,7 @@ from gradstats.kernels import (
     finish,
     gram,
     group_norm,
+    guard,
     layer_norm,
     means,
     pairwise,
@@ -55,6 +56,7 @@ MODULES = (
     rank_one,
     vector,
     gram,
+    guard,
     diagonal,
     direct,
     weight_gradient,
@@ -165,7 +167,10 @@ def launches(
             if layout == "dense":
                 wide_launches(a, g, config)
         elif operation == "gram":
-            gram.gram_sqnorm(a, g, **one)
+            sums = gram.gram_sqnorm(a, g, **one)
+            numbers = {"adding": 1e-7, "products": 1e-7, "cut_off": 1e-5, "tolerance": 1e-4}
+            doubtful = guard.bound_gram(*sums, groups=1, **numbers)
+            guard.replace_suspects(*doubtful, sums[0], relative=1e-7)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)

@@ -7,7 +7,7 @@ import torch
 from gradstats.kernels import _check, _config, direct, gram, vector, weight_gradient
 from gradstats.kernels._config import TileConfig
 
-from gradstats.contractions._triton import gram_bound
+from gradstats.contractions._triton import bounded
 from tests.kernels import reference
 from tests.kernels.cases import CASES, cancelling, dense, random
 from tests.kernels.mutants import mutant
@@ -54,7 +54,7 @@ def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
     value, magnitude, size = broken.gram_sqnorm(a, g, config=TILE)
     error = (value.double() - exact).abs()
     assert bool((error > 4 * roundoff * magnitude).all())
-    assert bool((error <= gram_bound(magnitude, size, roundoff)).all())
+    assert bool((error <= bounded((value, magnitude, size), (a, g)).bound).all())
 
 
 def test_direct(case):
