@@ -127,7 +127,10 @@ def launches(
     ):
         if operation.startswith("rank_one"):
             a, g = (operand.flatten(0, -2) for operand in (a, g))
-            rank_one.rank_one_sqnorm(a, g, config=config)
+            sqnorm, other = rank_one.rank_one_sqnorm(a, g, config=config)
+            numbers = {"adding": 1e-7, "products": 1e-7, "cut_off": 1e-5, "tolerance": 1e-4}
+            doubtful = guard.bound_gram(sqnorm, other, sqnorm, groups=1, **numbers)
+            guard.replace_suspects(*doubtful, other, relative=1e-7)
             rank_one.rank_one_inner(a, g, a, g, config=config)
         elif operation == "vector":
             vector.vector_sqnorm(g, **one)
@@ -167,10 +170,7 @@ def launches(
             if layout == "dense":
                 wide_launches(a, g, config)
         elif operation == "gram":
-            sums = gram.gram_sqnorm(a, g, **one)
-            numbers = {"adding": 1e-7, "products": 1e-7, "cut_off": 1e-5, "tolerance": 1e-4}
-            doubtful = guard.bound_gram(*sums, groups=1, **numbers)
-            guard.replace_suspects(*doubtful, sums[0], relative=1e-7)
+            gram.gram_sqnorm(a, g, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
