@@ -6,6 +6,8 @@ On a GPU where there is one, else on the CPU implementations of the same operato
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +201,64 @@ def test_autocast_agrees_with_the_other_backend(case, dtype, monkeypatch):
     monkeypatch.setenv(_triton.BACKEND_VARIABLE, "torch")
     theirs = gs.per_example_norms(model, batch, narrow).sqnorm
     torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=0)
+
+
+def other_data(batch):
+    """Another batch of the same shapes: examples in another order, tokens and images changed."""
+    x, y = batch
+    return (x.flip(0, 1) if x.dtype == torch.int64 else 1.5 * x.flip(0)), y.flip(0)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_a_step_recorded_in_a_cuda_graph_computes_what_an_eager_one_does(case):
+    model, batch, losses = case
+    batch = tuple(part.clone() for part in batch)  # the memory that other batches are copied to
+
+    def step():
+        model.zero_grad()
+        with gs.track(model, batch_size=len(batch[0])) as tracker:
+            tracker.backward(losses(model, batch))
+        return tracker.stats
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = step()
+    recorded = {name: value.grad for name, value in model.named_parameters()}
+    for part, value in zip(batch, other_data(batch), strict=True):
+        part.copy_(value)
+    graph.replay()
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-3)
+    got = {name: grad.clone() for name, grad in recorded.items()}
+    eager = step()
+    torch.testing.assert_close(stats.sqnorm, eager.sqnorm, rtol=1e-5, atol=0)
+    for name, value in model.named_parameters():
+        size = value.grad.abs().max().item()
+        torch.testing.assert_close(got[name], value.grad, rtol=1e-4, atol=1e-5 * size)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_the_readmes_recipe_for_cuda_graphs():
+    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    (recipe,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
+
+    def loss_fn(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    # which does not move the model, so that the oracle finds it as the last step did
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = [(torch.randn(16, 64), torch.randint(10, (16,))) for _ in range(3)]
+    names = {
+        "torch": torch, "gs": gs, "model": model, "loss_fn": loss_fn, "optimizer": optimizer,
+        "loader": loader,
+    }  # fmt: skip
+    exec(compile(recipe, "README", "exec"), names)
+    last = tuple(part.to(DEVICE) for part in loader[-1])
+    want = sum(oracle_sqnorms(model, last, loss_fn).values())
+    torch.testing.assert_close(names["sqnorm"].double(), want, rtol=1e-4, atol=0)

@@ -119,10 +119,17 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
     return torch.stack([nothing if each is None else each for each in found])
 
 
-@lru_cache(maxsize=8)
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ones that nobody may write to; after large products each small operation counts."""
+    if device.type == "cpu":
+        return _kept_ones(size, dtype)
+    # What a CUDA graph records has its values, and its memory, in replays alone.
     return torch.ones(size, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=8)
+def _kept_ones(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.ones(size, dtype=dtype)
 
 
 def relative_error(
