@@ -525,6 +525,44 @@ def test_as_many_values_as_packed_rows_are_not_one_for_each():
     assert_sqnorms(stats, oracle_sqnorms(model, x, squares), 1e-9)
 
 
+class Drawn(nn.Module):
+    """Draws as many numbers as a batch may have rows, the same each time."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.project, self.table = nn.Linear(3, 3).double(), nn.Embedding(7, 3).double()
+
+    def forward(self, x):
+        return self.draw(self, self.project(x), torch.Generator().manual_seed(3))
+
+
+DRAWN = {
+    "negatives": lambda m, h, g: h @ m.table(torch.randint(7, (3,), generator=g)).T,
+    "order": lambda m, h, g: h @ m.table(torch.randperm(3, generator=g)).T,
+    "anchors": lambda m, h, g: h @ m.project(torch.randn(3, 3, generator=g).double()).T,
+    "noise": lambda m, h, g: h + torch.randn(3, 1, generator=g).double() * m.table.weight[0],
+    "mask": lambda m, h, g: m.project(h * (torch.rand(3, 1, generator=g) > 0.3)),
+    "inputs": lambda m, h, g: h + m.project(torch.randn(3, 3, generator=g).double()),
+}
+
+
+def sums_of_squares(model, x):
+    return squares(model, x).sum(1)
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_as_many_draws_as_packed_rows_are_not_one_for_each(kind):
+    model, x = Drawn(DRAWN[kind]), torch.randn(3, 3, dtype=torch.float64)
+    stats = gs.per_example_norms(model, x, sums_of_squares, cu_seqlens=torch.arange(4))
+    losses = sums_of_squares(model, x)
+    for name, value in model.named_parameters():
+        rows = [torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)[0]
+                for loss in losses]  # fmt: skip
+        want = torch.stack([torch.zeros(()) if row is None else row.square().sum() for row in rows])
+        torch.testing.assert_close(stats.by_parameter[name].double(), want.double())
+
+
 def test_a_batch_that_cannot_be_looked_into_is_not_given_again():
     """Its loss function may have changed it where nobody sees that."""
     assert Given(object()).again() is None

@@ -119,8 +119,8 @@ class Marks:
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         """Note, and return, whether values given or drawn count as data for their size."""
         given = function in GIVEN_VALUES
-        # Where rows of packed examples meet nobody notices that given values were taken for data.
-        if given and (self.packed or not self.given_are_data):
+        # Where rows of packed examples meet nobody notices that such values were taken for data.
+        if self.packed or (given and not self.given_are_data):
             return False
         if not self.has_example_axis(tensor):
             return False
