@@ -42,6 +42,27 @@ def gram_tile(
 
 
 @triton.jit
+def own_gram_tile(
+    base,  # pointer to the first row of one example
+    rows,
+    row_stride,
+    feature_stride,
+    length,
+    features,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """[BLOCK, BLOCK] inner products of positions of one example with each other, read once."""
+    inner = tl.arange(0, INNER)
+    products = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for feature in range(0, features, INNER):
+        tile = load_tile(base, rows, row_stride, length, feature + inner, feature_stride, features)
+        products = dot(tile, tile.T, products, PRECISION)
+    return products
+
+
+@triton.jit
 def row_sizes(terms, rows, columns):
     """The sum over positions t of a tile of sqrt of its term (t, t), which is |a_t| |g_t|."""
     own = tl.where(rows[:, None] == columns[None, :], terms, 0.0)
@@ -90,44 +111,30 @@ def gram_kernel(
         columns = column_tile * BLOCK + tl.arange(0, BLOCK)
         a_base = example_base(a_ptr, example, stride_ab, first_row, stride_at)
         g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
-        a_products = gram_tile(
-            a_base,
-            a_base,
-            rows,
-            columns,
-            stride_at,
-            stride_ad,
-            stride_at,
-            stride_ad,
-            length,
-            length,
-            d_in,
-            PRECISION,
-            BLOCK,
-            INNER,
-        )
-        g_products = gram_tile(
-            g_base,
-            g_base,
-            rows,
-            columns,
-            stride_gt,
-            stride_gd,
-            stride_gt,
-            stride_gd,
-            length,
-            length,
-            d_out,
-            PRECISION,
-            BLOCK,
-            INNER,
-        )
-        terms = a_products * g_products
-        weight = tl.where(row_tile == column_tile, 1.0, 2.0)
-        total += weight * tl.sum(terms)
-        magnitude += weight * tl.sum(tl.abs(terms))
         if row_tile == column_tile:
+            # of short examples most tiles are such, and what is read decides
+            a_products = own_gram_tile(
+                a_base, rows, stride_at, stride_ad, length, d_in, PRECISION, BLOCK, INNER
+            )
+            g_products = own_gram_tile(
+                g_base, rows, stride_gt, stride_gd, length, d_out, PRECISION, BLOCK, INNER
+            )
+            terms = a_products * g_products
+            total += tl.sum(terms)
+            magnitude += tl.sum(tl.abs(terms))
             size += row_sizes(terms, rows, columns)
+        else:
+            a_products = gram_tile(
+                a_base, a_base, rows, columns, stride_at, stride_ad, stride_at, stride_ad,
+                length, length, d_in, PRECISION, BLOCK, INNER,
+            )  # fmt: skip
+            g_products = gram_tile(
+                g_base, g_base, rows, columns, stride_gt, stride_gd, stride_gt, stride_gd,
+                length, length, d_out, PRECISION, BLOCK, INNER,
+            )  # fmt: skip
+            terms = a_products * g_products
+            total += 2.0 * tl.sum(terms)
+            magnitude += 2.0 * tl.sum(tl.abs(terms))
     tl.store(output, total)
     tl.store(output + stride_output, magnitude)
     tl.store(output + 2 * stride_output, size)

@@ -180,7 +180,7 @@ def test_a_mask_by_multiplication(tmp_path, monkeypatch):
 
 
 def test_a_missing_off_diagonal_factor(tmp_path):
-    broken = mutant(gram, "tl.where(row_tile == column_tile, 1.0, 2.0)", "1.0", tmp_path)
+    broken = mutant(gram, "total += 2.0 * tl.sum(terms)", "total += tl.sum(terms)", tmp_path)
     rejects(check_gram, broken, "prime")
     check_gram(broken, "block")
 
