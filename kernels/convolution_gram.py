@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels._patches import check_convolution, patch_products
+from gradstats.kernels._patches import check_convolution, own_patch_products, patch_products
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import triangle
-from gradstats.kernels.gram import gram_tile, row_sizes
+from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes
 
 
 @triton.jit(do_not_specialize=["batch", "groups", "pairs"])
@@ -59,37 +59,39 @@ def convolution_gram_kernel(
     x_base = x_ptr + example * stride_xb + group * channels * stride_xc
     g_base = g_ptr + example * stride_gb + group * outputs * stride_gc
 
-    products = patch_products(
-        x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
-        depth, height, width, out_height, out_width,
-        x_base, columns, positions, stride_xc, stride_xd, stride_xh, stride_xw,
-        depth, height, width, out_height, out_width,
-        channels, WINDOW, ONE_TAP, PRECISION, BLOCK, BLOCK, INNER,
-    )  # fmt: skip
-    g_products = gram_tile(
-        g_base,
-        g_base,
-        rows,
-        columns,
-        stride_gt,
-        stride_gc,
-        stride_gt,
-        stride_gc,
-        positions,
-        positions,
-        outputs,
-        PRECISION,
-        BLOCK,
-        INNER,
-    )
-    terms = products * g_products
-    weight = tl.where(row_tile == column_tile, 1.0, 2.0)
-    tl.store(partial_ptr + index, weight * tl.sum(terms))
-    stride_output = tl.cast(batch, tl.int64) * groups * pairs
-    tl.store(partial_ptr + stride_output + index, weight * tl.sum(tl.abs(terms)))
     size = 0.0
     if row_tile == column_tile:
+        # of few positions all tiles are such, and what is read decides
+        products = own_patch_products(
+            x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+            depth, height, width, out_height, out_width,
+            channels, WINDOW, ONE_TAP, PRECISION, BLOCK, INNER,
+        )  # fmt: skip
+        g_products = own_gram_tile(
+            g_base, rows, stride_gt, stride_gc, positions, outputs, PRECISION, BLOCK, INNER
+        )
+        terms = products * g_products
+        total = tl.sum(terms)
+        magnitude = tl.sum(tl.abs(terms))
         size += row_sizes(terms, rows, columns)
+    else:
+        products = patch_products(
+            x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+            depth, height, width, out_height, out_width,
+            x_base, columns, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+            depth, height, width, out_height, out_width,
+            channels, WINDOW, ONE_TAP, PRECISION, BLOCK, BLOCK, INNER,
+        )  # fmt: skip
+        g_products = gram_tile(
+            g_base, g_base, rows, columns, stride_gt, stride_gc, stride_gt, stride_gc,
+            positions, positions, outputs, PRECISION, BLOCK, INNER,
+        )  # fmt: skip
+        terms = products * g_products
+        total = 2.0 * tl.sum(terms)
+        magnitude = 2.0 * tl.sum(tl.abs(terms))
+    stride_output = tl.cast(batch, tl.int64) * groups * pairs
+    tl.store(partial_ptr + index, total)
+    tl.store(partial_ptr + stride_output + index, magnitude)
     tl.store(partial_ptr + 2 * stride_output + index, size)
 
 
