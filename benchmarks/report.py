@@ -128,6 +128,33 @@ def step_table() -> str:
     return by_machine([row for row in rows if row["workload"].startswith(FIRST)], make)
 
 
+def recorded_table() -> str:
+    """Return steps as CUDA graphs beside eager ones, where both were measured."""
+    plain, norms, training = (PROVIDERS[name].label for name in RECORDED)
+    rows = [row for row in steps() if row["milliseconds"]]
+    both = {row["workload"] for row in rows if row["variant"] == training}
+
+    def make(rows: list[Row]) -> str:
+        body = []
+        for (workload,), group in grouped(rows, "workload").items():
+            named = {row["variant"]: row for row in group}
+            least = float(named[plain]["milliseconds"])
+            cells = [workload, f"{float(named['plain']['milliseconds']):.1f} ms"]
+            cells += [f"{float(named[each]['ratio']):.2f}" for each in (NORMS, TRAINING)]
+            cells.append(f"{least:.2f} ms")
+            cells += [
+                f"{float(named[each]['milliseconds']) / least:.2f}" for each in (norms, training)
+            ]
+            body.append(cells)
+        header = ["model", "eager plain step", "norms", "norms and gradients"]
+        return table([*header, "plain step as a graph", *header[2:]], body)
+
+    chosen = (plain, norms, training, "plain", NORMS, TRAINING)
+    return by_machine(
+        [row for row in rows if row["workload"] in both and row["variant"] in chosen], make
+    )
+
+
 def short(note: str) -> str:
     """Return a note cut to a cell: the kind of an error without what it says."""
     for reason, cell in (("not run: would hold ", "holds "), ("not run: took longer than ", "> ")):
@@ -329,6 +356,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
         plot("crossover", "Time of both forms over T, the chosen one marked"),
         "crossover",
     ),
+    "recorded": (recorded_table, "step_overhead --recorded"),
     "kernels": (kernel_table, "gpu"),
     "influence": (influence_table, "influence"),
     "monitor": (monitor_table, "monitor_overhead"),
