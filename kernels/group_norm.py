@@ -7,6 +7,8 @@ Operands are (B, T, C); channels that come first are a transposed view.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -26,15 +28,44 @@ WIDEST = _streaming.tiles("group_norm")[0].columns
 
 
 @triton.jit
-def normalised_tile(
-    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd, features,
-    mean, rstd, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def places(
+    row, stride_t, positions, stride_d, features,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
 ):  # fmt: skip
-    """(x_hat, g) of INNER positions from `row`; g is zero past the end."""
+    """(offsets, mask) of the tile of INNER positions from `row`, told what moves as one vector."""
     rows, columns = row + tl.arange(0, INNER), tl.arange(0, COLUMNS)
-    x = load_tile(x_base, rows, stride_xt, positions, columns, stride_xd, features)
-    g = load_tile(g_base, rows, stride_gt, positions, columns, stride_gd, features)
-    return (x.to(tl.float32) - mean) * rstd, g.to(tl.float32)
+    offsets = tl.cast(rows, tl.int64)[:, None] * stride_t
+    offsets += tl.cast(columns, tl.int64)[None, :] * stride_d
+    mask = (rows < positions)[:, None] & (columns < features)[None, :]
+    return tl.multiple_of(offsets, [T_RUN, C_RUN]), tl.max_constancy(mask, [T_RUN, C_RUN])
+
+
+@triton.jit
+def folded(tile, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr):
+    """Sums over the adjacent positions that one thread holds: its own, so it waits for nobody."""
+    return tl.sum(tl.reshape(tile, (INNER // T_RUN, T_RUN, COLUMNS)), axis=1)
+
+
+@triton.jit
+def sums_of_tile(
+    x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr
+):  # fmt: skip
+    """Folded sums of d = x - pivot, of d d, of g d and of g."""
+    apart = x.to(tl.float32) - pivot
+    g = g.to(tl.float32)
+    return (
+        folded(apart, COLUMNS, INNER, T_RUN),
+        folded(apart * apart, COLUMNS, INNER, T_RUN),
+        folded(g * apart, COLUMNS, INNER, T_RUN),
+        folded(g, COLUMNS, INNER, T_RUN),
+    )
+
+
+@triton.jit
+def input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean):
+    """(g weight - shift_mean - x_hat scale_mean) rstd, all but the tiles multiplied beforehand."""
+    upstream = g.to(tl.float32) * (weight * rstd)[None, :] - shift_mean * rstd
+    return upstream - (x.to(tl.float32) - mean) * (scale_mean * rstd * rstd)
 
 
 @triton.jit(do_not_specialize=["batch", "positions", "groups", "features", "examples_per_program"])
@@ -62,6 +93,9 @@ def group_norm_kernel(
     eps,
     WEIGHT: tl.constexpr,
     SUMS: tl.constexpr,
+    WHOLE: tl.constexpr,  # one tile holds a group: nothing is read twice
+    T_RUN: tl.constexpr,  # positions, and channels, that are adjacent in memory at offsets that are
+    C_RUN: tl.constexpr,  # multiples of their number: one of the two is 1
     COLUMNS: tl.constexpr,  # at least the number of features
     INNER: tl.constexpr,
 ):
@@ -77,63 +111,111 @@ def group_norm_kernel(
     if WEIGHT:
         weight = tl.load(weight_ptr + first_channel + columns, mask=inside, other=0.0)
         weight = weight.to(tl.float32)
+    else:
+        weight = tl.full((COLUMNS,), 1.0, tl.float32)
     elements = tl.cast(positions, tl.float32) * features
+    in_first_tile = tl.cast(tl.minimum(positions, INNER), tl.float32) * features
 
     scale_total = tl.zeros((COLUMNS,), tl.float32)
     shift_total = tl.zeros((COLUMNS,), tl.float32)
     for example in range(first_example, last_example):
         wide = tl.cast(example, tl.int64)
-        x_base = x_ptr + wide * stride_xb + first_channel * stride_xd
-        g_base = g_ptr + wide * stride_gb + first_channel * stride_gd
-        mean, rstd = block_statistics(
-            x_base, stride_xt, stride_xd, positions, features, eps, False, COLUMNS, INNER
+        start = wide * stride_xb + first_channel * stride_xd
+        x_base = x_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+        start = wide * stride_gb + first_channel * stride_gd
+        g_base = g_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+        start = wide * stride_ob + first_channel * stride_od
+        output = input_gradient_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+
+        offsets, mask = places(
+            0, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
         )
-        # lanes are summed once an example: a reduction over rows in the loop would stall loads
-        scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-        shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-        for row in range(0, positions, INNER):
-            x_hat, g = normalised_tile(
-                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                features, mean, rstd, COLUMNS, INNER,
-            )  # fmt: skip
-            scale_sums += g * x_hat
-            shift_sums += g
-        scale_sum = tl.sum(scale_sums, axis=0)
-        shift_sum = tl.sum(shift_sums, axis=0)
-        square = sqnorm_ptr + wide * groups + group
-        tl.store(square, tl.sum(scale_sum * scale_sum))
-        tl.store(square + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
+        x = tl.load(x_base + offsets, mask=mask, other=0.0)
+        offsets, _ = places(
+            0, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
+        )
+        g = tl.load(g_base + offsets, mask=mask, other=0.0)
+        # Deviations are taken from the mean of the first tile, so that a mean far larger than the
+        # deviation costs no digits and one pass finds all sums. The mean of a share p of a group is
+        # less than sqrt(1 / p) deviations off, and a number of x's dtype, which can stand for
+        # what is past the end, is nearer to that mean than the x are on average.
+        pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
+        x = tl.where(mask, x, pivot)
+        apart, square, scale, shift = sums_of_tile(
+            x, g, pivot.to(tl.float32), COLUMNS, INNER, T_RUN
+        )
+        if not WHOLE:
+            for row in range(INNER, positions, INNER):
+                offsets, mask = places(
+                    row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
+                )
+                x = tl.load(x_base + offsets, mask=mask, other=pivot)
+                offsets, _ = places(
+                    row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
+                )
+                g = tl.load(g_base + offsets, mask=mask, other=0.0)
+                more = sums_of_tile(x, g, pivot.to(tl.float32), COLUMNS, INNER, T_RUN)
+                apart += more[0]
+                square += more[1]
+                scale += more[2]
+                shift += more[3]
+        off = tl.sum(apart) / elements
+        mean = pivot.to(tl.float32) + off
+        # rounding can leave a variance of zero below it
+        variance = tl.maximum(tl.sum(square) / elements - off * off, 0.0)
+        rstd = 1.0 / tl.sqrt(variance + eps)
+        shift_sum = tl.sum(shift, axis=0)
+        scale_sum = (tl.sum(scale, axis=0) - off * shift_sum) * rstd
+        place = sqnorm_ptr + wide * groups + group
+        tl.store(place, tl.sum(scale_sum * scale_sum))
+        tl.store(place + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
         shift_total += shift_sum
-        if WEIGHT:
-            scale_sum = scale_sum * weight
-            shift_sum = shift_sum * weight
         # the mean over the group of g * weight, and of g * weight * x_hat
-        shift_mean = tl.sum(shift_sum) / elements
-        scale_mean = tl.sum(scale_sum) / elements
-        output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
-        for row in range(0, positions, INNER):
-            x_hat, g = normalised_tile(
-                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                features, mean, rstd, COLUMNS, INNER,
-            )  # fmt: skip
-            if WEIGHT:
-                g = g * weight[None, :]
-            gradient = (g - shift_mean - x_hat * scale_mean) * rstd
-            rows = row + tl.arange(0, INNER)
-            target = tl.cast(rows, tl.int64)[:, None] * stride_ot
-            target += tl.cast(columns, tl.int64)[None, :] * stride_od
-            tl.store(
-                output + target,
-                gradient.to(input_gradient_ptr.dtype.element_ty),
-                mask=(rows < positions)[:, None] & inside[None, :],
+        shift_mean = tl.sum(shift_sum * weight) / elements
+        scale_mean = tl.sum(scale_sum * weight) / elements
+        if WHOLE:
+            gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+            offsets, mask = places(
+                0, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
             )
+            tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
+        else:
+            for row in range(0, positions, INNER):
+                offsets, mask = places(
+                    row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
+                )
+                x = tl.load(x_base + offsets, mask=mask, other=0.0)
+                offsets, _ = places(
+                    row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
+                )
+                g = tl.load(g_base + offsets, mask=mask, other=0.0)
+                gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+                offsets, _ = places(
+                    row, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+                )
+                tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
     if SUMS:
         channels = tl.cast(groups, tl.int64) * features
         output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
         tl.store(output, scale_total, mask=inside)
         parts = tl.num_programs(0) // groups
         tl.store(output + parts * channels, shift_total, mask=inside)
+
+
+def adjacent(positions: int, width: int, *operands: torch.Tensor) -> tuple[int, int]:
+    """How many (positions, channels) of a group, from each multiple of that number on, are adjacent
+    in all operands at offsets that are multiples of it: powers of two, one of which is 1.
+
+    What a vector of a load or a store may hold: groups and examples start at such offsets.
+    """
+    most = 16 // operands[0].element_size()
+    found = [1, 1]
+    for axis, size in enumerate((positions, width)):
+        if all(operand.stride(1 + axis) == 1 for operand in operands):
+            strides = (stride for each in operands for stride in each.stride() if stride != 1)
+            found[axis] = math.gcd(most, size, *strides)
+    return (found[0], 1) if found[0] > 1 else (1, found[1])
 
 
 def group_norm_sqnorm(
@@ -224,6 +306,7 @@ def group_norm_backward(
     partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
     gradient = torch.empty_like(x)
+    runs = adjacent(positions, width, x, g, gradient)
     if x.numel():
         launch_kernel(
             group_norm_kernel,
@@ -245,6 +328,9 @@ def group_norm_backward(
             eps,
             WEIGHT=weight is not None,
             SUMS=sums,
+            WHOLE=positions <= config.inner,
+            T_RUN=min(runs[0], config.inner),
+            C_RUN=min(runs[1], config.columns),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,
