@@ -62,19 +62,25 @@ def sums_of_tile(
 
 
 @triton.jit
+def two_sums(first, second):
+    """Sums along the first axis, brought together by all warps at once."""
+    return tl.split(tl.sum(tl.join(first, second), axis=0))
+
+
+@triton.jit
 def input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean):
     """(g weight - shift_mean - x_hat scale_mean) rstd, all but the tiles multiplied beforehand."""
     upstream = g.to(tl.float32) * (weight * rstd)[None, :] - shift_mean * rstd
     return upstream - (x.to(tl.float32) - mean) * (scale_mean * rstd * rstd)
 
 
-@triton.jit(do_not_specialize=["batch", "positions", "groups", "features", "examples_per_program"])
+@triton.jit(do_not_specialize=["batch", "positions", "groups", "features"])
 def group_norm_kernel(
     x_ptr,  # (B, T, C)
     g_ptr,  # (B, T, C)
     weight_ptr,  # (C,) contiguous, read if WEIGHT
     input_gradient_ptr,  # (B, T, C)
-    sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
+    sums_ptr,  # fp32 (2, B, C), written if SUMS: of g x_hat and of g, of every example
     sqnorm_ptr,  # fp64 (2, B, groups): squares of every group's share
     stride_xb,
     stride_xt,
@@ -89,118 +95,112 @@ def group_norm_kernel(
     positions,
     groups,
     features,  # of one group
-    examples_per_program,
     eps,
     WEIGHT: tl.constexpr,
     SUMS: tl.constexpr,
-    WHOLE: tl.constexpr,  # one tile holds a group: nothing is read twice
+    WHOLE: tl.constexpr,  # one tile holds all positions: nothing is read twice
     T_RUN: tl.constexpr,  # positions, and channels, that are adjacent in memory at offsets that are
     C_RUN: tl.constexpr,  # multiples of their number: one of the two is 1
     COLUMNS: tl.constexpr,  # at least the number of features
     INNER: tl.constexpr,
 ):
-    """The backward of one group of channels for the examples of one part of the batch."""
+    """The backward of one group of channels of one example."""
     index = tl.program_id(0)
-    part = index // groups
-    group = index - part * groups
-    first_example = part * examples_per_program
-    last_example = tl.minimum(first_example + examples_per_program, batch)
+    group = index % groups
+    example = tl.cast(index // groups, tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < features
     first_channel = tl.cast(group, tl.int64) * features
+    start = example * stride_xb + first_channel * stride_xd
+    x_base = x_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+    start = example * stride_gb + first_channel * stride_gd
+    g_base = g_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+    start = example * stride_ob + first_channel * stride_od
+    output = input_gradient_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+
+    offsets, mask = places(
+        0, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
+    )
+    x = tl.load(x_base + offsets, mask=mask, other=0.0)
+    offsets, _ = places(0, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN)
+    g = tl.load(g_base + offsets, mask=mask, other=0.0)
     if WEIGHT:
         weight = tl.load(weight_ptr + first_channel + columns, mask=inside, other=0.0)
         weight = weight.to(tl.float32)
     else:
         weight = tl.full((COLUMNS,), 1.0, tl.float32)
-    elements = tl.cast(positions, tl.float32) * features
+    # Deviations are taken from the mean of the first tile, so that a mean far larger than the
+    # deviation costs no digits and one pass finds all sums. The mean of a share p of the group is
+    # less than sqrt(1 / p) deviations off. It is rounded as x is, to stand for x past the end,
+    # which adds no more than the x themselves are off on average.
     in_first_tile = tl.cast(tl.minimum(positions, INNER), tl.float32) * features
-
-    scale_total = tl.zeros((COLUMNS,), tl.float32)
-    shift_total = tl.zeros((COLUMNS,), tl.float32)
-    for example in range(first_example, last_example):
-        wide = tl.cast(example, tl.int64)
-        start = wide * stride_xb + first_channel * stride_xd
-        x_base = x_ptr + tl.multiple_of(start, T_RUN * C_RUN)
-        start = wide * stride_gb + first_channel * stride_gd
-        g_base = g_ptr + tl.multiple_of(start, T_RUN * C_RUN)
-        start = wide * stride_ob + first_channel * stride_od
-        output = input_gradient_ptr + tl.multiple_of(start, T_RUN * C_RUN)
-
-        offsets, mask = places(
-            0, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
-        )
-        x = tl.load(x_base + offsets, mask=mask, other=0.0)
-        offsets, _ = places(
-            0, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
-        )
-        g = tl.load(g_base + offsets, mask=mask, other=0.0)
-        # Deviations are taken from the mean of the first tile, so that a mean far larger than the
-        # deviation costs no digits and one pass finds all sums. The mean of a share p of a group is
-        # less than sqrt(1 / p) deviations off, and a number of x's dtype, which can stand for
-        # what is past the end, is nearer to that mean than the x are on average.
-        pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
-        x = tl.where(mask, x, pivot)
-        apart, square, scale, shift = sums_of_tile(
-            x, g, pivot.to(tl.float32), COLUMNS, INNER, T_RUN
-        )
-        if not WHOLE:
-            for row in range(INNER, positions, INNER):
-                offsets, mask = places(
-                    row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
-                )
-                x = tl.load(x_base + offsets, mask=mask, other=pivot)
-                offsets, _ = places(
-                    row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
-                )
-                g = tl.load(g_base + offsets, mask=mask, other=0.0)
-                more = sums_of_tile(x, g, pivot.to(tl.float32), COLUMNS, INNER, T_RUN)
-                apart += more[0]
-                square += more[1]
-                scale += more[2]
-                shift += more[3]
-        off = tl.sum(apart) / elements
-        mean = pivot.to(tl.float32) + off
-        # rounding can leave a variance of zero below it
-        variance = tl.maximum(tl.sum(square) / elements - off * off, 0.0)
-        rstd = 1.0 / tl.sqrt(variance + eps)
-        shift_sum = tl.sum(shift, axis=0)
-        scale_sum = (tl.sum(scale, axis=0) - off * shift_sum) * rstd
-        place = sqnorm_ptr + wide * groups + group
-        tl.store(place, tl.sum(scale_sum * scale_sum))
-        tl.store(place + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
-        scale_total += scale_sum
-        shift_total += shift_sum
-        # the mean over the group of g * weight, and of g * weight * x_hat
-        shift_mean = tl.sum(shift_sum * weight) / elements
-        scale_mean = tl.sum(scale_sum * weight) / elements
-        if WHOLE:
-            gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+    pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
+    wide_pivot = pivot.to(tl.float32)
+    x = tl.where(mask, x, pivot)
+    apart, square, scale, shift = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
+    if not WHOLE:
+        for row in range(INNER, positions, INNER):
             offsets, mask = places(
-                0, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+                row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
             )
-            tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
-        else:
-            for row in range(0, positions, INNER):
-                offsets, mask = places(
-                    row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
-                )
-                x = tl.load(x_base + offsets, mask=mask, other=0.0)
-                offsets, _ = places(
-                    row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
-                )
-                g = tl.load(g_base + offsets, mask=mask, other=0.0)
-                gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
-                offsets, _ = places(
-                    row, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
-                )
-                tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
+            x = tl.load(x_base + offsets, mask=mask, other=pivot)
+            offsets, _ = places(
+                row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
+            )
+            g = tl.load(g_base + offsets, mask=mask, other=0.0)
+            more = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
+            apart += more[0]
+            square += more[1]
+            scale += more[2]
+            shift += more[3]
+    size: tl.constexpr = INNER // T_RUN * COLUMNS
+    off, variance = two_sums(tl.reshape(apart, (size,)), tl.reshape(square, (size,)))
+    scale, shift = two_sums(scale, shift)
+    elements = tl.cast(positions, tl.float32) * features
+    off /= elements
+    mean = wide_pivot + off
+    # rounding can leave a variance of zero below it
+    variance = tl.maximum(variance / elements - off * off, 0.0)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    scale = (scale - off * shift) * rstd
+    # the mean over the group of g * weight, and of g * weight * x_hat, need their sums
+    squares, means = two_sums(
+        tl.join(scale * scale, shift * shift), tl.join(scale * weight, shift * weight)
+    )
+    scale_square, shift_square = tl.split(squares)
+    scale_mean, shift_mean = tl.split(means / elements)
+    place = sqnorm_ptr + example * groups + group
+    tl.store(place, scale_square)
+    tl.store(place + tl.cast(batch, tl.int64) * groups, shift_square)
     if SUMS:
         channels = tl.cast(groups, tl.int64) * features
-        output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
-        tl.store(output, scale_total, mask=inside)
-        parts = tl.num_programs(0) // groups
-        tl.store(output + parts * channels, shift_total, mask=inside)
+        place = sums_ptr + example * channels + first_channel + columns
+        tl.store(place, scale, mask=inside)
+        tl.store(place + batch * channels, shift, mask=inside)
+    if WHOLE:
+        gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+        offsets, mask = places(
+            0, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+        )
+        tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
+    else:
+        # the last first: it is the likeliest to be in cache still
+        last = (positions - 1) // INNER * INNER
+        for before in range(0, positions, INNER):
+            row = last - before
+            offsets, mask = places(
+                row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
+            )
+            x = tl.load(x_base + offsets, mask=mask, other=0.0)
+            offsets, _ = places(
+                row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
+            )
+            g = tl.load(g_base + offsets, mask=mask, other=0.0)
+            gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+            offsets, _ = places(
+                row, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+            )
+            tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
 
 
 def adjacent(positions: int, width: int, *operands: torch.Tensor) -> tuple[int, int]:
@@ -293,24 +293,20 @@ def group_norm_backward(
         return whole_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
-    architecture = _check.architecture(x.device)
     config = config or _streaming.choose_group_norm(width)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
             "choice of the tile to the table"
         )
-    per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
-    parts = _config.cdiv(batch, per_program)
-    stored = parts if sums else 0
-    partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
+    partial = torch.empty((2, batch if sums else 0, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
     gradient = torch.empty_like(x)
     runs = adjacent(positions, width, x, g, gradient)
     if x.numel():
         launch_kernel(
             group_norm_kernel,
-            parts * groups,
+            batch * groups,
             x,
             g,
             None if weight is None else weight.contiguous(),
@@ -324,7 +320,6 @@ def group_norm_backward(
             positions,
             groups,
             width,
-            per_program,
             eps,
             WEIGHT=weight is not None,
             SUMS=sums,
