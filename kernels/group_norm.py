@@ -1,8 +1,8 @@
 """GroupNorm and InstanceNorm: per-example gradients of scale and shift, and the whole backward.
 
-A program walks over examples with one group of channels. It reads the group three times (for the
-statistics, for the sums, for the input gradient), of which only the first comes from far away.
-Operands are (B, T, C); channels that come first are a transposed view.
+A program has one group of channels of one example. What fits a tile is read once and held; longer
+groups are read twice, for all sums and for the input gradient, of which only the first comes from
+far away. Operands are (B, T, C); channels that come first are a transposed view.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart, nothing
-from gradstats.kernels._tile import load_tile
 from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.scale_gradients import per_example_sums
-from gradstats.kernels.statistics import block_statistics, group_statistics
+from gradstats.kernels.statistics import group_statistics
 
 # channels of a group that one program normalises on chip
-WIDEST = _streaming.tiles("group_norm")[0].columns
+WIDEST = 2048
 
 
 @triton.jit
@@ -32,7 +31,10 @@ def places(
     row, stride_t, positions, stride_d, features,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
 ):  # fmt: skip
-    """(offsets, mask) of the tile of INNER positions from `row`, told what moves as one vector."""
+    """(offsets, mask) of INNER positions from `row`, with word of what may move as one vector.
+
+    The compiler cannot know it: sizes that differ from layer to layer are no part of a kernel.
+    """
     rows, columns = row + tl.arange(0, INNER), tl.arange(0, COLUMNS)
     offsets = tl.cast(rows, tl.int64)[:, None] * stride_t
     offsets += tl.cast(columns, tl.int64)[None, :] * stride_d
@@ -41,23 +43,31 @@ def places(
 
 
 @triton.jit
-def folded(tile, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr):
-    """Sums over the adjacent positions that one thread holds: its own, so it waits for nobody."""
-    return tl.sum(tl.reshape(tile, (INNER // T_RUN, T_RUN, COLUMNS)), axis=1)
+def load_vectors(
+    base, row, stride_t, positions, stride_d, features, other,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
+):  # fmt: skip
+    """The tile of INNER positions from `row`; `other` past the end of the group."""
+    offsets, mask = places(
+        row, stride_t, positions, stride_d, features, COLUMNS, INNER, T_RUN, C_RUN
+    )
+    return tl.load(base + offsets, mask=mask, other=other)
 
 
 @triton.jit
-def sums_of_tile(
-    x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr
-):  # fmt: skip
-    """Folded sums of d = x - pivot, of d d, of g d and of g."""
-    apart = x.to(tl.float32) - pivot
-    g = g.to(tl.float32)
+def sums_of_tile(x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr):
+    """Of d = x - pivot, of d d, of g d and of g, added over the adjacent positions of one vector.
+
+    These are with one thread: it waits for no other, and keeps few numbers from tile to tile.
+    """
+    runs: tl.constexpr = (INNER // T_RUN, T_RUN, COLUMNS)
+    apart = tl.reshape(x.to(tl.float32) - pivot, runs)
+    g = tl.reshape(g.to(tl.float32), runs)
     return (
-        folded(apart, COLUMNS, INNER, T_RUN),
-        folded(apart * apart, COLUMNS, INNER, T_RUN),
-        folded(g * apart, COLUMNS, INNER, T_RUN),
-        folded(g, COLUMNS, INNER, T_RUN),
+        tl.sum(apart, axis=1),
+        tl.sum(apart * apart, axis=1),
+        tl.sum(g * apart, axis=1),
+        tl.sum(g, axis=1),
     )
 
 
@@ -118,36 +128,37 @@ def group_norm_kernel(
     start = example * stride_ob + first_channel * stride_od
     output = input_gradient_ptr + tl.multiple_of(start, T_RUN * C_RUN)
 
-    offsets, mask = places(
-        0, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
+    x = load_vectors(
+        x_base, 0, stride_xt, positions, stride_xd, features, 0.0, COLUMNS, INNER, T_RUN, C_RUN
     )
-    x = tl.load(x_base + offsets, mask=mask, other=0.0)
-    offsets, _ = places(0, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN)
-    g = tl.load(g_base + offsets, mask=mask, other=0.0)
+    g = load_vectors(
+        g_base, 0, stride_gt, positions, stride_gd, features, 0.0, COLUMNS, INNER, T_RUN, C_RUN
+    )
     if WEIGHT:
         weight = tl.load(weight_ptr + first_channel + columns, mask=inside, other=0.0)
         weight = weight.to(tl.float32)
     else:
         weight = tl.full((COLUMNS,), 1.0, tl.float32)
     # Deviations are taken from the mean of the first tile, so that a mean far larger than the
-    # deviation costs no digits and one pass finds all sums. The mean of a share p of the group is
-    # less than sqrt(1 / p) deviations off. It is rounded as x is, to stand for x past the end,
-    # which adds no more than the x themselves are off on average.
+    # deviation costs no digits though one pass finds all sums: the mean of a share p of a group is
+    # at most sqrt(1 / p) deviations off. Rounded as x is, it can stand for x past the end; where
+    # that is coarse the x are as coarse, and at least as far from their mean as this is.
     in_first_tile = tl.cast(tl.minimum(positions, INNER), tl.float32) * features
     pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
     wide_pivot = pivot.to(tl.float32)
-    x = tl.where(mask, x, pivot)
+    held = (tl.arange(0, INNER) < positions)[:, None] & inside[None, :]
+    x = tl.where(held, x, pivot)
     apart, square, scale, shift = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
     if not WHOLE:
         for row in range(INNER, positions, INNER):
-            offsets, mask = places(
-                row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
-            )
-            x = tl.load(x_base + offsets, mask=mask, other=pivot)
-            offsets, _ = places(
-                row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
-            )
-            g = tl.load(g_base + offsets, mask=mask, other=0.0)
+            x = load_vectors(
+                x_base, row, stride_xt, positions, stride_xd, features, pivot,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            g = load_vectors(
+                g_base, row, stride_gt, positions, stride_gd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
             more = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
             apart += more[0]
             square += more[1]
@@ -188,16 +199,16 @@ def group_norm_kernel(
         last = (positions - 1) // INNER * INNER
         for before in range(0, positions, INNER):
             row = last - before
-            offsets, mask = places(
-                row, stride_xt, positions, stride_xd, features, COLUMNS, INNER, T_RUN, C_RUN
-            )
-            x = tl.load(x_base + offsets, mask=mask, other=0.0)
-            offsets, _ = places(
-                row, stride_gt, positions, stride_gd, features, COLUMNS, INNER, T_RUN, C_RUN
-            )
-            g = tl.load(g_base + offsets, mask=mask, other=0.0)
+            x = load_vectors(
+                x_base, row, stride_xt, positions, stride_xd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            g = load_vectors(
+                g_base, row, stride_gt, positions, stride_gd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
             gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
-            offsets, _ = places(
+            offsets, mask = places(
                 row, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
             )
             tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
@@ -279,8 +290,9 @@ def group_norm_backward(
         shift_sqnorm fp64 (B,)).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of both operands from memory, the further ones from cache, and one write of the
-    input gradient; workspace 16 bytes per example and group. Groups too wide to be held on chip
+    Cost: one read of both operands from memory, the second of long groups mostly from cache, and
+    one write of the input gradient; workspace 16 bytes for every group of every example, and for
+    the sums 8 for every channel of every example. Groups too wide to be held on chip
     take three reads of x and two of g.
     """
     segments = _check.check_pair(x, g)
@@ -293,7 +305,7 @@ def group_norm_backward(
         return whole_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
-    config = config or _streaming.choose_group_norm(width)
+    config = config or _streaming.choose_group_norm(width, positions)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "

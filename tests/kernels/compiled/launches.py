@@ -12,6 +12,7 @@ from gradstats.kernels import (
     _order,
     _patches,
     _row_sums,
+    _streaming,
     _tile,
     convolution,
     convolution_gram,
@@ -224,15 +225,22 @@ def wide_launches(x, g, config):
 
 
 def group_norm_launches(config, dtype, aligned, layout):
-    """Four groups that fill a tile, or nearly. Layout: channels last, or "first"."""
-    width = config.columns if aligned or config.columns == 1 else config.columns - 1
-    shape = (8, 1024 if aligned else 1001, 4 * width)
-    x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
-    if layout == "first":
-        x, g = (side.mT.contiguous().mT for side in (x, g))
-    weight = torch.empty(4 * width, dtype=dtype, device="meta")
-    group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=config)
-    group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=config)
+    """Groups of few and many channels that fill a tile, or nearly, and those of which the largest
+    tiles are parts. Layout: channels last, or "first"."""
+    largest, second, *_ = _streaming.tiles("group_norm")
+    many = _streaming.MANY_CHANNELS if config == largest else group_norm.WIDEST
+    for columns in (1, 8, min(many, config.inner)):
+        tile = dataclasses.replace(config, columns=columns, inner=config.inner // columns)
+        for tiles in (1, 3) if config in (largest, second) else (1,):
+            width = columns if aligned or columns == 1 else columns - 1
+            positions = tile.inner * tiles
+            shape = (8, positions if aligned or positions == 1 else positions - 1, 4 * width)
+            x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+            if layout == "first":
+                x, g = (side.mT.contiguous().mT for side in (x, g))
+            weight = torch.empty(4 * width, dtype=dtype, device="meta")
+            group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=tile)
+            group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=tile)
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):
