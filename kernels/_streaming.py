@@ -20,6 +20,7 @@ TILES = {
     "vector": "1x128x64w8s1 1x32x64w4s1",
     "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
     "group_norm": "1x1x8192w8s1 1x1x4096w8s1 1x1x2048w4s1 1x1x1024w4s1 1x1x256w1s1",
+    "group_norm_walked": "1x1x8192w16s1 1x1x2048w8s1",
     "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
     "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
     "scale_one_position": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
@@ -29,9 +30,6 @@ TILES = {
     "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
     "depthwise_lines": "4x32x32w4s1 4x32x8w1s1",
 }
-
-# channels of a group above which sums take the registers of half a tile
-MANY_CHANNELS = 64
 
 
 @functools.cache
@@ -71,14 +69,16 @@ def choose_layer_norm(features: int) -> TileConfig:
     return _narrowest_that_holds("layer_norm", features)
 
 
-def choose_group_norm(features: int, positions: int) -> TileConfig:
-    """Columns are the channels of one group, inner positions, rows unused (1): the smallest tile
-    that holds a whole group, else the largest. The table has numbers of elements: a tile of any
-    shape is as good as another, but for one of many channels, of each of which sums are kept."""
-    columns, inner = (1 << (max(size, 1) - 1).bit_length() for size in (features, positions))
-    configs = tiles("group_norm")[columns > MANY_CHANNELS :]
-    held = (each for each in configs[::-1] if columns * inner <= each.inner)
-    config = next(held, configs[0])
+def choose_group_norm(features: int, positions: int, vectors: bool) -> TileConfig:
+    """Columns are the channels of one group, inner positions, rows unused (1).
+
+    The smallest tile that holds a whole group, else one that is walked over it, smaller where
+    threads cannot add what they load as one vector and keep all of it. A tile has one number of
+    elements in the table, and here the shape of the group.
+    """
+    columns, inner = (1 << max(size - 1, 0).bit_length() for size in (features, positions))
+    held = (each for each in tiles("group_norm")[::-1] if columns * inner <= each.inner)
+    config = next(held, tiles("group_norm_walked")[0 if vectors else 1])
     return dataclasses.replace(config, columns=columns, inner=max(config.inner // columns, 1))
 
 

@@ -305,7 +305,9 @@ def group_norm_backward(
         return whole_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
-    config = config or _streaming.choose_group_norm(width, positions)
+    gradient = torch.empty_like(x)
+    runs = adjacent(positions, width, x, g, gradient)
+    config = config or _streaming.choose_group_norm(width, positions, max(runs) > 1)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
@@ -313,8 +315,6 @@ def group_norm_backward(
         )
     partial = torch.empty((2, batch if sums else 0, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
-    gradient = torch.empty_like(x)
-    runs = adjacent(positions, width, x, g, gradient)
     if x.numel():
         launch_kernel(
             group_norm_kernel,

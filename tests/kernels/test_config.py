@@ -175,15 +175,16 @@ def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
 
 
 def test_groups_are_held_whole_where_a_tile_can():
-    def shape(features, positions):
-        config = _streaming.choose_group_norm(features, positions)
+    def shape(features, positions, vectors=True):
+        config = _streaming.choose_group_norm(features, positions, vectors)
         return config.columns, config.inner
 
     assert shape(8, 784) == (8, 1024)
     assert shape(16, 49) == (16, 64)
     assert shape(1, 1) == (1, 256)
     assert shape(8, 1024) == shape(8, 1025) == shape(5, 10**6) == (8, 1024)
-    assert shape(2048, 1) == (2048, 2)
+    assert shape(8, 1025, False) == (8, 256) and shape(8, 1024, False) == (8, 1024)
+    assert shape(2048, 1) == (2048, 1)
     for features, positions in itertools.product((1, 7, 64, 65, 2048), SIZES):
         columns, inner = shape(features, positions)
         assert columns >= features and columns * inner <= 8192
