@@ -19,7 +19,7 @@ TILES = {
     "rank_one_float": "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
     "vector": "1x128x64w8s1 1x32x64w4s1",
     "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
-    "group_norm": "1x1x8192w8s1 1x1x4096w8s1 1x1x2048w4s1 1x1x1024w4s1 1x1x256w1s1",
+    "group_norm": "1x1x8192w8s1 1x1x4096w4s1 1x1x2048w2s1 1x1x1024w1s1 1x1x256w1s1",
     "group_norm_walked": "1x1x8192w16s1 1x1x2048w8s1",
     "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
     "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",

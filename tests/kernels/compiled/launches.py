@@ -231,7 +231,7 @@ def group_norm_launches(operation, config, dtype, aligned, layout):
     # what is not aligned still has vectors of two where the tile is for vectors
     less = 0 if aligned else 2 if config == vectors else 1
     tiles = 3 if operation == "group_norm_walked" else 1
-    for columns in (1, 8, min(config.inner, group_norm.WIDEST)):
+    for columns in (1, 8, 64, min(config.inner, group_norm.WIDEST)):
         tile = dataclasses.replace(config, columns=columns, inner=config.inner // columns)
         width, positions = (max(size - less, 1) for size in (columns, tile.inner * tiles))
         x, g = (torch.empty((8, positions, 4 * width), dtype=dtype, device="meta") for _ in "xg")
