@@ -1,11 +1,13 @@
 """GroupNorm and InstanceNorm: per-example gradients of scale and shift, and the whole backward.
 
-A program walks over examples with one group of channels. It reads the group three times (for the
-statistics, for the sums, for the input gradient), of which only the first comes from far away.
-Operands are (B, T, C); channels that come first are a transposed view.
+A program has one group of channels of one example. What fits a tile is read once and held; longer
+groups are read twice, for all sums and for the input gradient, of which only the first comes from
+far away. Operands are (B, T, C); channels that come first are a transposed view.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -13,37 +15,82 @@ import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart, nothing
-from gradstats.kernels._tile import load_tile
 from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.scale_gradients import per_example_sums
-from gradstats.kernels.statistics import block_statistics, group_statistics
+from gradstats.kernels.statistics import group_statistics
 
 # channels of a group that one program normalises on chip
-WIDEST = _streaming.tiles("group_norm")[0].columns
+WIDEST = 2048
 
 
 @triton.jit
-def normalised_tile(
-    x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd, features,
-    mean, rstd, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def places(
+    row, stride_t, positions, stride_d, features,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
 ):  # fmt: skip
-    """(x_hat, g) of INNER positions from `row`; g is zero past the end."""
+    """(offsets, mask) of INNER positions from `row`, with word of what may move as one vector.
+
+    The compiler cannot know it: sizes that differ from layer to layer are no part of a kernel.
+    """
     rows, columns = row + tl.arange(0, INNER), tl.arange(0, COLUMNS)
-    x = load_tile(x_base, rows, stride_xt, positions, columns, stride_xd, features)
-    g = load_tile(g_base, rows, stride_gt, positions, columns, stride_gd, features)
-    return (x.to(tl.float32) - mean) * rstd, g.to(tl.float32)
+    offsets = tl.cast(rows, tl.int64)[:, None] * stride_t
+    offsets += tl.cast(columns, tl.int64)[None, :] * stride_d
+    mask = (rows < positions)[:, None] & (columns < features)[None, :]
+    return tl.multiple_of(offsets, [T_RUN, C_RUN]), tl.max_constancy(mask, [T_RUN, C_RUN])
 
 
-@triton.jit(do_not_specialize=["batch", "positions", "groups", "features", "examples_per_program"])
+@triton.jit
+def load_vectors(
+    base, row, stride_t, positions, stride_d, features, other,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
+):  # fmt: skip
+    """The tile of INNER positions from `row`; `other` past the end of the group."""
+    offsets, mask = places(
+        row, stride_t, positions, stride_d, features, COLUMNS, INNER, T_RUN, C_RUN
+    )
+    return tl.load(base + offsets, mask=mask, other=other)
+
+
+@triton.jit
+def sums_of_tile(x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr):
+    """Of d = x - pivot, of d d, of g d and of g, added over the adjacent positions of one vector.
+
+    These are with one thread: it waits for no other, and keeps few numbers from tile to tile.
+    """
+    runs: tl.constexpr = (INNER // T_RUN, T_RUN, COLUMNS)
+    apart = tl.reshape(x.to(tl.float32) - pivot, runs)
+    g = tl.reshape(g.to(tl.float32), runs)
+    return (
+        tl.sum(apart, axis=1),
+        tl.sum(apart * apart, axis=1),
+        tl.sum(g * apart, axis=1),
+        tl.sum(g, axis=1),
+    )
+
+
+@triton.jit
+def two_sums(first, second):
+    """Sums along the first axis, brought together by all warps at once."""
+    return tl.split(tl.sum(tl.join(first, second), axis=0))
+
+
+@triton.jit
+def input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean):
+    """(g weight - shift_mean - x_hat scale_mean) rstd, all but the tiles multiplied beforehand."""
+    upstream = g.to(tl.float32) * (weight * rstd)[None, :] - shift_mean * rstd
+    return upstream - (x.to(tl.float32) - mean) * (scale_mean * rstd * rstd)
+
+
+@triton.jit(do_not_specialize=["batch", "positions", "groups", "features"])
 def group_norm_kernel(
     x_ptr,  # (B, T, C)
     g_ptr,  # (B, T, C)
     weight_ptr,  # (C,) contiguous, read if WEIGHT
     input_gradient_ptr,  # (B, T, C)
-    sums_ptr,  # fp32 (2, parts, C), written if SUMS: sums over the examples of every part
+    sums_ptr,  # fp32 (2, B, C), written if SUMS: of g x_hat and of g, of every example
     sqnorm_ptr,  # fp64 (2, B, groups): squares of every group's share
     stride_xb,
     stride_xt,
@@ -58,82 +105,128 @@ def group_norm_kernel(
     positions,
     groups,
     features,  # of one group
-    examples_per_program,
     eps,
     WEIGHT: tl.constexpr,
     SUMS: tl.constexpr,
+    WHOLE: tl.constexpr,  # one tile holds all positions: nothing is read twice
+    T_RUN: tl.constexpr,  # positions, and channels, that are adjacent in memory at offsets that are
+    C_RUN: tl.constexpr,  # multiples of their number: one of the two is 1
     COLUMNS: tl.constexpr,  # at least the number of features
     INNER: tl.constexpr,
 ):
-    """The backward of one group of channels for the examples of one part of the batch."""
+    """The backward of one group of channels of one example."""
     index = tl.program_id(0)
-    part = index // groups
-    group = index - part * groups
-    first_example = part * examples_per_program
-    last_example = tl.minimum(first_example + examples_per_program, batch)
+    group = index % groups
+    example = tl.cast(index // groups, tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < features
     first_channel = tl.cast(group, tl.int64) * features
+    start = example * stride_xb + first_channel * stride_xd
+    x_base = x_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+    start = example * stride_gb + first_channel * stride_gd
+    g_base = g_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+    start = example * stride_ob + first_channel * stride_od
+    output = input_gradient_ptr + tl.multiple_of(start, T_RUN * C_RUN)
+
+    x = load_vectors(
+        x_base, 0, stride_xt, positions, stride_xd, features, 0.0, COLUMNS, INNER, T_RUN, C_RUN
+    )
+    g = load_vectors(
+        g_base, 0, stride_gt, positions, stride_gd, features, 0.0, COLUMNS, INNER, T_RUN, C_RUN
+    )
     if WEIGHT:
         weight = tl.load(weight_ptr + first_channel + columns, mask=inside, other=0.0)
         weight = weight.to(tl.float32)
+    else:
+        weight = tl.full((COLUMNS,), 1.0, tl.float32)
+    # Deviations are taken from the mean of the first tile, so that a mean far larger than the
+    # deviation costs no digits though one pass finds all sums: the mean of a share p of a group is
+    # at most sqrt(1 / p) deviations off. Rounded as x is, it can stand for x past the end; where
+    # that is coarse the x are as coarse, and at least as far from their mean as this is.
+    in_first_tile = tl.cast(tl.minimum(positions, INNER), tl.float32) * features
+    pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
+    wide_pivot = pivot.to(tl.float32)
+    held = (tl.arange(0, INNER) < positions)[:, None] & inside[None, :]
+    x = tl.where(held, x, pivot)
+    apart, square, scale, shift = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
+    if not WHOLE:
+        for row in range(INNER, positions, INNER):
+            x = load_vectors(
+                x_base, row, stride_xt, positions, stride_xd, features, pivot,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            g = load_vectors(
+                g_base, row, stride_gt, positions, stride_gd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            more = sums_of_tile(x, g, wide_pivot, COLUMNS, INNER, T_RUN)
+            apart += more[0]
+            square += more[1]
+            scale += more[2]
+            shift += more[3]
+    size: tl.constexpr = INNER // T_RUN * COLUMNS
+    off, variance = two_sums(tl.reshape(apart, (size,)), tl.reshape(square, (size,)))
+    scale, shift = two_sums(scale, shift)
     elements = tl.cast(positions, tl.float32) * features
-
-    scale_total = tl.zeros((COLUMNS,), tl.float32)
-    shift_total = tl.zeros((COLUMNS,), tl.float32)
-    for example in range(first_example, last_example):
-        wide = tl.cast(example, tl.int64)
-        x_base = x_ptr + wide * stride_xb + first_channel * stride_xd
-        g_base = g_ptr + wide * stride_gb + first_channel * stride_gd
-        mean, rstd = block_statistics(
-            x_base, stride_xt, stride_xd, positions, features, eps, False, COLUMNS, INNER
-        )
-        # lanes are summed once an example: a reduction over rows in the loop would stall loads
-        scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-        shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
-        for row in range(0, positions, INNER):
-            x_hat, g = normalised_tile(
-                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                features, mean, rstd, COLUMNS, INNER,
-            )  # fmt: skip
-            scale_sums += g * x_hat
-            shift_sums += g
-        scale_sum = tl.sum(scale_sums, axis=0)
-        shift_sum = tl.sum(shift_sums, axis=0)
-        square = sqnorm_ptr + wide * groups + group
-        tl.store(square, tl.sum(scale_sum * scale_sum))
-        tl.store(square + tl.cast(batch, tl.int64) * groups, tl.sum(shift_sum * shift_sum))
-        scale_total += scale_sum
-        shift_total += shift_sum
-        if WEIGHT:
-            scale_sum = scale_sum * weight
-            shift_sum = shift_sum * weight
-        # the mean over the group of g * weight, and of g * weight * x_hat
-        shift_mean = tl.sum(shift_sum) / elements
-        scale_mean = tl.sum(scale_sum) / elements
-        output = input_gradient_ptr + wide * stride_ob + first_channel * stride_od
-        for row in range(0, positions, INNER):
-            x_hat, g = normalised_tile(
-                x_base, g_base, row, positions, stride_xt, stride_xd, stride_gt, stride_gd,
-                features, mean, rstd, COLUMNS, INNER,
-            )  # fmt: skip
-            if WEIGHT:
-                g = g * weight[None, :]
-            gradient = (g - shift_mean - x_hat * scale_mean) * rstd
-            rows = row + tl.arange(0, INNER)
-            target = tl.cast(rows, tl.int64)[:, None] * stride_ot
-            target += tl.cast(columns, tl.int64)[None, :] * stride_od
-            tl.store(
-                output + target,
-                gradient.to(input_gradient_ptr.dtype.element_ty),
-                mask=(rows < positions)[:, None] & inside[None, :],
-            )
+    off /= elements
+    mean = wide_pivot + off
+    # rounding can leave a variance of zero below it
+    variance = tl.maximum(variance / elements - off * off, 0.0)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    scale = (scale - off * shift) * rstd
+    # the mean over the group of g * weight, and of g * weight * x_hat, need their sums
+    squares, means = two_sums(
+        tl.join(scale * scale, shift * shift), tl.join(scale * weight, shift * weight)
+    )
+    scale_square, shift_square = tl.split(squares)
+    scale_mean, shift_mean = tl.split(means / elements)
+    place = sqnorm_ptr + example * groups + group
+    tl.store(place, scale_square)
+    tl.store(place + tl.cast(batch, tl.int64) * groups, shift_square)
     if SUMS:
         channels = tl.cast(groups, tl.int64) * features
-        output = sums_ptr + tl.cast(part, tl.int64) * channels + first_channel + columns
-        tl.store(output, scale_total, mask=inside)
-        parts = tl.num_programs(0) // groups
-        tl.store(output + parts * channels, shift_total, mask=inside)
+        place = sums_ptr + example * channels + first_channel + columns
+        tl.store(place, scale, mask=inside)
+        tl.store(place + batch * channels, shift, mask=inside)
+    if WHOLE:
+        gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+        offsets, mask = places(
+            0, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+        )
+        tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
+    else:
+        # the last first: it is the likeliest to be in cache still
+        last = (positions - 1) // INNER * INNER
+        for before in range(0, positions, INNER):
+            row = last - before
+            x = load_vectors(
+                x_base, row, stride_xt, positions, stride_xd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            g = load_vectors(
+                g_base, row, stride_gt, positions, stride_gd, features, 0.0,
+                COLUMNS, INNER, T_RUN, C_RUN,
+            )  # fmt: skip
+            gradient = input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean)
+            offsets, mask = places(
+                row, stride_ot, positions, stride_od, features, COLUMNS, INNER, T_RUN, C_RUN
+            )
+            tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
+
+
+def adjacent(positions: int, width: int, *operands: torch.Tensor) -> tuple[int, int]:
+    """How many (positions, channels) of a group, from each multiple of that number on, are adjacent
+    in all operands at offsets that are multiples of it: powers of two, one of which is 1.
+
+    What a vector of a load or a store may hold: groups and examples start at such offsets.
+    """
+    most = 16 // operands[0].element_size()
+    found = [1, 1]
+    for axis, size in enumerate((positions, width)):
+        if all(operand.stride(1 + axis) == 1 for operand in operands):
+            strides = (stride for each in operands for stride in each.stride() if stride != 1)
+            found[axis] = math.gcd(most, size, *strides)
+    return (found[0], 1) if found[0] > 1 else (1, found[1])
 
 
 def group_norm_sqnorm(
@@ -197,8 +290,9 @@ def group_norm_backward(
         shift_sqnorm fp64 (B,)).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of both operands from memory, the further ones from cache, and one write of the
-    input gradient; workspace 16 bytes per example and group. Groups too wide to be held on chip
+    Cost: one read of both operands from memory, the second of long groups mostly from cache, and
+    one write of the input gradient; workspace 16 bytes for every group of every example, and for
+    the sums 8 for every channel of every example. Groups too wide to be held on chip
     take three reads of x and two of g.
     """
     segments = _check.check_pair(x, g)
@@ -211,23 +305,20 @@ def group_norm_backward(
         return whole_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
-    architecture = _check.architecture(x.device)
-    config = config or _streaming.choose_group_norm(width)
+    gradient = torch.empty_like(x)
+    runs = adjacent(positions, width, x, g, gradient)
+    config = config or _streaming.choose_group_norm(width, positions, max(runs) > 1)
     if width > config.columns:
         raise _check.KernelInputError(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
             "choice of the tile to the table"
         )
-    per_program = _config.choose_partition(batch * groups, 1, architecture)[0] if sums else 1
-    parts = _config.cdiv(batch, per_program)
-    stored = parts if sums else 0
-    partial = torch.empty((2, stored, channels), dtype=torch.float32, device=x.device)
+    partial = torch.empty((2, batch if sums else 0, channels), dtype=torch.float32, device=x.device)
     sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
-    gradient = torch.empty_like(x)
     if x.numel():
         launch_kernel(
             group_norm_kernel,
-            parts * groups,
+            batch * groups,
             x,
             g,
             None if weight is None else weight.contiguous(),
@@ -241,10 +332,12 @@ def group_norm_backward(
             positions,
             groups,
             width,
-            per_program,
             eps,
             WEIGHT=weight is not None,
             SUMS=sums,
+            WHOLE=positions <= config.inner,
+            T_RUN=min(runs[0], config.inner),
+            C_RUN=min(runs[1], config.columns),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

@@ -172,8 +172,22 @@ def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
     assert _streaming.choose_layer_norm(128).columns == 128
     assert _streaming.choose_layer_norm(4096).columns == 4096
     assert _streaming.choose_layer_norm(5000) == _streaming.choose_layer_norm(4096)
-    assert _streaming.choose_group_norm(2048).columns == 2048
-    assert _streaming.choose_group_norm(9).columns == 32
+
+
+def test_groups_are_held_whole_where_a_tile_can():
+    def shape(features, positions, vectors=True):
+        config = _streaming.choose_group_norm(features, positions, vectors)
+        return config.columns, config.inner
+
+    assert shape(8, 784) == (8, 1024)
+    assert shape(16, 49) == (16, 64)
+    assert shape(1, 1) == (1, 256)
+    assert shape(8, 1024) == shape(8, 1025) == shape(5, 10**6) == (8, 1024)
+    assert shape(8, 1025, False) == (8, 256) and shape(8, 1024, False) == (8, 1024)
+    assert shape(2048, 1) == (2048, 1)
+    for features, positions in itertools.product((1, 7, 64, 65, 2048), SIZES):
+        columns, inner = shape(features, positions)
+        assert columns >= features and columns * inner <= 8192
 
 
 def test_a_streaming_tile_is_more_than_half_filled():

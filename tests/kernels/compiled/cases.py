@@ -57,7 +57,7 @@ def layouts(operation: str) -> tuple[str, ...]:
     """The layouts of operands that an operation's kernels differ by."""
     if operation.endswith("_descriptor") or operation.startswith("depthwise"):
         return ("dense",)
-    if operation == "group_norm":
+    if operation.startswith("group_norm"):
         return ("dense", "first")
     return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
 

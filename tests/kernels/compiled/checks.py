@@ -41,12 +41,6 @@ ALLOWED_SPILLS = {
 # Outside the loop over positions, of kernels that wait for memory: the assembler keeps them to at
 # most half of the registers, so that several programs run side by side.
 ALLOWED_SPILLS |= {
-    ("group_norm", architecture, tile): Local(once=56, outer=28)
-    for architecture in (80, 90, 100)
-    for tile in ("1x32x64w8s1", "1x8x256w8s1")
-}
-ALLOWED_SPILLS |= {
-    ("group_norm", 80, "1x2048x1w8s1"): Local(once=92, outer=68),
     ("depthwise", 80, "16x1x256w8s1"): Local(once=44, outer=52),
     ("depthwise", 90, "16x1x256w8s1"): Local(once=40, outer=44),
     ("depthwise", 100, "16x1x256w8s1"): Local(once=40, outer=44),

@@ -12,6 +12,7 @@ from gradstats.kernels import (
     _order,
     _patches,
     _row_sums,
+    _streaming,
     _tile,
     convolution,
     convolution_gram,
@@ -159,8 +160,8 @@ def launches(
                 layer_norm.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
             layer_norm.layer_norm_sum(x, g, 1e-5, splits=4, **one)
             layer_norm.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
-        elif operation == "group_norm":
-            group_norm_launches(config, dtype, aligned, layout)
+        elif operation in ("group_norm", "group_norm_walked"):
+            group_norm_launches(operation, config, dtype, aligned, layout)
         elif operation in ("scale", "scale_positions_adjacent"):
             if operation == "scale_positions_adjacent" and layout == "dense":
                 a, g = (operand.transpose(1, 2) for operand in (a, g))
@@ -228,16 +229,24 @@ def wide_launches(x, g, config):
     scale_backward.scale_backward(g[:, :1], None, input_gradient=False, sums=False, **one)
 
 
-def group_norm_launches(config, dtype, aligned, layout):
-    """Four groups that fill a tile, or nearly. Layout: channels last, or "first"."""
-    width = config.columns if aligned or config.columns == 1 else config.columns - 1
-    shape = (8, 1024 if aligned else 1001, 4 * width)
-    x, g = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
-    if layout == "first":
-        x, g = (side.mT.contiguous().mT for side in (x, g))
-    weight = torch.empty(4 * width, dtype=dtype, device="meta")
-    group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=config)
-    group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=config)
+def group_norm_launches(operation, config, dtype, aligned, layout):
+    """Groups of few and many channels that fill a tile, or nearly, or three tiles. Layout: channels
+    last, or "first"."""
+    vectors, _ = _streaming.tiles("group_norm_walked")
+    # what is not aligned still has vectors of two where the tile is for vectors
+    less = 0 if aligned else 2 if config == vectors else 1
+    tiles = 3 if operation == "group_norm_walked" else 1
+    for columns in (1, 8, 64, min(config.inner, group_norm.WIDEST)):
+        tile = dataclasses.replace(config, columns=columns, inner=config.inner // columns)
+        width, positions = (max(size - less, 1) for size in (columns, tile.inner * tiles))
+        x, g = (torch.empty((8, positions, 4 * width), dtype=dtype, device="meta") for _ in "xg")
+        if layout == "first":
+            x, g = (side.mT.contiguous().mT for side in (x, g))
+        if config == vectors and group_norm.adjacent(positions, width, x) == (1, 1):
+            continue
+        weight = torch.empty(4 * width, dtype=dtype, device="meta")
+        group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=tile)
+        group_norm.group_norm_backward(x, g, None, 4, 1e-5, sums=False, config=tile)
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):

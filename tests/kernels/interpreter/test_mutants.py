@@ -101,11 +101,16 @@ def check_products_of_patches(module, _):
 
 
 def check_group_norm(module, _):
-    x, g = random((3, 19, 12), torch.float32, "cpu", 1), random((3, 19, 12), torch.float32, "cpu")
+    """Groups that a tile holds, and groups of three tiles."""
+    x, g = (
+        4 + random((3, 19, 12), torch.float32, "cpu", 1),
+        random((3, 19, 12), torch.float32, "cpu"),
+    )
     weight = random((12,), torch.float32, "cpu", 5)
-    tile = TileConfig(1, 4, 8, num_warps=1, num_stages=1)
-    got = module.group_norm_backward(x, g, weight, 3, 1e-5, config=tile)
-    normalization_reference.check_group_backward(got, x, g, weight, 3, 1e-5)
+    for inner in (8, 32):
+        tile = TileConfig(1, 4, inner, num_warps=1, num_stages=1)
+        got = module.group_norm_backward(x, g, weight, 3, 1e-5, config=tile)
+        normalization_reference.check_group_backward(got, x, g, weight, 3, 1e-5)
 
 
 def check_scale(module, case):
@@ -315,19 +320,31 @@ def test_broken_products_of_patches(tmp_path, monkeypatch, module, right, wrong)
 @pytest.mark.parametrize(
     "right, wrong",
     [
-        ("scale_total += scale_sum", "scale_total = scale_sum"),
-        ("(g - shift_mean - x_hat * scale_mean) * rstd", "(g - x_hat * scale_mean) * rstd"),
-        (
-            "        if WEIGHT:\n            scale_sum",
-            "        if False:\n            scale_sum",
-        ),
+        (" - shift_mean * rstd\n", "\n"),
+        ("scale * weight, shift * weight", "scale, shift * weight"),
         ("first_channel + columns, mask=inside, other=0.0", "columns, mask=inside, other=0.0"),
-        ("square = sqnorm_ptr + wide * groups + group", "square = sqnorm_ptr + wide * groups"),
+        ("sqnorm_ptr + example * groups + group", "sqnorm_ptr + example * groups"),
+        ("x = tl.where(held, x, pivot)\n", "\n"),
+        ("features, pivot,\n", "features, 0.0,\n"),
+        (" - off * shift)", ")"),
+        (" - off * off,", ","),
+        ("scale += more[2]", "scale = more[2]"),
+        ("row = last - before", "row = last"),
     ],
-    ids=["a missing example", "a missing mean", "a missing scale", "another group's", "one group"],
+    ids=[
+        "a missing mean",
+        "a missing scale",
+        "another group's",
+        "one group",
+        "zeros past the end",
+        "zeros past the end of the last tile",
+        "sums about the first tile's mean",
+        "squares about the first tile's mean",
+        "a missing tile",
+        "one tile",
+    ],
 )
-def test_a_broken_group_norm(tmp_path, monkeypatch, right, wrong):
-    monkeypatch.setattr(group_norm._config, "choose_partition", lambda *sizes: (2, 1))
+def test_a_broken_group_norm(tmp_path, right, wrong):
     broken = mutant(group_norm, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
         check_group_norm(broken, None)

@@ -206,19 +206,80 @@ def test_group_norm(dtype, groups, channels_first):
 
 
 @pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True), (12, False)])
-def test_the_whole_backward_of_groups(dtype, groups, channels_first, monkeypatch):
-    # two examples share a program, and the third is alone
-    monkeypatch.setattr(group_norm._config, "choose_partition", lambda *sizes: (2, 1))
+def test_the_whole_backward_of_groups(dtype, groups, channels_first):
     x, g = (2 + random((3, 19, 12), dtype, "cpu", seed) for seed in (1, 2))
     if channels_first:
         x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
-    narrow = TileConfig(1, 16, 8, num_warps=1, num_stages=1)
-    for weight, config in itertools.product((None, random((12,), dtype, "cpu", 5)), (narrow, None)):
+    for weight, config in itertools.product((None, random((12,), dtype, "cpu", 5)), (TILE, None)):
         got = group_norm.group_norm_backward(x, g, weight, groups, EPS, config=config)
         reference.check_group_backward(got, x, g, weight, groups, EPS)
         alone = group_norm.group_norm_backward(x, g, weight, groups, EPS, sums=False, config=config)
         assert torch.equal(alone[0], got[0]) and torch.equal(alone[3], got[3])
         assert alone[1].shape == alone[2].shape == (0,)
+
+
+@pytest.mark.parametrize("channels_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("positions", [1, 15, 16, 17, 32, 33, 48])
+def test_groups_around_the_size_of_a_tile(dtype, positions, channels_first):
+    """Positions of several vectors, of a part of one, and of none; one channel, fewer, and all."""
+    config = TileConfig(1, 8, 16, num_warps=1, num_stages=1)
+    for width in (1, 6, 8) if positions > 1 else (6, 8):  # one number has no deviation
+        x, g = (1 + random((2, positions, 2 * width), dtype, "cpu", seed) for seed in (1, 2))
+        if channels_first:
+            x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
+        weight = random((2 * width,), dtype, "cpu", 5)
+        got = group_norm.group_norm_backward(x, g, weight, 2, EPS, config=config)
+        reference.check_group_backward(got, x, g, weight, 2, EPS)
+
+
+def test_vectors_are_no_longer_than_what_is_adjacent_and_aligned():
+    def found(positions, width, layout, dtype=torch.bfloat16, **options):
+        x = torch.empty((2, positions, 4 * width), dtype=dtype)
+        if layout == "first":
+            x = x.mT.contiguous().mT
+        return group_norm.adjacent(positions, width, x, **options)
+
+    for size, run in ((784, 8), (196, 4), (50, 2), (49, 1)):
+        assert found(size, 2, "first") == (run, 1)
+        assert found(49, size, "last") == (1, run)
+    assert found(784, 2, "first", torch.float32) == (4, 1)
+    assert found(8, 2, "last") == (1, 2)
+    # lines cut out of longer ones, layouts that differ, the same for every example
+    x = torch.empty(2, 64, 21, dtype=torch.bfloat16).mT
+    assert group_norm.adjacent(16, 4, x[:, :16]) == (1, 1)
+    assert group_norm.adjacent(16, 4, x[:, :16], x[:, :16].contiguous()) == (1, 1)
+    assert group_norm.adjacent(8, 2, torch.empty(64, 8).mT.expand(2, 8, 64)) == (4, 1)
+
+
+@pytest.mark.parametrize("channels_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("inner", [8, 64])
+def test_groups_with_a_mean_far_larger_than_the_deviation(inner, channels_first):
+    """The last tile is another's mean away from the first, by which all are centred."""
+    x, g = (random((2, 40, 8), torch.float32, "cpu", seed) for seed in (1, 2))
+    x += 1000
+    x[:, 32:] += 20
+    if channels_first:
+        x, g = x.mT.contiguous().mT, g.mT.contiguous().mT
+    config = TileConfig(1, 4, inner, num_warps=1, num_stages=1)
+    got = group_norm.group_norm_backward(x, g, None, 2, EPS, config=config)
+    wide = x.double().requires_grad_()
+    shape = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    out = torch.nn.functional.group_norm(wide.mT, 2, shape, torch.zeros_like(shape), EPS)
+    want = torch.autograd.grad(out, (wide, shape), g.double().mT)
+    # half a unit in the last place of the mean is 3e-5 of a deviation
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 1000.1])
+def test_groups_of_one_value_have_no_deviation(dtype, value):
+    x, g = torch.full((1, 20, 4), value, dtype=dtype), random((1, 20, 4), dtype, "cpu", 2)
+    for inner in (8, 32):
+        config = TileConfig(1, 2, inner, num_warps=1, num_stages=1)
+        got = group_norm.group_norm_backward(x, g, None, 2, EPS, config=config)
+        blocks = g.double().mT.reshape(1, 2, -1)
+        centred = (blocks - blocks.mean(2, keepdim=True)).reshape(1, 4, 20).mT / EPS**0.5
+        torch.testing.assert_close(got[0].double(), centred, rtol=2e-2, atol=0.5)
 
 
 @pytest.mark.parametrize("groups, channels_first", [(1, False), (3, True), (12, True)])
