@@ -20,7 +20,6 @@ MATMULS = (
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
-    "pairwise_rows",
     "diagonal",
     "direction",
     "convolution",
@@ -182,11 +181,10 @@ def choose_pairwise(
     precision: str = "ieee",
     architecture: int = 90,
     aligned: bool = True,
-    operation: str = "pairwise",
 ) -> TileConfig:
     """Rows are (example, position) rows of the first factor, columns of the second, inner
     features."""
-    configs = candidates(operation, itemsize, precision, architecture, aligned)
+    configs = candidates("pairwise", itemsize, precision, architecture, aligned)
     return _cheapest(configs, rows, columns)
 
 

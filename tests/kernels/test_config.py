@@ -39,8 +39,7 @@ def test_every_choice_fits_the_gpu(size):
             chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
             for operation in ("convolution", "convolution_fused"):
                 chosen.append(_config.choose_direct(size, other, *matmul, operation=operation))
-            for operation in ("pairwise", "pairwise_rows"):
-                chosen.append(_config.choose_pairwise(size, other, *matmul, operation=operation))
+            chosen.append(_config.choose_pairwise(size, other, *matmul))
             chosen.append(_config.choose_direction(size, other, *matmul))
         for config in chosen:
             check(config, itemsize, gpu)

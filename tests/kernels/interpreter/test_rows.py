@@ -20,6 +20,7 @@ from tests.kernels.reference import assert_close
 BLOCK = 16
 ROWS = TileConfig(1, 32, 4, num_warps=1, num_stages=1)
 TILE = TileConfig(BLOCK, BLOCK, BLOCK, num_warps=1, num_stages=1)
+PAIRS = TileConfig(2, 32, 4, num_warps=1, num_stages=1)
 TABLE = 7
 
 
@@ -118,7 +119,7 @@ def test_pairs_and_directions(case, padding_idx):
     want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
     scale = limit(*factors, bounds, bounds)
     for splits in (1, 2):
-        got = rows_pairs.pairwise_rows(*factors, **options, config=TILE, splits=splits)
+        got = rows_pairs.pairwise_rows(*factors, **options, config=PAIRS, splits=splits)
         assert_close(got, want, scale)
     got = rows_inner.rows_inner(*factors, **options, config=ROWS)
     assert_close(got, want.diagonal(), scale.diagonal())
