@@ -181,10 +181,11 @@ def choose_pairwise(
     precision: str = "ieee",
     architecture: int = 90,
     aligned: bool = True,
+    operation: str = "pairwise",
 ) -> TileConfig:
     """Rows are (example, position) rows of the first factor, columns of the second, inner
     features."""
-    configs = candidates("pairwise", itemsize, precision, architecture, aligned)
+    configs = candidates(operation, itemsize, precision, architecture, aligned)
     return _cheapest(configs, rows, columns)
 
 

@@ -8,6 +8,9 @@ multiplied for those that have not the id.
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -206,69 +209,80 @@ def pairwise_rows(
         fp32 (B1, B2).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one sort of each factor's rows, and for each id that both sides have, 2 d flops for every
-    pair of the tiles of examples that have it.
+    Cost: one sort of each factor's rows, one read of g, and 2 d flops for each id that two examples
+    share; some 60 bytes per row beside the workspace, and `splits` copies of K.
     """
     first = _check.check_rows(ids1, g1, cu_seqlens1, max_seqlen1)
     second = _check.check_rows(ids2, g2, cu_seqlens2, max_seqlen2)
     _check.check_match(g1, g2, "width")
     _check.check_layouts(first, second)
-    architecture = _check.architecture(g1.device)
     features = g1.shape[-1]
     config = config or _streaming.choose_rows_pairs(features)
-    tiles1, tiles2 = (_config.cdiv(each.batch, EXAMPLES.value) for each in (first, second))
     if splits is None:
         rows = min(EXAMPLES.value * first.positions, first.total_rows)
-        blocks = _config.cdiv(rows, config.inner)
-        pairs = tiles1 * tiles2
-        _, splits = _config.choose_partition(pairs, blocks, architecture, PER_PROCESSOR)
-    shape = (splits, first.batch, second.batch)
-    partial = torch.empty(shape, dtype=torch.float32, device=g1.device)
-    if not partial.numel():
-        return added_pairs(partial)
-    one = _runs.sort_rows(ids1, g1, first, padding_idx)
+        tiles = [_config.cdiv(each.batch, EXAMPLES.value) for each in (first, second)]
+        blocks, architecture = _config.cdiv(rows, config.inner), _check.architecture(g1.device)
+        _, splits = _config.choose_partition(math.prod(tiles), blocks, architecture, PER_PROCESSOR)
+    if not first.batch or not second.batch:
+        return g1.new_empty((first.batch, second.batch), dtype=torch.float32)
     itself = all(map(_is, (ids1, g1, cu_seqlens1), (ids2, g2, cu_seqlens2)))
+    one = _runs.sort_rows(ids1, g1, first, padding_idx)
     two = one if itself else _runs.sort_rows(ids2, g2, second, padding_idx)
-    products = None
-    rows = one.count + (0 if itself else two.count)
+    rows = one.count if itself else one.count + two.count
     step = max(64, workspace // (4 * max(1, rows)) // 64 * 64)
-    for start in range(0, max(1, features), step):
-        # operands are copied asynchronously in lines of sixteen
-        width = 16 * _config.cdiv(min(step, features - start), 16)
-        keys1, sums1 = one.sums(start, width)
-        keys2, sums2 = (keys1, sums1) if itself else two.sums(start, width)
-        launch_kernel(
-            pairwise_rows_kernel,
-            tiles1 * tiles2 * splits,
-            keys1,
-            sums1,
-            keys2,
-            sums2,
-            first.cu_seqlens,
-            second.cu_seqlens,
-            partial,
-            first.batch,
-            second.batch,
-            first.positions,
-            second.positions,
-            first.total_rows,
-            second.total_rows,
-            one.top,
-            two.top,
-            width,
-            tiles2,
-            splits,
-            RAGGED=first.ragged,
-            BLOCK=config.inner,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            num_warps=config.num_warps,
-        )
-        part = added_pairs(partial)
-        products = part if products is None else products + part
+    starts = range(0, max(1, features), step)
+    parts = (_products(one, two, start, step, config, splits) for start in starts)
+    products = functools.reduce(torch.add, parts)
     for each in (first, second):
         products = nan_where_bounds_decrease(products, each)
     return products
+
+
+def _products(
+    one: _runs.SortedRows,
+    two: _runs.SortedRows,
+    start: int,
+    step: int,
+    config: _config.TileConfig,
+    splits: int,
+) -> torch.Tensor:
+    """What at most `step` features from `start` on add to the products, fp32 (B1, B2)."""
+    first, second = one.segments, two.segments
+    # rows of sums are read in vectors, and end with zeros
+    width = 16 * _config.cdiv(min(step, one.g.shape[-1] - start), 16)
+    keys1, sums1 = one.sums(start, width)
+    keys2, sums2 = (keys1, sums1) if two is one else two.sums(start, width)
+    shape = (splits, first.batch, second.batch)
+    partial = torch.empty(shape, dtype=torch.float32, device=sums1.device)
+    tiles1, tiles2 = (_config.cdiv(each.batch, EXAMPLES.value) for each in (first, second))
+    launch_kernel(
+        pairwise_rows_kernel,
+        tiles1 * tiles2 * splits,
+        keys1,
+        sums1,
+        keys2,
+        sums2,
+        first.cu_seqlens,
+        second.cu_seqlens,
+        partial,
+        first.batch,
+        second.batch,
+        first.positions,
+        second.positions,
+        first.total_rows,
+        second.total_rows,
+        one.top,
+        two.top,
+        width,
+        tiles2,
+        splits,
+        RAGGED=first.ragged,
+        BLOCK=config.inner,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        num_warps=config.num_warps,
+    )
+    return added_pairs(partial)
 
 
 def _is(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:

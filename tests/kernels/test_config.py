@@ -185,6 +185,13 @@ def test_a_streaming_tile_is_more_than_half_filled():
     assert _streaming.choose_depthwise_lines(129).num_warps == 4
 
 
+def test_runs_are_read_by_more_warps_where_they_are_long():
+    for size in SIZES:
+        short, long = (_streaming.choose_run_sums(size, each) for each in (4096, 100_000))
+        assert short.num_warps == 1 and long.inner > short.inner
+        assert short.columns == long.columns == _streaming.choose_rows_pairs(size).columns
+
+
 def test_long_rows_are_read_by_few_and_short_ones_by_many_examples_at_once():
     assert [_streaming.choose_rank_one(size, 2).rows for size in (2048, 512, 10)] == [2, 4, 32]
     assert [_streaming.choose_rank_one(size, 4).rows for size in (2048, 512, 10)] == [1, 4, 32]
