@@ -52,12 +52,6 @@ def candidates(operation: str, kind: str) -> list[list[tuple[int, int, int, int,
             tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
             tiles(16, 16, *tiny),
         ]
-    if operation == "pairwise_rows":
-        return [
-            tiles(64, 64, *small, (half, 8, 3), (16, 8, 1)),
-            tiles(32, 32, *small, (16, 4, 2), (16, 8, 1)),
-            tiles(16, 16, *tiny),
-        ]
     # addresses of patches take registers of their own, so tiles stop at what leaves room for them
     if operation == "convolution":
         return [
@@ -172,7 +166,7 @@ def linear_call(
     operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
 ) -> Callable:
     """The operation on sequences whose features and positions fill the tile."""
-    from gradstats.kernels import direct, direction, gram, pairwise, rows_pairs, weight_gradient
+    from gradstats.kernels import direct, direction, gram, pairwise, weight_gradient
 
     large = config.rows * config.columns >= 128 * 128
     width = 2048 if large else 512 if config.rows >= 64 else 48
@@ -182,7 +176,6 @@ def linear_call(
     if operation in ("gram", "pairwise"):
         features, positions = 1024 if aligned else 1017, 8 * config.rows
     a, g = (torch.randn(batch, positions, features, device=device, dtype=dtype) for _ in range(2))
-    ids = torch.randint(1000, (batch, min(32, positions)), device=device)
     weight = torch.randn(features, features, device=device, dtype=dtype)
     if operation.startswith("weight_gradient"):
         descriptors = operation.endswith("_descriptor")
@@ -193,7 +186,6 @@ def linear_call(
         "direct": (direct.direct_sqnorm, (a, g)),
         "diagonal": (direct.direct_inner, (a, g, a, g)),
         "pairwise": (pairwise.pairwise_gram, (a[:, :4], g[:, :4]) * 2),
-        "pairwise_rows": (rows_pairs.pairwise_rows, (ids, g[:, :32]) * 2),
         "direction": (direction.direction_inner, (a, g, weight)),
     }
     function, operands = functions[operation]

@@ -20,7 +20,6 @@ MATMULS = (
     "weight_gradient",
     "weight_gradient_descriptor",
     "pairwise",
-    "pairwise_rows",
     "diagonal",
     "direction",
     "convolution",

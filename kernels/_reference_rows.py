@@ -64,7 +64,6 @@ def pairwise_rows(
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
     padding_idx: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     rows = _table_rows(ids1, ids2)
     second = tables(ids2, g2, cu_seqlens2, padding_idx, rows)

@@ -26,10 +26,15 @@ TILES = {
     "scale_one_position": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
     "rows": "1x256x8w4s1 1x64x16w4s1",
     "runs": "1x256x16w1s1 1x64x16w1s1",
+    "run_sums": "1x256x16w1s1 1x64x16w1s1",
+    "long_run_sums": "1x256x32w4s1 1x64x64w4s1",
+    "rows_pairs": "4x256x16w1s1 4x64x16w1s1",
     "depthwise": "16x1x256w8s1 16x4x64w8s1",
     "depthwise_channels_adjacent": "4x32x32w8s1 4x64x8w4s1",
     "depthwise_lines": "4x32x32w4s1 4x32x8w1s1",
 }
+
+LONG = 4096  # positions of examples in which runs are long
 
 
 @functools.cache
@@ -101,6 +106,19 @@ def choose_runs(features: int) -> TileConfig:
     """Columns are features, inner the rows that one program adds up, which its one warp holds in
     registers, rows unused (1)."""
     return _more_than_half_filled("runs", features)
+
+
+def choose_run_sums(features: int, positions: int) -> TileConfig:
+    """Columns are features, inner rows of one run that are read at once: most runs are of one row,
+    but the more the longer examples are; rows unused (1)."""
+    operation = "long_run_sums" if positions > LONG else "run_sums"
+    return _more_than_half_filled(operation, features)
+
+
+def choose_rows_pairs(features: int) -> TileConfig:
+    """Rows are sums of the second factor that one of the first meets at once, columns features,
+    inner ids that are looked up at once."""
+    return _more_than_half_filled("rows_pairs", features)
 
 
 def choose_depthwise(positions: int, channels_adjacent: bool = False) -> TileConfig:

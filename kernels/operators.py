@@ -303,7 +303,7 @@ OPERATORS = {
         f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows_inner", 4, _per_example
     ),
     "pairwise_rows": Operator(
-        f"({TWO_ROWS}, SymInt? padding_idx=None, str? precision=None) -> Tensor",
+        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor",
         "rows_pairs",
         4,
         _per_pair,

@@ -256,7 +256,6 @@ def choose_pair_tiles(
     precision: str | None,
     config: _config.TileConfig | None,
     splits: int | None,
-    operation: str,
 ) -> PairTiles:
     """The tiles in which all pairs of two factors are contracted.
 
@@ -265,7 +264,6 @@ def choose_pair_tiles(
         operands: what the kernel multiplies.
         precision: of fp32 products, as the caller gave it.
         config, splits: override the table and the number of parts of the positions.
-        operation: the table's entry.
     """
     some = operands[0]
     precision = _check.check_precision(some.dtype, precision)
@@ -277,7 +275,6 @@ def choose_pair_tiles(
         precision,
         architecture,
         _check.is_aligned(*operands),
-        operation,
     )
     positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
     positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
@@ -331,9 +328,7 @@ def pairwise_gram(
     first, second = check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    tiles = choose_pair_tiles(
-        first, second, (a1, g1, a2, g2), precision, config, splits, "pairwise"
-    )
+    tiles = choose_pair_tiles(first, second, (a1, g1, a2, g2), precision, config, splits)
     partial = torch.empty(
         (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
     )

@@ -39,8 +39,7 @@ def test_every_choice_fits_the_gpu(size):
             chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
             for operation in ("convolution", "convolution_fused"):
                 chosen.append(_config.choose_direct(size, other, *matmul, operation=operation))
-            for operation in ("pairwise", "pairwise_rows"):
-                chosen.append(_config.choose_pairwise(size, other, *matmul, operation=operation))
+            chosen.append(_config.choose_pairwise(size, other, *matmul))
             chosen.append(_config.choose_direction(size, other, *matmul))
         for config in chosen:
             check(config, itemsize, gpu)
@@ -198,6 +197,13 @@ def test_a_streaming_tile_is_more_than_half_filled():
     assert _streaming.choose_depthwise(128).inner == 64 < _streaming.choose_depthwise(129).inner
     assert _streaming.choose_depthwise_lines(128).num_warps == 1
     assert _streaming.choose_depthwise_lines(129).num_warps == 4
+
+
+def test_runs_are_read_by_more_warps_where_they_are_long():
+    for size in SIZES:
+        short, long = (_streaming.choose_run_sums(size, each) for each in (4096, 100_000))
+        assert short.num_warps == 1 and long.inner > short.inner
+        assert short.columns == long.columns == _streaming.choose_rows_pairs(size).columns
 
 
 def test_long_rows_are_read_by_few_and_short_ones_by_many_examples_at_once():

@@ -23,7 +23,6 @@ ALIGNMENTS = {"depthwise_lines": (True,)}
 
 PATCHES_AND_ROWS = {
     "tied",
-    "pairwise_rows",
     "convolution",
     "convolution_fused",
     "convolution_gram",

@@ -12,6 +12,7 @@ from gradstats.kernels import (
     _order,
     _patches,
     _row_sums,
+    _runs,
     _streaming,
     _tile,
     convolution,
@@ -76,6 +77,7 @@ MODULES = (
     rows_inner,
     rows_pairs,
     _row_sums,
+    _runs,
     tied,
     convolution,
     convolution_gram,
@@ -139,10 +141,14 @@ def launches(
             vector.vector_sum(g, **one)
         elif operation.startswith(("convolution", "depthwise")):
             convolution_launches(operation, config, dtype, aligned, layout)
-        elif operation in ("rows", "runs", "pairwise_rows", "tied"):
+        elif operation in ("rows", "runs", "run_sums", "long_run_sums", "rows_pairs", "tied"):
             ids = torch.empty(g.shape[:-1], dtype=torch.int64, device="meta")
-            if operation == "pairwise_rows":
+            if operation == "rows_pairs":
                 rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
+            elif operation.endswith("run_sums"):
+                segments = _check.check_rows(ids, g, cu_seqlens, max_seqlen)
+                width = 16 * _config.cdiv(g.shape[-1], 16)
+                _runs.sort_rows(ids, g, segments, 0).sums(0, width, config)
             elif operation == "tied":
                 tied.tied_inner(g, a, ids, g, padding_idx=0, **two)
             elif operation == "runs":

@@ -19,6 +19,7 @@ from gradstats.kernels import (
     pairwise_direct,
     rank_one,
     rows,
+    rows_pairs,
     scale_backward,
     vector,
     weight_gradient,
@@ -123,6 +124,9 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
     ids = torch.tensor([[1, 1], [0, 1], [2, 2]])
     got = rows.rows_sqnorm(ids, x, config=TileConfig(1, 32, 4, 1, 1))
     assert_close(got, _reference.rows_sqnorm(ids, x.double()), _reference.rows_sqnorm(ids, x.abs()))
+    got = rows_pairs.pairwise_rows(ids, x, ids, x, config=TileConfig(2, 32, 4, 1, 1))
+    want, limit = (_reference.pairwise_rows(ids, y, ids, y) for y in (x.double(), x.double().abs()))
+    assert_close(got, want, limit)
     # two channels of images in one dimension: channels take the place of positions
     layer = ([3], [1], [1], [1])
     for groups, outputs in ((1, 3), (2, 2)):

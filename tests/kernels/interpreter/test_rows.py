@@ -6,6 +6,8 @@ from gradstats.kernels import (
     _check,
     _order,
     _reference,
+    _runs,
+    _streaming,
     rows,
     rows_direction,
     rows_inner,
@@ -20,6 +22,7 @@ from tests.kernels.reference import assert_close
 BLOCK = 16
 ROWS = TileConfig(1, 32, 4, num_warps=1, num_stages=1)
 TILE = TileConfig(BLOCK, BLOCK, BLOCK, num_warps=1, num_stages=1)
+PAIRS = TileConfig(2, 32, 4, num_warps=1, num_stages=1)
 TABLE = 7
 
 
@@ -106,7 +109,10 @@ def test_examples_without_rows_and_without_features():
     ids = torch.zeros((2, 0), dtype=torch.int64)
     assert (rows.rows_sqnorm(ids, torch.zeros(2, 0, 3)) == 0).all()
     assert (rows.rows_sqnorm(ids[:0], torch.zeros(0, 0, 3)).shape) == (0,)
-    assert (rows.rows_sqnorm(torch.zeros(2, 5).int(), torch.zeros(2, 5, 0)) == 0).all()
+    without = torch.zeros(2, 5).int(), torch.zeros(2, 5, 0)
+    assert (rows.rows_sqnorm(*without) == 0).all()
+    for factor in ((ids, torch.zeros(2, 0, 3)), without):
+        assert (rows_pairs.pairwise_rows(*factor, *factor) == torch.zeros(2, 2)).all()
 
 
 @pytest.mark.parametrize("padding_idx", [3])
@@ -118,7 +124,7 @@ def test_pairs_and_directions(case, padding_idx):
     want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
     scale = limit(*factors, bounds, bounds)
     for splits in (1, 2):
-        got = rows_pairs.pairwise_rows(*factors, **options, config=TILE, splits=splits)
+        got = rows_pairs.pairwise_rows(*factors, **options, config=PAIRS, splits=splits)
         assert_close(got, want, scale)
     got = rows_inner.rows_inner(*factors, **options, config=ROWS)
     assert_close(got, want.diagonal(), scale.diagonal())
@@ -130,6 +136,43 @@ def test_pairs_and_directions(case, padding_idx):
     want = _reference.rows_direction(ids, g.double(), table, bounds, padding_idx=padding_idx)
     scale = _reference.rows_direction(ids, g.double().abs(), table.abs(), bounds)
     assert_close(got, want, scale)
+
+
+def test_pairs_of_many_examples_in_any_workspace(monkeypatch):
+    """Tiles of sixteen examples on both sides, and runs of more rows than are read at once."""
+    ids, ids2 = (torch.randint(TABLE, (size, 9)) for size in (19, 35))
+    g, g2 = random((19, 9, 72), torch.float32, "cpu", 1), random((35, 9, 72), torch.float32, "cpu")
+    factors, scale = (ids, g, ids2, g2), limit(ids, g, ids2, g2)
+    want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double())
+    tile = TileConfig(4, 64, 16, num_warps=1, num_stages=1)
+    monkeypatch.setattr(_streaming, "choose_run_sums", lambda width, positions: ROWS)
+    for workspace in (1, 10**6):
+        got = rows_pairs.pairwise_rows(*factors, workspace=workspace, config=tile)
+        assert_close(got, want, scale)
+    again = rows_pairs.pairwise_rows(*factors, workspace=workspace, config=tile)
+    torch.testing.assert_close(got, again, rtol=0, atol=0)
+
+
+def test_pairs_of_a_factor_with_itself_sort_it_once(monkeypatch):
+    sorts = []
+    sort_rows = _runs.sort_rows
+    monkeypatch.setattr(_runs, "sort_rows", lambda *one: sorts.append(one) or sort_rows(*one))
+    ids, g = few_ids(4, 12), random((4, 12, 40), torch.bfloat16, "cpu", 1)
+    want, scale = _reference.pairwise_rows(ids, g.double(), ids, g.double()), limit(ids, g, ids, g)
+    for count, other in ((1, (ids.view(4, 12), g)), (2, (ids, g.clone())), (2, (ids.int(), g))):
+        sorts.clear()
+        assert_close(rows_pairs.pairwise_rows(ids, g, *other, config=PAIRS), want, scale)
+        assert len(sorts) == count
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of products that are not picked
+def test_pairs_with_an_example_that_is_not_finite():
+    ids, g = few_ids(4, 5) % 3, random((4, 5, 40), torch.float32, "cpu", 1)
+    want = rows_pairs.pairwise_rows(ids, g, ids, g, config=PAIRS)
+    g[1, 2], g[2, 0] = float("nan"), float("inf")
+    got = rows_pairs.pairwise_rows(ids, g, ids, g, config=PAIRS)
+    assert not got[1, 1].isfinite() and not got[2, 2].isfinite()
+    torch.testing.assert_close(got[::3, ::3], want[::3, ::3], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("padding_idx", [3])
@@ -172,8 +215,15 @@ def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch):
         for longest in (0, 100):
             got = rows.rows_sqnorm(ids, g, longest_compared=longest, **options)
             assert got.isfinite().tolist() == valid
+        both = {f"{name}{side}": options[name] for name in options for side in (1, 2)}
+        both = {name: both[name] for name in both if not name.startswith("config")}
+        pairs = rows_pairs.pairwise_rows(ids, g, ids, g, **both, config=PAIRS).isfinite()
+        each = torch.tensor(valid)
+        assert (pairs == each[:, None] & each[None, :]).all()
     options = {"cu_seqlens": torch.tensor((0, 5, 3, 20)), "max_seqlen": 17, "config": ROWS}
     assert rows.rows_sqnorm(ids, g, **options).isnan().all()
+    both |= {"cu_seqlens2": options["cu_seqlens"]}
+    assert rows_pairs.pairwise_rows(ids, g, ids, g, **both, config=PAIRS).isnan().all()
 
 
 def test_what_no_kernel_serves_is_refused():
