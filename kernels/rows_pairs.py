@@ -22,7 +22,7 @@ from gradstats.kernels._runs import EXAMPLE_BITS, EXAMPLES, ID_BITS, NOBODY, key
 from gradstats.kernels._tile import load_rows, segment_length
 from gradstats.kernels.pairwise import store_pairs
 
-PER_PROCESSOR = 16  # programs that hide each other's waits
+PER_PROCESSOR = 12  # programs that a processor has registers for at once
 
 
 @triton.jit
