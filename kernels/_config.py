@@ -215,12 +215,18 @@ def choose_partition(
 ) -> tuple[int, int]:
     """(examples per program, parts per example) for a walk over examples of `blocks` blocks each.
 
-    A few programs per processor: whole examples where there are enough of them, else parts of one.
+    A few programs per processor: whole examples where there are enough of them, else as many parts
+    of one as end soonest, for programs beyond what runs at once wait for a whole other round.
     """
     wanted = per_processor * MULTIPROCESSORS[family(architecture)]
     if batch >= wanted:
         return cdiv(batch, wanted), 1
-    return 1, max(1, min(blocks, cdiv(wanted, max(batch, 1))))
+
+    def time(parts: int) -> float:
+        return cdiv(batch * parts, wanted) / parts
+
+    most = max(1, min(blocks, cdiv(wanted, max(batch, 1)) + 1))
+    return 1, min(range(1, most + 1), key=time)
 
 
 @cached

@@ -18,9 +18,11 @@ TILES = {
     "rank_one_half": "2x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
     "rank_one_float": "1x1x2048w8s1 4x1x512w4s1 32x1x64w4s1",
     "vector": "1x128x64w8s1 1x32x64w4s1",
-    "layer_norm": "1x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
+    "layer_norm": "2x4096x1w8s1 2x2048x1w4s1 2x1024x1w2s1 2x512x1w2s1 8x128x1w4s1",
     "group_norm": "1x1x8192w8s1 1x1x4096w4s1 1x1x2048w2s1 1x1x1024w1s1 1x1x256w1s1",
     "group_norm_walked": "1x1x8192w16s1 1x1x2048w8s1",
+    "group_norm_wide": "1x1x8192w16s1 1x1x4096w8s1 1x1x2048w4s1 1x1x1024w2s1 1x1x512w1s1"
+    " 1x1x256w1s1",
     "scale": "1x64x64w8s1 1x32x64w4s1 1x16x128w4s1",
     "scale_positions_adjacent": "1x8x256w8s1 1x16x128w8s1 1x64x32w8s1",
     "scale_one_position": "1x2048x1w8s1 1x512x1w4s1 1x128x1w2s1",
@@ -35,6 +37,9 @@ TILES = {
 }
 
 LONG = 4096  # positions of examples in which runs are long
+
+
+MANY_CHANNELS = 16  # of a group, from which on it is walked over
 
 
 @functools.cache
@@ -78,12 +83,18 @@ def choose_group_norm(features: int, positions: int, vectors: bool) -> TileConfi
     """Columns are the channels of one group, inner positions, rows unused (1).
 
     The smallest tile that holds a whole group, else one that is walked over it, smaller where
-    threads cannot add what they load as one vector and keep all of it. A tile has one number of
-    elements in the table, and here the shape of the group.
+    threads cannot add what they load as one vector and keep all of it. Of many channels a third of
+    the group: to bring the threads' sums together costs more the more of them there are, and more
+    than to read again. A tile has one number of elements in the table, and here the shape of the
+    group.
     """
     columns, inner = (1 << max(size - 1, 0).bit_length() for size in (features, positions))
     held = (each for each in tiles("group_norm")[::-1] if columns * inner <= each.inner)
     config = next(held, tiles("group_norm_walked")[0 if vectors else 1])
+    if columns >= MANY_CHANNELS:
+        within = range(columns, columns * positions // 3 + 1)
+        thirds = (each for each in tiles("group_norm_wide") if each.inner in within)
+        config = next(thirds, config)
     return dataclasses.replace(config, columns=columns, inner=max(config.inner // columns, 1))
 
 

@@ -173,13 +173,15 @@ def test_rows_are_held_whole_by_the_narrowest_tile_that_can():
     assert _streaming.choose_layer_norm(5000) == _streaming.choose_layer_norm(4096)
 
 
-def test_groups_are_held_whole_where_a_tile_can():
+def test_groups_of_few_channels_are_held_whole_where_a_tile_can():
     def shape(features, positions, vectors=True):
         config = _streaming.choose_group_norm(features, positions, vectors)
         return config.columns, config.inner
 
     assert shape(8, 784) == (8, 1024)
-    assert shape(16, 49) == (16, 64)
+    assert shape(15, 49) == (16, 16) and shape(8, 49) == (8, 128)
+    # of many channels a third: measured
+    assert shape(16, 784) == (16, 256) and shape(32, 196) == (32, 64) and shape(64, 49) == (64, 16)
     assert shape(1, 1) == (1, 256)
     assert shape(8, 1024) == shape(8, 1025) == shape(5, 10**6) == (8, 1024)
     assert shape(8, 1025, False) == (8, 256) and shape(8, 1024, False) == (8, 1024)
@@ -223,5 +225,8 @@ def test_a_partition_takes_whole_examples_where_there_are_enough():
     assert _config.choose_partition(4 * 528 + 1, 100) == (5, 1)
     assert _config.choose_partition(16, 1000) == (1, 33)
     assert _config.choose_partition(16, 7) == (1, 7)
-    assert _config.choose_partition(16, 1000, per_processor=2) == (1, 17)
+    # 17 parts would be eight programs more than run at once
+    assert _config.choose_partition(16, 1000, per_processor=2) == (1, 16)
+    assert _config.choose_partition(64, 99) == (1, 8)
+    assert _config.choose_partition(300, 99) == (1, 3)
     assert _config.choose_partition(1, 0) == (1, 1)

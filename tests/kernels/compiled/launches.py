@@ -166,7 +166,7 @@ def launches(
                 layer_norm.layer_norm_sqnorm(x, g, 1e-5, rms=rms, splits=1, **one)
             layer_norm.layer_norm_sum(x, g, 1e-5, splits=4, **one)
             layer_norm.layer_norm_backward(x, g, weight, 1e-5, splits=1, **one)
-        elif operation in ("group_norm", "group_norm_walked"):
+        elif operation.startswith("group_norm"):
             group_norm_launches(operation, config, dtype, aligned, layout)
         elif operation in ("scale", "scale_positions_adjacent"):
             if operation == "scale_positions_adjacent" and layout == "dense":
@@ -241,14 +241,18 @@ def group_norm_launches(operation, config, dtype, aligned, layout):
     vectors, _ = _streaming.tiles("group_norm_walked")
     # what is not aligned still has vectors of two where the tile is for vectors
     less = 0 if aligned else 2 if config == vectors else 1
-    tiles = 3 if operation == "group_norm_walked" else 1
-    for columns in (1, 8, 64, min(config.inner, group_norm.WIDEST)):
+    tiles = 1 if operation == "group_norm" else 3
+    widths = (1, 8, 64, min(config.inner, group_norm.WIDEST))
+    if operation == "group_norm_wide":
+        widths = (_streaming.MANY_CHANNELS, *widths[2:])
+    for columns in widths:
         tile = dataclasses.replace(config, columns=columns, inner=config.inner // columns)
         width, positions = (max(size - less, 1) for size in (columns, tile.inner * tiles))
         x, g = (torch.empty((8, positions, 4 * width), dtype=dtype, device="meta") for _ in "xg")
         if layout == "first":
             x, g = (side.mT.contiguous().mT for side in (x, g))
-        if config == vectors and group_norm.adjacent(positions, width, x) == (1, 1):
+        walked = operation == "group_norm_walked"
+        if walked and config == vectors and group_norm.adjacent(positions, width, x) == (1, 1):
             continue
         weight = torch.empty(4 * width, dtype=dtype, device="meta")
         group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=tile)
