@@ -7,14 +7,16 @@ direct            G_i formed tile by tile, squared at once
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, cast, compute_dtype
+from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
+from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
@@ -42,6 +44,10 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     on_chip = _triton.serves(factor)
+    if on_chip and _is_of_images(factor):
+        # What a 1×1 convolution leaves. On an NVIDIA H100 norms beside cuDNN's weight gradient take
+        # half to nine tenths of the time of one kernel for both.
+        return sqnorm(factor, workspace, guarded=True), summed(factor)
     form = _cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
@@ -323,12 +329,42 @@ def magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
 
 def summed(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
+    if _is_of_images(factor):
+        return _arrange(_summed_images(factor), factor)
     if factor.left.shape[1] == 1:
         left, right = factor.left.flatten(0, 2), factor.right.flatten(0, 2)
         return _arrange(torch.mm(left.t(), right), factor)
     left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
     right = factor.right.transpose(0, 1).flatten(1, 2)
     return _arrange(left.mT @ right, factor)
+
+
+def _is_of_images(factor: Outer) -> bool:
+    """Whether a GPU best sums the gradients as those of a convolution.
+
+    Positions are adjacent in both operands, so that one product would copy them. Only in half
+    precision: cuDNN may round float32 where the user lets no product be rounded.
+    """
+    left, right = factor.left, factor.right
+    if not left.is_cuda or left.shape[1] != 1 or left.dtype != right.dtype:
+        return False
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return all(side.stride(2) == 1 and min(side.shape[2:]) > 1 for side in (left, right))
+
+
+def _summed_images(factor: Outer) -> Tensor:
+    """Return Σ_i G_i, (p, q, 1, 1), as the weight gradient of a 1×1 convolution.
+
+    The positions are laid out as square as they divide: cuDNN is slower on one long row.
+    """
+    count = factor.left.shape[2]
+    height = next(size for size in range(math.isqrt(count), 0, -1) if count % size == 0)
+    grad, x = (
+        side.squeeze(1).mT.unflatten(2, (height, -1)) for side in (factor.left, factor.right)
+    )
+    sizes = (grad.shape[1], x.shape[1], 1, 1)
+    return weight_gradient(x, grad, sizes, ConvolutionGeometry((1, 1), (0, 0), (1, 1), 1))
 
 
 def _arrange(total: Tensor, factor: Outer) -> Tensor:

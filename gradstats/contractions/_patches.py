@@ -17,6 +17,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer, _triton, _triton_layers
+from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._result import (
     Contraction,
     product_roundoff,
@@ -109,16 +110,9 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
 
 def summed(factor: Patches, dtype: torch.dtype) -> Tensor:
     """Return Σ_i G_i by PyTorch's own weight gradient, its operands cast to ``dtype``."""
-    geometry = factor.geometry
-    # Only the weight's shape is read: one number stands for all of it.
     sizes = (*factor.shape[:2], *factor.kernel)
-    weight = factor.input.new_empty(1, dtype=dtype).expand(sizes)
-    total = torch.ops.aten.convolution_backward(
-        factor.grad.to(dtype), factor.input.to(dtype), weight, None, geometry.stride,
-        geometry.padding, geometry.dilation, False, [0] * len(geometry.stride), geometry.groups,
-        [False, True, False],
-    )[1]  # fmt: skip
-    return total.reshape(factor.shape)
+    operands = factor.input.to(dtype), factor.grad.to(dtype)
+    return weight_gradient(*operands, sizes, factor.geometry).reshape(factor.shape)
 
 
 def _total(factor: Patches) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
+from gradstats import contractions
 from gradstats._factors import Outer
 from gradstats.contractions import _outer
 from tests.oracle import (
@@ -180,6 +181,23 @@ def test_summed_gradients_are_stored_as_the_parameters_are(dtype):
 def test_long_rows_take_the_form_that_tensor_cores_cut_little_off(width, form):
     left, right = (torch.zeros(1, 1, 64, size).cuda().bfloat16() for size in (width, 768))
     assert _outer._cheapest_form(Outer(left, right, (width, 768))) == form
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("positions", [1, 7, 36, 340])
+def test_gradients_of_images_are_summed_where_they_lie(positions, dtype, launched):
+    left, right = (torch.randn(B, width, positions).cuda().to(dtype) for width in (5, 3))
+    factor = Outer(left.mT.unsqueeze(1), right.mT.unsqueeze(1), (5, 3, 1, 1))
+    result, total = contractions.sqnorm_and_sum(factor, 1 << 20)
+    each = left.double() @ right.double().mT
+    torch.testing.assert_close(result.value, each.square().sum((1, 2)), rtol=1e-4, atol=0)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        total.double().flatten(1), each.sum(0), rtol=2 * eps, atol=4 * eps * positions**0.5
+    )
+    assert total.dtype == dtype and total.shape == (5, 3, 1, 1)
+    in_one = dtype == torch.float32 and positions > 20
+    assert ("weight_gradient_sqnorm" in launched) == in_one
 
 
 class Recurrent(nn.Module):
