@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import torch
 import triton
@@ -266,6 +267,21 @@ def is_aligned(*operands: torch.Tensor) -> bool:
             if stride % 16:
                 return False
     return True
+
+
+def adjacent_positions(*operands: torch.Tensor) -> int:
+    """How many positions of (B, T, d), from each multiple of that number on, are adjacent in all
+    operands at offsets that are multiples of it: what a vector of 16 bytes may hold of images whose
+    channels come first. 1 for other layouts."""
+    numbers = [16 // operands[0].element_size()]
+    for operand in operands:
+        batch, positions, features = operand.stride()
+        if positions != 1 or operand.shape[1] == 1:
+            return 1
+        numbers.append(operand.shape[1])
+        # where there is one of something it lies at no offset
+        numbers += [batch] * (operand.shape[0] > 1) + [features] * (operand.shape[2] > 1)
+    return math.gcd(*numbers)
 
 
 def architecture(device: torch.device) -> int:

@@ -39,6 +39,16 @@ def load_tile(
 
 
 @triton.jit
+def multiple(number, RUN: tl.constexpr):
+    """A multiple of RUN, with word of that for the compiler.
+
+    Sizes that differ from layer to layer are no part of a kernel: without word nothing that they
+    bound is read in vectors.
+    """
+    return number // RUN * RUN
+
+
+@triton.jit
 def load_rows(pointer, offsets, inside, columns, column_stride, column_limit):
     """[R, C] tile whose rows start at `offsets`; zero for rows not `inside` and past the limit."""
     addresses = offsets[:, None] + tl.cast(columns, tl.int64)[None, :] * column_stride

@@ -10,7 +10,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import added
-from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
+from gradstats.kernels._tile import dot, example_base, grouped, load_tile, multiple, segment
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 
@@ -77,6 +77,7 @@ def direct_kernel(
     PAIRED: tl.constexpr,
     CHOSEN: tl.constexpr,
     RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent_positions`
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -84,6 +85,12 @@ def direct_kernel(
     GROUP_ROWS: tl.constexpr,
 ):
     """partial[b, tile] = sum over one tile of G1_b * G2_b, or of G1_b squared."""
+    if RUN > 1:
+        positions1, positions2 = multiple(positions1, RUN), multiple(positions2, RUN)
+        stride_a1b, stride_a1d = multiple(stride_a1b, RUN), multiple(stride_a1d, RUN)
+        stride_g1b, stride_g1d = multiple(stride_g1b, RUN), multiple(stride_g1d, RUN)
+        stride_a2b, stride_a2d = multiple(stride_a2b, RUN), multiple(stride_a2d, RUN)
+        stride_g2b, stride_g2d = multiple(stride_g2b, RUN), multiple(stride_g2d, RUN)
     index = tl.program_id(0)
     row_tiles = tl.cdiv(d_out, ROWS)
     column_tiles = tl.cdiv(d_in, COLUMNS)
@@ -267,13 +274,14 @@ def _plan(
 ) -> _Plan:
     a1, g1, a2, g2 = operands
     d_in, d_out = a1.shape[-1], g1.shape[-1]
+    run = 1 if segments1.ragged else _check.adjacent_positions(*operands)
     config = config or _config.choose_direct(
         d_out,
         d_in,
         a1.element_size(),
         precision,
         _check.architecture(a1.device),
-        _check.is_aligned(*operands),
+        run > 1 or _check.is_aligned(*operands),
         "diagonal" if paired else "direct",
     )
     tiles = _config.tiles_of(config, d_out, d_in)
@@ -295,6 +303,7 @@ def _plan(
             PAIRED=paired,
             CHOSEN=chosen,
             RAGGED=segments1.ragged,
+            RUN=run,
             PRECISION=config.precision,
             ROWS=config.rows,
             COLUMNS=config.columns,

@@ -10,7 +10,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart
-from gradstats.kernels._tile import dot, example_base, load_tile, segment, triangle
+from gradstats.kernels._tile import dot, example_base, load_tile, multiple, segment, triangle
 
 
 @triton.jit
@@ -88,6 +88,7 @@ def gram_kernel(
     d_out,
     pairs,  # tiles of the lower triangle of the longest example
     RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent_positions`
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
@@ -96,6 +97,10 @@ def gram_kernel(
 
     The matrix of terms is symmetric, so a tile below the diagonal stands for its mirror image too.
     """
+    if RUN > 1:
+        positions = multiple(positions, RUN)
+        stride_ab, stride_ad = multiple(stride_ab, RUN), multiple(stride_ad, RUN)
+        stride_gb, stride_gd = multiple(stride_gb, RUN), multiple(stride_gd, RUN)
     index = tl.program_id(0)
     example = index // pairs
     row_tile, column_tile = triangle(index - example * pairs)
@@ -198,12 +203,13 @@ def _plan(
     """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
     a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
+    run = 1 if segments.ragged else _check.adjacent_positions(a, g)
     config = config or _config.choose_gram(
         segments.positions,
         a.element_size(),
         precision,
         _check.architecture(a.device),
-        _check.is_aligned(a, g),
+        run > 1 or _check.is_aligned(a, g),
     )
     side = _config.cdiv(segments.positions, config.rows)
     pairs = side * (side + 1) // 2
@@ -221,6 +227,7 @@ def _plan(
             g.shape[-1],
             pairs,
             RAGGED=segments.ragged,
+            RUN=run,
             PRECISION=config.precision,
             BLOCK=config.rows,
             INNER=config.inner,

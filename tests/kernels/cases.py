@@ -39,6 +39,16 @@ def ragged(lengths, d_in, d_out, front=0, back=0, index_dtype=torch.int32):
     return build
 
 
+def channels_first(batch, positions, d_in, d_out):
+    """As 1x1 convolutions leave them: positions are adjacent."""
+
+    def make(dtype, block, device):
+        a, g, _ = dense(batch, positions, d_in, d_out)(dtype, block, device)
+        return a.mT.contiguous().mT, g.mT.contiguous().mT, None
+
+    return make
+
+
 def transposed(dtype, block, device):
     """Features outermost, as a convolution's output or a .mT view hands them over."""
     a = random((2, 19, 2 * block + 3), dtype, device, 5).transpose(1, 2)
@@ -78,6 +88,8 @@ CASES = {
     "one example": dense(1, lambda block: block + 2, 50, 35),
     "odd features": dense(2, 5, 1, 3),
     "transposed": transposed,
+    "channels first": channels_first(2, lambda block: 2 * block, 33, 48),
+    "channels first, by four": channels_first(3, lambda block: block + 4, 20, 17),
     "expanded": expanded,
     "sliced": sliced,
     "zero example": zero_example,

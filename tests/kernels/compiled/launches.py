@@ -106,6 +106,11 @@ def factor(dtype, aligned, layout, batch=8, positions=1024):
     return a.flatten(0, 1), g.flatten(0, 1), cu_seqlens, positions
 
 
+def positions_adjacent(*operands):
+    """The same (B, T, d) as images whose channels come first have them."""
+    return tuple(operand.mT.contiguous().mT for operand in operands)
+
+
 def of(case: Case) -> list[aot.Launch]:
     """The launches of one case."""
     dtype = DTYPES[case.kind]
@@ -178,9 +183,13 @@ def launches(
                 wide_launches(a, g, config)
         elif operation == "gram":
             gram.gram_sqnorm(a, g, **one)
+            if layout == "dense":
+                gram.gram_sqnorm(*positions_adjacent(a, g), **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
+            if layout == "dense":
+                direct.direct_sqnorm(*positions_adjacent(a, g), **one)
             direct.direct_sqnorm(
                 a, g, chosen=torch.empty(8, dtype=torch.bool, device="meta"), **one
             )

@@ -1,6 +1,7 @@
 """Norms and the fused weight gradient of sequences, against float64, on tiles of 16."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -39,6 +40,36 @@ def test_gram(case):
     assert_close(got[0], reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
     assert_close(got[1], magnitude)
     assert_close(got[2], reference.size_reference(a, g, cu_seqlens))
+
+
+@pytest.mark.parametrize(
+    "batch, positions, apart",
+    [(3, 48, 0), (3, 12, 0), (2, 9, 0), (1, 24, 4), (3, 16, 4), (2, 16, 5), (3, 1, 0)],
+)
+def test_positions_that_are_adjacent(batch, positions, apart, dtype):
+    """As 1x1 convolutions leave them; sizes and distances that are multiples of 8, 4 or 1."""
+    sides = (torch.randn(batch, width, positions + apart).to(dtype) for width in (11, 20))
+    a, g = (side[..., :positions].mT for side in sides)
+    run = math.gcd(16 // dtype.itemsize, positions, positions + apart)
+    assert _check.adjacent_positions(a, g) == (run if positions > 1 else 1)
+    want = reference.sqnorm_reference(a, g)
+    assert_close(direct.direct_sqnorm(a, g, config=TILE), want)
+    got, magnitude, size = gram.gram_sqnorm(a, g, config=TILE)
+    assert_close(got, want, reference.magnitude_reference(a, g))
+    assert_close(magnitude, reference.magnitude_reference(a, g))
+    assert_close(size, reference.size_reference(a, g))
+    assert_close(direct.direct_inner(a, g, a.flip(0), g, config=TILE),
+                 reference.diagonal_reference(a, g, a.flip(0), g))  # fmt: skip
+
+
+def test_runs_of_positions_of_one_example_or_one_feature():
+    one = torch.randn(1, 6, 16).mT.as_strided((1, 16, 6), (5, 1, 16))
+    assert _check.adjacent_positions(one) == 4
+    assert (
+        _check.adjacent_positions(torch.randn(2, 1, 16).mT.as_strided((2, 16, 1), (16, 1, 3))) == 4
+    )
+    assert _check.adjacent_positions(torch.randn(2, 16, 6)) == 1
+    assert _check.adjacent_positions(torch.randn(6, 16).mT.expand(2, 16, 6)) == 4
 
 
 def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
