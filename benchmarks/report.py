@@ -96,6 +96,14 @@ def steps() -> list[Row]:
     return latest(rows, "machine", "dtype", "float32_products", "workload", "variant")
 
 
+def measured_with(name: str) -> list[Row]:
+    """Return the step timings of workloads, on machines, where a provider was measured too."""
+    keys = ("machine", "dtype", "float32_products", "workload")
+    cases = grouped(steps(), *keys).values()
+    label = PROVIDERS[name].label
+    return [row for rows in cases if any(row["variant"] == label for row in rows) for row in rows]
+
+
 def ratio(row: Row) -> str:
     if not row.get("ratio"):
         return short(row.get("note", "")) or "–"
@@ -131,8 +139,7 @@ def step_table() -> str:
 def recorded_table() -> str:
     """Return steps as CUDA graphs beside eager ones, where both were measured."""
     plain, norms, training = (PROVIDERS[name].label for name in RECORDED)
-    rows = [row for row in steps() if row["milliseconds"]]
-    both = {row["workload"] for row in rows if row["variant"] == training}
+    rows = [row for row in measured_with(RECORDED[-1]) if row["milliseconds"]]
 
     def make(rows: list[Row]) -> str:
         body = []
@@ -146,13 +153,12 @@ def recorded_table() -> str:
                 f"{float(named[each]['milliseconds']) / least:.2f}" for each in (norms, training)
             ]
             body.append(cells)
-        header = ["model", "eager plain step", "norms", "norms and gradients"]
-        return table([*header, "plain step as a graph", *header[2:]], body)
+        eager = ["eager plain step", "norms", "norms and gradients"]
+        graphs = ["plain step as a graph", "norms as a graph", "both as a graph"]
+        return table(["model", *eager, *graphs], body)
 
     chosen = (plain, norms, training, "plain", NORMS, TRAINING)
-    return by_machine(
-        [row for row in rows if row["workload"] in both and row["variant"] in chosen], make
-    )
+    return by_machine([row for row in rows if row["variant"] in chosen], make)
 
 
 def short(note: str) -> str:
@@ -165,8 +171,7 @@ def short(note: str) -> str:
 
 def peer_table() -> str:
     """Return every provider on every workload, as multiples of the plain step in time, memory."""
-    rows = steps()
-    compared = {row["workload"] for row in rows if row["variant"] == PROVIDERS["vmap"].label}
+    rows = measured_with("vmap")
 
     def make(rows: list[Row]) -> str:
         labels = [row["variant"] for row in latest(rows, "variant") if row["variant"] != "plain"]
@@ -190,16 +195,12 @@ def peer_table() -> str:
             body.append(cells)
         return table(["model", *(TITLES[label] for label in order)], body)
 
-    return by_machine(
-        [r for r in rows if r["workload"] in compared and r["variant"] not in OTHER_FORMS], make
-    )
+    return by_machine([row for row in rows if row["variant"] not in OTHER_FORMS], make)
 
 
 def tutorial_table() -> str:
     """Return the comparison of PyTorch's per-sample-gradients tutorial, with more rows."""
-    rows = [row for row in steps() if row["workload"].startswith("CNN of the tutorial")]
-    if not any(row["variant"] == PROVIDERS["vmap"].label for row in rows):
-        return ""
+    rows = [row for row in measured_with("loop") if row["workload"].startswith("CNN of the")]
 
     def make(rows: list[Row]) -> str:
         named = {row["variant"]: row for row in rows}
