@@ -148,43 +148,6 @@ def patch_products(
 
 
 @triton.jit
-def own_patch_products(
-    x_base,  # pointer to the first channel of one group of an example
-    position,  # [BLOCK] positions; at or past `positions` they read as zero
-    positions,
-    stride_xc,
-    stride_xd,
-    stride_xh,
-    stride_xw,
-    depth,
-    height,
-    width,
-    out_height,
-    out_width,
-    channels,
-    WINDOW: tl.constexpr,
-    ONE_TAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """[BLOCK, BLOCK] inner products of patches with each other, each read once."""
-    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
-    inner = tl.arange(0, INNER)
-    products = tl.zeros((BLOCK, BLOCK), tl.float32)
-    steps_per_tap = tl.cdiv(channels if ONE_TAP else channels * TAPS, INNER)
-    for step in range(0, steps_per_tap * TAPS if ONE_TAP else steps_per_tap):
-        column = (step % steps_per_tap) * INNER + inner
-        patches = patch_tile(
-            x_base, position, positions, column, step // steps_per_tap, channels, stride_xc,
-            stride_xd, stride_xh, stride_xw, depth, height, width, out_height, out_width, WINDOW,
-            ONE_TAP,
-        )  # fmt: skip
-        products = dot(patches, patches.T, products, PRECISION)
-    return products
-
-
-@triton.jit
 def weight_tiles(
     channels,
     outputs,

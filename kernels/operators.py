@@ -83,13 +83,9 @@ def _per_example(arguments: Arguments) -> Tensor:
     return arguments.operand.new_empty((arguments.batch(),), dtype=torch.float64)
 
 
-def _over_groups(arguments: Arguments) -> Tensor:
+def _over_groups(arguments: Arguments, dtype: torch.dtype = torch.float64) -> Tensor:
     sqnorm = arguments["sqnorm"]
-    return sqnorm.new_empty((sqnorm.shape[0] // arguments["groups"],))
-
-
-def _suspects(arguments: Arguments) -> Tensor:
-    return torch.empty_like(_over_groups(arguments), dtype=torch.bool)
+    return sqnorm.new_empty((sqnorm.shape[0] // arguments["groups"],), dtype=dtype)
 
 
 def _per_channel(arguments: Arguments) -> Tensor:
@@ -177,7 +173,7 @@ OPERATORS = {
         " float products, float cut_off, float tolerance) -> (Tensor, Tensor, Tensor)",
         "guard",
         3,
-        (_over_groups, _over_groups, _suspects),
+        (_over_groups, _over_groups, functools.partial(_over_groups, dtype=torch.bool)),
     ),
     "replace_suspects": Operator(
         "(Tensor sqnorm, Tensor bound, Tensor suspect, Tensor better, float relative)"
