@@ -34,6 +34,8 @@ SHOWN_OPERATIONS = (
 # The workloads that have bars; the others stand in the table of all libraries.
 FIRST = ("MLP 784-2048", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
 TITLES = {each.label: each.title for each in PROVIDERS.values()}
+# What says of a step's timing which case it is of, beside the provider.
+CASE = ("machine", "dtype", "float32_products", "workload")
 # Ours in other forms than those that are compared with other libraries.
 OTHER_FORMS = tuple(PROVIDERS[name].label for name in (*COMPILED, *RECORDED))
 
@@ -93,13 +95,12 @@ def steps() -> list[Row]:
         # Columns that older rows lack.
         row["dtype"] = row.get("dtype") or "float32"
         row["float32_products"] = row.get("float32_products") or "ieee"
-    return latest(rows, "machine", "dtype", "float32_products", "workload", "variant")
+    return latest(rows, *CASE, "variant")
 
 
 def measured_with(name: str) -> list[Row]:
     """Return the step timings of workloads, on machines, where a provider was measured too."""
-    keys = ("machine", "dtype", "float32_products", "workload")
-    cases = grouped(steps(), *keys).values()
+    cases = grouped(steps(), *CASE).values()
     label = PROVIDERS[name].label
     return [row for rows in cases if any(row["variant"] == label for row in rows) for row in rows]
 
@@ -139,7 +140,9 @@ def step_table() -> str:
 def recorded_table() -> str:
     """Return steps as CUDA graphs beside eager ones, where both were measured."""
     plain, norms, training = (PROVIDERS[name].label for name in RECORDED)
-    rows = [row for row in measured_with(RECORDED[-1]) if row["milliseconds"]]
+    wanted = ("plain", NORMS, TRAINING, plain, norms, training)
+    rows = [row for row in measured_with(RECORDED[-1]) if row["variant"] in wanted]
+    cases = grouped((row for row in rows if row["milliseconds"]), *CASE).values()
 
     def make(rows: list[Row]) -> str:
         body = []
@@ -157,8 +160,7 @@ def recorded_table() -> str:
         graphs = ["plain step as a graph", "norms as a graph", "both as a graph"]
         return table(["model", *eager, *graphs], body)
 
-    chosen = (plain, norms, training, "plain", NORMS, TRAINING)
-    return by_machine([row for row in rows if row["variant"] in chosen], make)
+    return by_machine([row for case in cases if len(case) == len(wanted) for row in case], make)
 
 
 def short(note: str) -> str:

@@ -269,18 +269,18 @@ def is_aligned(*operands: torch.Tensor) -> bool:
     return True
 
 
-def adjacent_positions(*operands: torch.Tensor) -> int:
-    """How many positions of (B, T, d), from each multiple of that number on, are adjacent in all
-    operands at offsets that are multiples of it: what a vector of 16 bytes may hold of images whose
-    channels come first. 1 for other layouts."""
+def adjacent(axis: int, *operands: torch.Tensor) -> int:
+    """How many elements along an axis of (B, T, d), from each multiple of that number on, are
+    adjacent in all operands at offsets that are multiples of it: what a vector of 16 bytes may
+    hold. 1 where another axis is adjacent."""
     numbers = [16 // operands[0].element_size()]
     for operand in operands:
-        batch, positions, features = operand.stride()
-        if positions != 1 or operand.shape[1] == 1:
+        if operand.stride(axis) != 1:
             return 1
-        numbers.append(operand.shape[1])
+        numbers.append(operand.shape[axis])
         # where there is one of something it lies at no offset
-        numbers += [batch] * (operand.shape[0] > 1) + [features] * (operand.shape[2] > 1)
+        layout = enumerate(zip(operand.shape, operand.stride(), strict=True))
+        numbers += [step for other, (size, step) in layout if other != axis and size > 1]
     return math.gcd(*numbers)
 
 

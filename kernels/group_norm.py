@@ -214,19 +214,11 @@ def group_norm_kernel(
             tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
 
 
-def adjacent(positions: int, width: int, *operands: torch.Tensor) -> tuple[int, int]:
-    """How many (positions, channels) of a group, from each multiple of that number on, are adjacent
-    in all operands at offsets that are multiples of it: powers of two, one of which is 1.
-
-    What a vector of a load or a store may hold: groups and examples start at such offsets.
-    """
-    most = 16 // operands[0].element_size()
-    found = [1, 1]
-    for axis, size in enumerate((positions, width)):
-        if all(operand.stride(1 + axis) == 1 for operand in operands):
-            strides = (stride for each in operands for stride in each.stride() if stride != 1)
-            found[axis] = math.gcd(most, size, *strides)
-    return (found[0], 1) if found[0] > 1 else (1, found[1])
+def adjacent(width: int, *operands: torch.Tensor) -> tuple[int, int]:
+    """How many (positions, channels) of a group are adjacent, see `_check.adjacent`: powers of two,
+    one of which is 1. Groups start at multiples of them."""
+    positions = _check.adjacent(1, *operands)
+    return (positions, 1) if positions > 1 else (1, math.gcd(_check.adjacent(2, *operands), width))
 
 
 def group_norm_sqnorm(
@@ -306,7 +298,7 @@ def group_norm_backward(
             g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
         )
     gradient = torch.empty_like(x)
-    runs = adjacent(positions, width, x, g, gradient)
+    runs = adjacent(width, x, g, gradient)
     config = config or _streaming.choose_group_norm(width, positions, max(runs) > 1)
     if width > config.columns:
         raise _check.KernelInputError(

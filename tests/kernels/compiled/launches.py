@@ -261,7 +261,7 @@ def group_norm_launches(operation, config, dtype, aligned, layout):
         if layout == "first":
             x, g = (side.mT.contiguous().mT for side in (x, g))
         walked = operation == "group_norm_walked"
-        if walked and config == vectors and group_norm.adjacent(positions, width, x) == (1, 1):
+        if walked and config == vectors and group_norm.adjacent(width, x) == (1, 1):
             continue
         weight = torch.empty(4 * width, dtype=dtype, device="meta")
         group_norm.group_norm_backward(x, g, weight, 4, 1e-5, config=tile)

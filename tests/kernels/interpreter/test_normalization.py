@@ -237,7 +237,7 @@ def test_vectors_are_no_longer_than_what_is_adjacent_and_aligned():
         x = torch.empty((2, positions, 4 * width), dtype=dtype)
         if layout == "first":
             x = x.mT.contiguous().mT
-        return group_norm.adjacent(positions, width, x, **options)
+        return group_norm.adjacent(width, x, **options)
 
     for size, run in ((784, 8), (196, 4), (50, 2), (49, 1)):
         assert found(size, 2, "first") == (run, 1)
@@ -246,9 +246,9 @@ def test_vectors_are_no_longer_than_what_is_adjacent_and_aligned():
     assert found(8, 2, "last") == (1, 2)
     # lines cut out of longer ones, layouts that differ, the same for every example
     x = torch.empty(2, 64, 21, dtype=torch.bfloat16).mT
-    assert group_norm.adjacent(16, 4, x[:, :16]) == (1, 1)
-    assert group_norm.adjacent(16, 4, x[:, :16], x[:, :16].contiguous()) == (1, 1)
-    assert group_norm.adjacent(8, 2, torch.empty(64, 8).mT.expand(2, 8, 64)) == (4, 1)
+    assert group_norm.adjacent(4, x[:, :16]) == (1, 1)
+    assert group_norm.adjacent(4, x[:, :16], x[:, :16].contiguous()) == (1, 1)
+    assert group_norm.adjacent(2, torch.empty(64, 8).mT.expand(2, 8, 64)) == (4, 1)
 
 
 @pytest.mark.parametrize("channels_first", [True, False], ids=["first", "last"])

@@ -51,7 +51,7 @@ def test_positions_that_are_adjacent(batch, positions, apart, dtype):
     sides = (torch.randn(batch, width, positions + apart).to(dtype) for width in (11, 20))
     a, g = (side[..., :positions].mT for side in sides)
     run = math.gcd(16 // dtype.itemsize, positions, positions + apart)
-    assert _check.adjacent_positions(a, g) == (run if positions > 1 else 1)
+    assert _check.adjacent(1, a, g) == (run if positions > 1 else 1)
     want = reference.sqnorm_reference(a, g)
     assert_close(direct.direct_sqnorm(a, g, config=TILE), want)
     got, magnitude, size = gram.gram_sqnorm(a, g, config=TILE)
@@ -64,12 +64,10 @@ def test_positions_that_are_adjacent(batch, positions, apart, dtype):
 
 def test_runs_of_positions_of_one_example_or_one_feature():
     one = torch.randn(1, 6, 16).mT.as_strided((1, 16, 6), (5, 1, 16))
-    assert _check.adjacent_positions(one) == 4
-    assert (
-        _check.adjacent_positions(torch.randn(2, 1, 16).mT.as_strided((2, 16, 1), (16, 1, 3))) == 4
-    )
-    assert _check.adjacent_positions(torch.randn(2, 16, 6)) == 1
-    assert _check.adjacent_positions(torch.randn(6, 16).mT.expand(2, 16, 6)) == 4
+    assert _check.adjacent(1, one) == 4
+    assert _check.adjacent(1, torch.randn(2, 1, 16).mT.as_strided((2, 16, 1), (16, 1, 3))) == 4
+    assert _check.adjacent(1, torch.randn(2, 16, 6)) == 1
+    assert _check.adjacent(1, torch.randn(6, 16).mT.expand(2, 16, 6)) == 4
 
 
 def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
