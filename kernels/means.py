@@ -17,7 +17,7 @@ from gradstats.kernels._tile import load_tile
 from gradstats.kernels.statistics import Statistics
 
 
-@triton.jit(do_not_specialize=["batch", "groups", "positions", "features"])
+@triton.jit(do_not_specialize=["batch", "groups", "positions"])
 def means_kernel(
     x_ptr,  # (B, T, C)
     g_ptr,  # (B, T, C)

@@ -18,7 +18,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming, finish
 from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart, empty_like
-from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels._tile import example_base, load_tile, multiple, segment
 from gradstats.kernels.statistics import Statistics, strides_of
 
 
@@ -82,6 +82,7 @@ def scale_kernel(
     VALUES: tl.constexpr,
     ALONG: tl.constexpr,  # values are products with the direction, not squares
     RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
@@ -90,6 +91,11 @@ def scale_kernel(
     A program takes either a range of whole examples, and squares their sums on chip, or one of
     `splits` interleaved parts of a single example, and leaves its sums to be added.
     """
+    if RUN > 1:
+        positions = multiple(positions, RUN)
+        stride_xb, stride_xd = multiple(stride_xb, RUN), multiple(stride_xd, RUN)
+        stride_gb, stride_gd = multiple(stride_gb, RUN), multiple(stride_gd, RUN)
+        stride_ob, stride_od = multiple(stride_ob, RUN), multiple(stride_od, RUN)
     index = tl.program_id(0)
     tile = index % tiles
     program = index // tiles
@@ -351,6 +357,7 @@ def prepare(
     launch = None
     if batch * tiles:
         like = torch.empty_like(read[0], device="meta")
+        run = 1 if ragged else _check.adjacent(1, *read, like)
         launch = Launch(
             kernel,
             programs * tiles,
@@ -377,6 +384,7 @@ def prepare(
             VALUES=values,
             ALONG=along,
             RAGGED=ragged,
+            RUN=run,
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

@@ -58,7 +58,7 @@ def block_statistics(
     return average, 1.0 / tl.sqrt(variance + eps)
 
 
-@triton.jit(do_not_specialize=["positions", "features", "batch", "groups"])
+@triton.jit(do_not_specialize=["positions", "batch", "groups"])
 def statistics_kernel(
     x_ptr,  # (B, T, C)
     output_ptr,  # fp32 (2, B, groups) contiguous: mean, 1 / sqrt(variance + eps)

@@ -10,7 +10,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
 from gradstats.kernels._launching import Launch, launch_kernel, remembered
 from gradstats.kernels._results import added
-from gradstats.kernels._tile import example_base, load_tile, segment
+from gradstats.kernels._tile import example_base, load_tile, multiple, segment
 
 
 @triton.jit
@@ -55,10 +55,15 @@ def vector_kernel(
     tiles,
     PAIRED: tl.constexpr,
     RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """partial[b, tile] = (sum_t v1_bt) . (sum_t v2_bt) over the features of one tile."""
+    if RUN > 1:
+        positions = multiple(positions, RUN)
+        stride_1b, stride_1d = multiple(stride_1b, RUN), multiple(stride_1d, RUN)
+        stride_2b, stride_2d = multiple(stride_2b, RUN), multiple(stride_2d, RUN)
     index = tl.program_id(0)
     example = index // tiles
     columns = (index % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -86,10 +91,14 @@ def vector_sum_kernel(
     features,
     tiles,
     RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # as of `vector_kernel`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """sums[b] = sum_t v_bt over the features of one tile."""
+    if RUN > 1:
+        positions = multiple(positions, RUN)
+        stride_b, stride_d = multiple(stride_b, RUN), multiple(stride_d, RUN)
     index = tl.program_id(0)
     example = index // tiles
     columns = (index % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -135,6 +144,7 @@ def vector_sum(
             features,
             tiles,
             RAGGED=segments.ragged,
+            RUN=1 if segments.ragged else _check.adjacent(1, v),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,
@@ -235,6 +245,7 @@ def _plan(
             tiles,
             PAIRED=paired,
             RAGGED=segments.ragged,
+            RUN=1 if segments.ragged else _check.adjacent(1, v1, v2),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

@@ -60,6 +60,9 @@ def test_positions_that_are_adjacent(batch, positions, apart, dtype):
     assert_close(size, reference.size_reference(a, g))
     assert_close(direct.direct_inner(a, g, a.flip(0), g, config=TILE),
                  reference.diagonal_reference(a, g, a.flip(0), g))  # fmt: skip
+    got = vector.vector_sqnorm(g)
+    assert_close(got, reference.bias_sqnorm_reference(g), reference.bias_magnitude_reference(g))
+    assert_close(vector.vector_sum(a), a.double().sum(1), a.double().abs().sum(1))
 
 
 def test_runs_of_positions_of_one_example_or_one_feature():
