@@ -347,6 +347,30 @@ def test_systems_of_equations(system):
     )
 
 
+SOLVERS = {
+    "solve": lambda m, x: torch.linalg.solve(triangle(m), x.mT),
+    "solve from the right": lambda m, x: torch.linalg.solve(triangle(m), x, left=False),
+    "solve_triangular": lambda m, x: torch.linalg.solve_triangular(triangle(m), x.mT, upper=False),
+    "solve_triangular from the right": lambda m, x: torch.linalg.solve_triangular(
+        triangle(m), x, upper=False, left=False
+    ),
+    "cholesky_solve": lambda m, x: torch.cholesky_solve(x.mT, triangle(m)),
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solutions_lie_in_memory_as_they_do_outside(solver):
+    strides = []
+
+    def forward(m, x):
+        solved = SOLVERS[solver](m, x * m.v)
+        strides.append(solved.stride())
+        return solved
+
+    check_operation(forward, {"w": (4, 4), "v": (4,)}, normal(3, 5, 4))
+    assert len(set(strides)) == 1, strides
+
+
 def test_vectors_times_vectors():
     check_operation(lambda m, x: torch.outer(x @ m.v, m.v), {"v": (4,)}, normal(3, 4))
     check_operation(lambda m, x: m.v.ger((x @ m.v).tanh()).mT, {"v": (4,)}, normal(3, 4))

@@ -131,19 +131,27 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
     if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
         return (torch.linalg.inv(A) @ B.unsqueeze(-1)).squeeze(-1)
-    return torch.linalg.inv(A) @ B if left else B @ torch.linalg.inv(A)
+    return _by_columns(torch.linalg.inv(A) @ B) if left else B @ torch.linalg.inv(A)
+
+
+def _by_columns(matrices: Tensor) -> Tensor:
+    """Return matrices whose columns are adjacent in memory, as PyTorch's solvers leave them.
+
+    What a model does next may depend on it: ``view`` does.
+    """
+    return matrices.mT.contiguous().mT
 
 
 def solve_triangular(A: Tensor, B: Tensor, *, left: bool = True, **triangle: bool) -> Tensor:
     """The same for a triangular A."""
     one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     inverse = torch.linalg.solve_triangular(A, one.expand_as(A), **triangle)
-    return inverse @ B if left else B @ inverse
+    return _by_columns(inverse @ B if left else B @ inverse)
 
 
 def cholesky_solve(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
     """The same for A = L Lᵀ, given L."""
-    return torch.cholesky_inverse(L, upper=upper) @ B
+    return _by_columns(torch.cholesky_inverse(L, upper=upper) @ B)
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor:
