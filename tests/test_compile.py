@@ -262,13 +262,25 @@ class Computed(nn.Module):
         return self.head((x @ self.matrix.exp()).tanh()).mean(1)
 
 
+class Mapped(nn.Module):
+    """torch.vmap over positions: of what is trained, and of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = torch.vmap(lambda row: row.tanh() * row.sum(-1, keepdim=True), 1)(self.layer(x))
+        return torch.vmap(self.head)(hidden).mean(0)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("kind", [Recurrent, Computed])
+@pytest.mark.parametrize("kind", [Recurrent, Computed, Mapped])
 def test_parts_that_cannot_stand_in_a_graph(kind):
     """They end the graph, and run as they do without a compiler."""
     torch._dynamo.reset()
     model = kind()
-    batch = torch.randn(B, 5, 8), torch.randint(3, (B,))
+    batch = torch.randn(B, B, 8), torch.randint(3, (B,))
     expected = oracle_sqnorms(model, batch, losses_of)
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):

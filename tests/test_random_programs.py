@@ -18,6 +18,18 @@ from tests.oracle import oracle_sqnorms
 
 PROGRAMS = 400
 
+
+def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    """Return a copy of a tensor that was changed in place."""
+    copy = tensor.clone()
+    change(copy)
+    return copy
+
+
+def apart(row: Tensor) -> Tensor:
+    return row.sin() * row.sum()
+
+
 # Operations along one axis of a tensor.
 ALONG: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda t, axis: t.transpose(0, axis),
@@ -45,6 +57,18 @@ ALONG: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda t, axis: t.cumsum(axis),
     lambda t, axis: t - t.amax(axis, keepdim=True),
     lambda t, axis: functional.normalize(t, dim=axis),
+    lambda t, axis: torch.vmap(apart, axis)(t),
+    lambda t, axis: torch.vmap(apart, axis, axis)(t),
+    lambda t, axis: torch.vmap(torch.linalg.norm, axis)(t),
+    lambda t, axis: torch.zeros_like(t).scatter(axis, t.detach().argsort(axis), t),
+    lambda t, axis: torch.zeros_like(t).scatter_add(axis, t.detach().argsort(axis) // 2, t),
+    lambda t, axis: t.select_scatter(t.select(axis, 0) * 2, axis, 1),
+    lambda t, axis: torch.fft.rfft(t, dim=axis).abs(),
+    lambda t, axis: torch.cat(t.split(1, axis)[::-1], axis),
+    lambda t, axis: t.topk(2, axis).values,
+    lambda t, axis: changed(t, lambda x: x.transpose_(0, axis)),
+    lambda t, axis: changed(t, lambda x: x.select(axis, 0).mul_(2)),
+    lambda t, axis: changed(t, lambda x: x.narrow(axis, 0, 1).copy_(x.narrow(axis, 1, 1))),
 )
 
 # Operations on a whole tensor.
@@ -68,6 +92,14 @@ OF_ONE: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: functional.group_norm(t, 1),
     lambda t: functional.avg_pool1d(t, 3, 1, 1),
     lambda t: functional.pad(t, (1, 0)),
+    lambda t: functional.interpolate(t, scale_factor=2),
+    lambda t: torch.func.functionalize(torch.sin)(t),
+    lambda t: torch.vmap(lambda row: t * row.mean())(t),
+    lambda t: torch.stack([t[i] * t[i - 1] for i in range(len(t))]),
+    lambda t: changed(t, lambda x: x.__setitem__((slice(None), 0), 0.5)),
+    lambda t: changed(t, lambda x: x.__setitem__(0, x[1].detach())),
+    lambda t: torch.zeros_like(t).index_put((torch.arange(len(t)).flip(0),), t),
+    lambda t: torch.cdist(t, t),
 )
 
 # Operations on two tensors.
@@ -83,6 +115,11 @@ OF_TWO: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda a, b: torch.einsum("abc,adc->abd", a, b),
     lambda a, b: (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1),
     lambda a, b: functional.scaled_dot_product_attention(a, b, b),
+    lambda a, b: torch.vmap(torch.dot)(a, b),
+    lambda a, b: torch.vmap(lambda row: (row * b).sum(0))(a),
+    lambda a, b: changed(a, lambda x: x[:, 0].copy_(b[:, 0])),
+    lambda a, b: a * b.sum(0),
+    lambda a, b: a[(7 * b.detach().flatten(1).sum(1).abs()).long() % len(a)],
 )
 
 # The shape of a parameter that a tensor can meet, and what they do then.
@@ -101,6 +138,11 @@ WITH_PARAMETER: tuple[tuple[Callable[..., tuple[int, ...]], Callable[..., Tensor
     (lambda t: (5,), lambda t, p: t * p[(9 * t.detach().abs()).long() % 5]),
     (lambda t: (2, t.shape[1], 1), functional.conv1d),
     (lambda t: (len(t), t.shape[-1], 2), torch.bmm),
+    (lambda t: (3, t.shape[-1]), lambda t, p: torch.vmap(lambda row: functional.linear(row, p))(t)),
+    (lambda t: (2, t.shape[-1]), lambda t, p: torch.vmap(lambda own: t * own.sin())(p)),
+    (lambda t: (t.shape[-1],), lambda t, p: changed(t, lambda x: x.mul_(p))),
+    (lambda t: (t.shape[-1], 3), lambda t, p: torch.einsum("...i,ij->j...", t, p)),
+    (lambda t: (t.shape[-1],) * 2, lambda t, p: torch.linalg.solve(p.tril().exp(), t.mT).mT),
 )
 
 

@@ -37,7 +37,7 @@ class Followed:
     def __init__(self, monkeypatch, *, check: bool = False):
         self.times = self.again = 0
         self.wrong: list = []
-        follow, repeated = ConstantTracking._follow, ConstantTracking._follow_repeated
+        follow, repeated = ConstantTracking.follow, ConstantTracking._follow_repeated
 
         def counted(mode, *call):
             self.times += 1
@@ -55,7 +55,7 @@ class Followed:
             if NOTED.get(alike[0]) != found:
                 self.wrong.append(func)
 
-        monkeypatch.setattr(ConstantTracking, "_follow", counted)
+        monkeypatch.setattr(ConstantTracking, "follow", counted)
         if check:
             monkeypatch.setattr(ConstantTracking, "_follow_repeated", checked)
 

@@ -14,6 +14,8 @@ What is tracked
     _nodes       parameters (roots) and what is computed from them alone (derived)
     _tensors     the tensor classes whose operations are seen
     _functions   custom autograd Functions of parameters alone, made visible as operations
+    _transforms  torch.vmap, made visible; other transforms of torch.func
+    _scripts     functions of TorchScript, made visible as operations
     _replay      a derived tensor computed again, to pull gradients back through it
     _lineage     pulling a derived tensor's factors back to its parameters
     _lean_steps  the steps of that way that keep factors lean

@@ -42,7 +42,9 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
+from gradstats.capture._marks import unwrapped
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import function_name
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -58,6 +60,7 @@ from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture._transforms import HiddenError, in_transform
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
 from gradstats.errors import CoupledExamplesError
 
@@ -110,7 +113,7 @@ class ConstantTracking(TorchFunctionMode):
             result = func(*args, **kwargs)
             # Not where PyTorch itself looks at the operands of what it traces.
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
-                self._follow(IN_GRAPHS.get(func, func), args, kwargs, result)
+                self.follow(IN_GRAPHS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)
@@ -136,12 +139,33 @@ class ConstantTracking(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
-            # What torch.vmap shows has not the axes that its tensors have outside.
-            if func is not GRADIENT_GETTER and torch._C._functorch.maybe_current_level() is None:
+            if func is GRADIENT_GETTER:
+                return result
+            if in_transform():
+                self._check_hidden(func, args, kwargs, result)
+            else:
                 self._follow_repeated(func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result
+
+    def _check_hidden(self, func, args, kwargs, result) -> None:
+        """Refuse what a transform computes from trained data: their axes are not those outside."""
+        found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
+        if not any(unwrapped(item).requires_grad for item in found):
+            return
+        for item in operands_of(args, kwargs):
+            inner = unwrapped(item)
+            if self.tracker.maps_examples and inner is not item:
+                continue  # torch.vmap shows one example's
+            if inner.requires_grad and self._is_data(inner):
+                raise HiddenError(
+                    f"{function_name(func)} inside a torch.func transform (grad, jacrev, jvp …) "
+                    "computes with values that depend on parameters, and hides which of them "
+                    "belong to which example. Expected plain autograd: write derivatives with "
+                    "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach "
+                    "the values."
+                )
 
     def _is_data(self, tensor: Tensor) -> bool:
         return node_of(tensor) is None and self.tracker.is_data(tensor)
@@ -207,18 +231,18 @@ class ConstantTracking(TorchFunctionMode):
         tracker = self.tracker
         alike = tracker.likeness(func, args, kwargs, result)
         if alike is None:
-            self._follow(func, args, kwargs, result)
+            self.follow(func, args, kwargs, result)
             return
         key, results = alike
         found = NOTED.get(key)
         if found is None:
             before = tracker.noted
-            self._follow(func, args, kwargs, result)
+            self.follow(func, args, kwargs, result)
             tracker.remember(key, results, before)
         elif found:
             tracker.note_again(results, found)
 
-    def _follow(self, func, args, kwargs, result) -> None:
+    def follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
         if "axis" in kwargs:  # numpy's word for it
             kwargs = {**kwargs, "dim": kwargs["axis"]}
@@ -328,7 +352,7 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
             with mode:
                 return opened(function)(*args, **kwargs)
         result = run(function, args, kwargs) if any(tracked) else function(*args, **kwargs)
-        mode._follow(function, args, kwargs, result)
+        mode.follow(function, args, kwargs, result)
         return result
 
     return call

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph
+from gradstats.capture._marks import leave_graph, unwrapped
 from gradstats.capture._nested import flatten, operands_of, rebuild
-from gradstats.capture._nodes import Derived, Node, function_name, same_storage
+from gradstats.capture._nodes import Derived, Node, function_name, same_storage, unique_roots
 from gradstats.capture._operations import COMPLEX
 from gradstats.capture._tensors import (
     TRACKED_TYPES,
@@ -28,6 +28,7 @@ from gradstats.capture._tensors import (
     value_of,
     wrap,
 )
+from gradstats.capture._transforms import HiddenError, in_transform
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -128,6 +129,15 @@ def dispatch(
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
+        if in_transform() and (data or any(unwrapped(item) is not item for item in operands)):
+            names = [root.name for root in unique_roots(nodes)]
+            raise HiddenError(
+                f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
+                "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
+                "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+                f"or leave the parameter out by name with exclude={names!r}.",
+                names,
+            )
         if not data:
             if func in IN_PLACE:
                 return change(tracker, func, args, kwargs, nodes[0])

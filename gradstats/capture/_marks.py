@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -48,6 +49,7 @@ class Marks:
             tensor's shape.
         given_are_data: whether those made of values of the caller's do. Where they do not, numbers
             are exact as well, and what parameters make of such tensors takes longer.
+        maps_examples: whether torch.vmap maps over the examples of all that it was given.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -59,6 +61,7 @@ class Marks:
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
+        self.maps_examples = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -184,6 +187,15 @@ class Marks:
         mark = getattr(tensor, "_gradstats_blank", None)
         return mark is not None and mark == (self.serial, tensor._version - writes)
 
+    @contextmanager
+    def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
+        """Note for a block what torch.vmap maps over there."""
+        self.maps_examples = maps_examples
+        try:
+            yield
+        finally:
+            self.maps_examples = False
+
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples of a tensor of data lie, None where that is not known."""
         mark = self._mark_of(tensor)
@@ -265,8 +277,14 @@ def _unmark(tensor: Tensor | None) -> None:
         del tensor._gradstats_constant  # type: ignore[union-attr]
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is outside the transforms of torch.func."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory of a tensor; None where it has none of its own, as sparse ones have."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as torch.vmap shows it
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    tensor = unwrapped(tensor)
     return tensor.untyped_storage() if tensor.layout == torch.strided else None

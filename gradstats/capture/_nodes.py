@@ -377,6 +377,8 @@ def function_name(function: Callable[..., Any]) -> str:
         return f"{owner.__module__}.{owner.__qualname__}.apply"
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{function}"
+    if isinstance(function, (torch.jit.ScriptFunction, torch.ScriptMethod)):
+        return f"{function.name} of TorchScript"
     name = getattr(function, "__name__", repr(function))
     if name in ("__get__", "__set__"):
         owner = getattr(function, "__self__", None)

@@ -24,6 +24,7 @@ from gradstats.capture._nested import tensors_in
 from gradstats.capture._nodes import Derived, Root
 from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
+from gradstats.capture._scripts import show_scripts
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
@@ -32,6 +33,7 @@ from gradstats.capture._selection import (
 )
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture._transforms import show_vmap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
 from gradstats.contractions._precision import without_autocast
@@ -145,6 +147,8 @@ class Tracker(Repeated):
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)
         show_functions()
+        show_vmap()
+        show_scripts()
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -63,14 +63,6 @@ class Use:
     lookup: Lookup | None = None
 
     def __init__(self, nodes: Sequence[Node]):
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise UnsupportedOperationError(
-                f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
-                "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
-                "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
-                "or leave the parameter out by name with "
-                f"exclude={[root.name for root in unique_roots(nodes)]!r}."
-            )
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
         self.direct = self.roots == self.nodes

@@ -1,0 +1,32 @@
+"""Functions and methods of TorchScript, made visible as operations of which nothing is known.
+
+PyTorch shows no mode what TorchScript runs. From the first context on every call comes by here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from gradstats.capture._transforms import in_transform, innermost_mode
+
+SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
+
+
+@cache
+def show_scripts() -> None:
+    """Let what TorchScript computes be seen, also where it was compiled before all contexts."""
+    for kind in SCRIPTS:
+        kind.__call__ = _following(kind.__call__)  # type: ignore[method-assign]
+
+
+def _following(call):
+    def run(script, *args, **kwargs):
+        result = call(script, *args, **kwargs)
+        mode = innermost_mode()
+        if mode is not None and not torch.compiler.is_compiling() and not in_transform():
+            mode.follow(script, args, kwargs, result)
+        return result
+
+    return run

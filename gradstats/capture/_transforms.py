@@ -1,0 +1,163 @@
+"""The transforms of torch.func, and torch.vmap of data and of parameters.
+
+PyTorch shows no mode what enters and leaves a transform, and inside one tensors have not the axes
+that they have outside. From the first context on every ``torch.vmap`` comes by here. Where it maps
+over the examples and nothing else it runs as always. Elsewhere its function is called on one slice
+after the other, as vmap is defined: each operation is then seen for what it is. What other
+transforms compute from parameters is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch import apis
+from torch._functorch.vmap import _broadcast_to_and_flatten, _process_batched_inputs
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from gradstats.capture._examples import Examples
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._tensors import node_of
+from gradstats.errors import UnsupportedOperationError
+
+AT_ONCE = apis.vmap_impl
+
+
+class HiddenError(UnsupportedOperationError):
+    """A parameter meets data, or what was computed from parameters, inside a transform."""
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs the code that is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def innermost_mode() -> Any:
+    """Return the mode of the context that watches the code that is running; None without one."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode for mode in modes if hasattr(mode, "tracker")), None)
+
+
+@cache
+def show_vmap() -> None:
+    """Let what torch.vmap maps over be seen, also where it was called before all contexts."""
+    apis.vmap_impl = vmapped  # type: ignore[assignment]
+
+
+class Vmap(NamedTuple):
+    """A call of what torch.vmap returned, with what that was told."""
+
+    function: Callable[..., Any]
+    in_dims: Any
+    out_dims: Any
+    randomness: str
+    chunk_size: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def at_once(self) -> Any:
+        """Return what PyTorch returns."""
+        *told, args, kwargs = self
+        return AT_ONCE(*told, *args, **kwargs)
+
+
+def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs):
+    """Run a function that torch.vmap has made.
+
+    It stands in the place of ``vmap_impl``.
+    """
+    call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
+    mode = innermost_mode()
+    if mode is None or in_transform():
+        return call.at_once()
+    leave_graph("torch.vmap")
+    # Between graphs the compiler looks at every call; in here there is nothing to trace.
+    run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
+    return run(mode.tracker, call)
+
+
+def _run(tracker, call: Vmap):
+    count, dims, operands, structure = _process_batched_inputs(
+        call.in_dims, call.args, call.function
+    )
+    mapped = list(zip(operands, dims, strict=True))
+    layouts = _mapped_along(tracker, mapped)
+    if layouts is not None:
+        try:
+            with tracker.mapping_examples(bool(layouts)):
+                result = call.at_once()
+        except HiddenError:
+            pass  # the function has something from elsewhere
+        else:
+            _place(tracker, layouts, result, call.out_dims)
+            return result
+    if call.randomness == "same" or count == 0:
+        return call.at_once()
+    if tracker.settings.exact:
+        raise UnsupportedOperationError(
+            "torch.vmap over other axes than the examples', or of a function that uses parameters, "
+            "is computed one slice after the other, which rounds otherwise. Under fused=False "
+            "training gradients are PyTorch's own to the bit, so expected fused=True: pass that, "
+            "or write the function for the whole batch."
+        )
+    parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
+    results = [
+        call.function(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
+        for slices in zip(*parts, strict=True)
+    ]
+    columns = zip(*map(pytree.tree_leaves, results), strict=True)
+    joined = [
+        column[0] if dim is None else torch.stack(column, dim)
+        for column, dim in zip(columns, _dims_of(call.out_dims, results[0]), strict=True)
+    ]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(results[0]))
+
+
+def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
+    """Return the layouts of the data among operands that are mapped over nothing but examples.
+
+    Args:
+        tracker: of the context.
+        mapped: the operands, and along which axis each is mapped.
+    Returns:
+        None where a parameter is among them, or data that are mapped along another axis or none.
+    """
+    layouts = []
+    for item, dim in mapped:
+        if node_of(item) is not None:
+            return None
+        if not isinstance(item, Tensor) or not tracker.is_data(item):
+            continue
+        layout = tracker.layout_of(item)
+        if layout is None or not layout.plain or layout.axis != dim:
+            return None
+        layouts.append(layout)
+    return layouts
+
+
+def _place(tracker, layouts: list[Examples], result, out_dims) -> None:
+    """Note where the examples lie in results of a function that was mapped over them."""
+    leaves = pytree.tree_leaves(result)
+    for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
+        if layouts and dim is not None:
+            tracker.place(leaf, layouts[0].along(dim % leaf.dim()))
+
+
+def _dims_of(out_dims, result) -> list[int | None]:
+    """Return along which axis each result is mapped, as torch.vmap reads what it was told."""
+    if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
+        (out_dims,) = out_dims
+    structure = pytree.tree_structure(result)
+    dims = _broadcast_to_and_flatten(out_dims, structure)
+    if dims is None:
+        raise ValueError(
+            f"torch.vmap was given out_dims={out_dims}, expected an int or one for each of the "
+            f"results {structure}. Correct out_dims."
+        )
+    return dims

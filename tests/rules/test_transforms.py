@@ -1,0 +1,198 @@
+"""torch.vmap of trained data and of parameters, and what other transforms hide."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
+
+BATCH, WIDTH = 3, 4  # positions are as many as examples, so that shapes tell nothing
+
+
+def alone(row: Tensor) -> Tensor:
+    return row.sin() * row.sum(-1, keepdim=True)
+
+
+# Made before all contexts, as modules make them.
+NORMS = torch.vmap(torch.linalg.norm)
+
+
+def in_the_order_of_positions(m, x):
+    turned = torch.vmap(alone, in_dims=1)(m.layer(x))  # (T, B, d)
+    return turned.transpose(0, 1)
+
+
+LAYER = {"layer": nn.Linear(WIDTH, 2)}
+
+OVER_EXAMPLES = {
+    "to the front": lambda m, x: torch.vmap(alone)(m.layer(x)),
+    "made before": lambda m, x: NORMS(m.layer(x))[:, None],
+    "to another axis": lambda m, x: torch.vmap(alone, out_dims=1)(m.layer(x)).transpose(0, 1),
+    "each with its own": lambda m, x: torch.vmap(torch.dot)(m.layer(x)[:, 0], x[:, 1, :2]),
+    "several results": lambda m, x: torch.cat(
+        torch.vmap(lambda r: (r.cos(), r.sum(1)), in_dims=0, out_dims=(1, 0))(m.layer(x))[1:], 1
+    ),
+    "one in another": lambda m, x: torch.vmap(torch.vmap(alone))(m.layer(x)),
+}
+OVER_OTHERS = {
+    "positions": lambda m, x: torch.vmap(alone, in_dims=1, out_dims=1)(m.layer(x)),
+    "positions first": in_the_order_of_positions,
+    "features": lambda m, x: torch.vmap(alone, in_dims=-1, out_dims=-1)(m.layer(x)),
+    "of what the function has": lambda m, x: each_position(m.layer(x)),
+    "one in another": lambda m, x: torch.vmap(torch.vmap(alone), in_dims=1, out_dims=1)(m.layer(x)),
+    "several results": lambda m, x: torch.vmap(
+        lambda r: (r.sum(-1), r.cos()), in_dims=1, out_dims=(0, 2)
+    )(m.layer(x))[1],
+    "in pieces": lambda m, x: torch.vmap(alone, in_dims=1, out_dims=1, chunk_size=2)(m.layer(x)),
+}
+
+
+def each_position(h: Tensor) -> Tensor:
+    return torch.vmap(lambda place: h[:, place].tanh())(torch.arange(BATCH)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("function", OVER_EXAMPLES.values(), ids=OVER_EXAMPLES)
+def test_trained_data_mapped_over_the_examples(function):
+    check_operation(function, LAYER, normal(BATCH, BATCH, WIDTH))
+
+
+@pytest.mark.parametrize("function", OVER_OTHERS.values(), ids=OVER_OTHERS)
+def test_trained_data_mapped_over_something_else(function):
+    check_operation(function, LAYER, normal(BATCH, BATCH, WIDTH), fusing=(True,))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_trained_data_with_the_examples_along_another_axis(axis):
+    def losses(model: nn.Module, batch) -> Tensor:
+        rows = torch.vmap(alone, in_dims=axis, out_dims=axis)(model(batch)).transpose(0, 1)
+        return (rows * torch.arange(1, 3)).cos().sum((1, 2))
+
+    model, x = nn.Linear(WIDTH, 2).double(), normal(BATCH, BATCH, WIDTH)
+    turned = oracle_sqnorms(model, x.transpose(0, 1), lambda m, b: losses(m, b.transpose(0, 1)))
+    found = gs.per_example_norms(model, x, losses, batch_dim=1)
+    assert_sqnorms(found, turned, 1e-9)
+
+
+MATRIX = {"w": (3, WIDTH)}
+MODELS = {"weights": (2, 5, WIDTH), "biases": (2, 5)}
+
+PARAMETERS = {
+    "a layer": (LAYER, lambda m, x: torch.vmap(m.layer, in_dims=1, out_dims=1)(x)),
+    "a layer of each example": (LAYER, lambda m, x: torch.vmap(m.layer)(x)),
+    "a layer of each vector": (LAYER, lambda m, x: torch.vmap(torch.vmap(m.layer))(x)),
+    "as a dict": (
+        LAYER,
+        lambda m, x: torch.vmap(
+            lambda p, rows: torch.func.functional_call(m.layer, p, (rows,)), in_dims=(None, 0)
+        )(dict(m.layer.named_parameters()), x),
+    ),
+    "rows of a matrix": (
+        MATRIX,
+        lambda m, x: x @ torch.vmap(functional.softmax, (0, None))(m.w, 0).T,
+    ),
+    "rows by their numbers": (
+        MATRIX,
+        lambda m, x: x @ torch.vmap(lambda i: m.w[i] * i)(torch.arange(1, 3)).T,
+    ),
+    "several models": (
+        MODELS,
+        lambda m, x: torch.vmap(
+            lambda w, b, rows: functional.linear(rows, w, b).tanh(), in_dims=(0, 0, None)
+        )(m.weights, m.biases, x).transpose(0, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parameters, function", PARAMETERS.values(), ids=PARAMETERS)
+def test_vmap_of_parameters(parameters, function):
+    x = normal(BATCH, BATCH, WIDTH)
+    check_operation(function, parameters, x, fusing=(True,))
+    model = Operation(function, parameters, upstream=False)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=r"torch\.vmap.*fused=True: pass that"),
+        gs.track(model, batch_size=BATCH, fused=False),
+    ):
+        model(x)
+
+
+def test_losses_mapped_over_the_examples_are_computed_at_once():
+    calls = []
+
+    def one(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(output.shape)
+        return functional.cross_entropy(output, target)
+
+    def losses(model: nn.Module, batch) -> Tensor:
+        x, y = batch
+        return torch.vmap(one)(model(x), y)
+
+    model = nn.Linear(WIDTH, 5).double()
+    batch = normal(BATCH, WIDTH), torch.tensor([1, 0, 4])
+    expected = oracle_sqnorms(model, batch, losses)
+    calls.clear()
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+    assert calls == [(5,)]
+
+
+def test_the_same_random_numbers_for_all_are_refused_with_parameters():
+    def dropped(m, x):
+        drop = lambda row: functional.dropout(m.layer(row), 0.5)  # noqa: E731
+        return torch.vmap(drop, randomness="same")(x)
+
+    parameters = {"layer": nn.Linear(WIDTH, 2)}
+    check_refused(dropped, parameters, normal(BATCH, WIDTH), match="inside a torch.func transform")
+
+
+HIDDEN = {
+    "functionalize": lambda h: torch.func.functionalize(torch.sin)(h),
+    "gradient": lambda h: torch.func.grad(lambda v: v.square().sum())(h),
+    "slope": lambda h: torch.func.jvp(torch.sin, (h,), (torch.ones_like(h),))[1],
+}
+
+
+@pytest.mark.parametrize("function", HIDDEN.values(), ids=HIDDEN)
+def test_other_transforms_of_trained_data_are_refused(function):
+    check_refused(
+        lambda m, x: function(m.layer(x).transpose(0, 1)).transpose(0, 1),
+        {"layer": nn.Linear(WIDTH, 2)},
+        normal(BATCH, BATCH, WIDTH),
+        match=r"inside a torch\.func transform.*detach",
+    )
+
+
+def test_transforms_of_what_has_no_gradient_are_served():
+    def slopes(m, x):
+        return m.layer(x) * torch.func.grad(lambda v: v.pow(3).sum())(x)[..., :2]
+
+    parameters = {"layer": nn.Linear(WIDTH, 2)}
+    check_operation(slopes, parameters, normal(BATCH, WIDTH), gradient_of_data=False)
+
+
+def test_vmap_outside_contexts_is_as_before():
+    gs.per_example_norms(nn.Linear(2, 1), torch.randn(3, 2), lambda m, x: m(x)[:, 0])
+    x = torch.randn(3, 2)
+    calls = []
+
+    def function(row):
+        calls.append(row.shape)
+        return row.sum()
+
+    torch.testing.assert_close(torch.vmap(function)(x), x.sum(1))
+    assert calls == [(2,)]
+    compiled = torch.compile(torch.vmap(torch.sin), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), x.sin())
+
+
+def test_results_that_out_dims_do_not_fit():
+    with pytest.raises(ValueError, match=r"out_dims=\(0, 1, 2\)"):
+        torch.vmap(lambda r: (r, r), out_dims=(0, 1, 2))(torch.randn(2, 3))
+    model = Operation(
+        lambda m, x: torch.vmap(lambda r: (r, r), 1, (0, 1, 2))(m.layer(x))[0],
+        {"layer": nn.Linear(WIDTH, 2)},
+        False,
+    )
+    with pytest.raises(ValueError, match=r"out_dims=\(0, 1, 2\)"):
+        gs.per_example_norms(model, (normal(BATCH, BATCH, WIDTH),), uneven_loss)
