@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -103,6 +104,31 @@ def test_batch_norm_in_training_mode(affine, frozen):
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert norm.num_batches_tracked == 0  # the module counts before its operation is refused
     assert norm.running_mean.tolist() == [0] * 6
+
+
+def test_batch_norm_whose_statistics_are_frozen(batch):
+    """What the message advises: the layers in eval mode, the rest of the model in training."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).train()
+    remedy = "Call model.eval() before, or .eval() of these layers alone; or replace them by Group"
+    with pytest.raises(gs.CoupledExamplesError, match=re.escape(f"running ones. {remedy}Norm.")):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    model[1].eval()
+    check_model(model.double(), (batch[0].double(), batch[1]), per_example_cross_entropy)
+    assert model.training
+
+
+def test_batch_norm_without_running_statistics(batch):
+    """It takes the batch's in either mode, so that another mode is no way on."""
+    norm = nn.BatchNorm1d(6, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3)).eval()
+    message = (
+        "batch normalisation without running statistics (parameter '1.weight' (of module '1')) "
+        "mixes the examples of a batch: the loss of one depends on all, so per-example gradients "
+        "do not exist. Replace these layers by GroupNorm, or train them with "
+        "track_running_stats=True."
+    )
+    with pytest.raises(gs.CoupledExamplesError, match=re.escape(message)):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
 
 
 class UsesKernel(nn.Module):
