@@ -416,6 +416,23 @@ def test_a_loss_of_pytorch_is_no_loss_function(call, model, batch):
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", ["parameters", "exclude"])
+def test_parameters_in_place_of_their_names_are_not_printed(call, name, model, batch):
+    expected = f"{name} holds Parameter, expected an fnmatch pattern over names, or several."
+    with pytest.raises(gs.CoverageError, match=f"^{re.escape(expected)}$"):
+        call(model, batch, per_example_cross_entropy, **{name: list(model.parameters())})
+
+
+def test_a_batch_in_place_of_its_size_is_not_printed(model, batch):
+    expected = "batch_size is Tensor, expected a positive integer: the number of examples in the "
+    with pytest.raises(gs.ExampleAxisError, match=f"^{re.escape(expected)}batch.$"):
+        with gs.track(model, batch_size=batch[0]):
+            raise AssertionError("not reached")
+    with pytest.raises(gs.ExampleAxisError, match="batch_dim is Tensor, expected a non-negative"):
+        gs.per_example_norms(model, batch, per_example_cross_entropy, batch_dim=batch[0])
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_arguments_that_are_none(call, model, batch):
     losses = per_example_cross_entropy
     for options in ({}, {"cu_seqlens": torch.tensor([0, 2, 5])}):
