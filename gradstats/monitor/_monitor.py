@@ -178,6 +178,11 @@ class Monitor:
         self._next = 0
         self._pending: tuple[int, Pending] | None = None
 
+    def __repr__(self) -> str:
+        # What is still on the device is counted there: to fetch it would wait.
+        measured = len(self._run.history.get("step", ())) + (self._pending is not None)
+        return f"Monitor(every={self.every}, steps={self.steps}, measured={measured})"
+
     def step(
         self,
         batch_size: int,

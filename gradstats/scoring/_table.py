@@ -15,6 +15,7 @@ from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
 from gradstats.scoring._rankings import check_k
+from gradstats.scoring._work import plural
 
 if TYPE_CHECKING:
     import pandas
@@ -202,9 +203,8 @@ class SelfInfluence:
             for name in ("label", "predicted", "margin", "el2n"):
                 del shown[name]
         count = min(len(self), 20)
-        lines = [
-            f"self-influence of {len(self):,} examples over {len(self.checkpoints)} checkpoints"
-        ]
+        checkpoints = plural(len(self.checkpoints), "checkpoint")
+        lines = [f"self-influence of {plural(len(self), 'example')} over {checkpoints}"]
         lines += _aligned(
             [list(shown), *([_cell(v[i]) for v in shown.values()] for i in range(count))]
         )
@@ -303,6 +303,10 @@ class DetectionReport:
     examples: int
     bad: int
     warnings: list[str]
+
+    def __repr__(self) -> str:
+        auroc = {name: round(detection.auroc, 4) for name, detection in self.rows.items()}
+        return f"DetectionReport(bad={self.bad}, examples={self.examples}, auroc={auroc})"
 
     def __str__(self) -> str:
         lines = [f"{self.bad} known bad among {self.examples:,} examples"]

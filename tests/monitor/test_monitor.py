@@ -624,6 +624,21 @@ def test_bad_arguments(model, call, message):
         call(model)
 
 
+def test_the_monitor_in_a_shell(model):
+    """Looking at it asks the device nothing: a measured step stays there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=2, optimizer=optimizer)
+    assert repr(monitor) == "Monitor(every=2, steps=0, measured=0)"
+    for _ in range(3):
+        model.zero_grad()
+        with monitor.step(batch_size=B, ids=range(B)):
+            losses_of(model, batch_of()).mean().backward()
+    assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
+    assert monitor._pending is not None
+    assert repr(monitor.self_influence) == f"RunningSelfInfluence(examples={B})"
+    assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
+
+
 @pytest.mark.parametrize("name", ["layers", "parameters", "exclude"])
 def test_patterns_that_are_none(model, name):
     with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):

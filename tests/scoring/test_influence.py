@@ -244,7 +244,9 @@ def test_indexing(setting):
         np.testing.assert_allclose(scores.cosine[key], np.asarray(scores.cosine)[key], rtol=1e-10)
     assert scores.shape == (11, 6) and len(scores) == 11
     np.testing.assert_allclose(list(scores), expected, rtol=1e-10)
-    assert "11 train × 6 query" in repr(scores)
+    assert repr(scores) == "InfluenceScores(11 train × 6 query, normalize=None, 2 checkpoints)"
+    single = run(setting, gs.Checkpoints(setting.states[:1], lr=0.1))
+    assert repr(single) == "InfluenceScores(11 train × 6 query, normalize=None, 1 checkpoint)"
 
 
 @pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 2), (True, 2), (True, 1)])

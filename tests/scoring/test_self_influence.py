@@ -290,6 +290,24 @@ def test_the_table_as_text(setting):
     assert repr(run(setting)).startswith("SelfInfluence(examples=11, self_influence=")
 
 
+def test_results_in_a_shell(setting):
+    """One line each: their counts at all thresholds would fill the screen."""
+    report = run(setting).report([1, 2, 5])
+    rows = {name: round(row.auroc, 4) for name, row in report.rows.items()}
+    assert repr(report) == f"DetectionReport(bad=3, examples=11, auroc={rows})"
+    row = report.rows["mean loss"]
+    assert repr(row) == (
+        f"Detection(auroc={row.auroc:.4f}, average_precision={row.average_precision:.4f}, "
+        f"recall_at_noise_rate={row.recall_at_noise_rate:.4f})"
+    )
+    single = gs.self_influence(
+        setting.model, setting.train_batches, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1),
+        progress=False,
+    )  # fmt: skip
+    assert str(single).startswith("self-influence of 11 examples over 1 checkpoint\n")
+    assert str(single.top(1)).startswith("self-influence of 1 example over 1 checkpoint\n")
+
+
 def test_pandas_and_parquet(setting, tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
