@@ -11,13 +11,13 @@ import dataclasses
 import inspect
 import json
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._requirements import require
+from gradstats._warnings import warn
 from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor
@@ -115,10 +115,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             monitor.load_state_dict(_from_json(self.saved))
             self.saved = None
         elif resumes and not args.restore_callback_states_from_checkpoint:
-            warnings.warn(
+            warn(
                 "the run resumes from a checkpoint but gradstats' averages and self-influence "
                 "start anew: set restore_callback_states_from_checkpoint=True to restore them.",
-                stacklevel=2,
             )
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradstats.errors import CheckpointError, GradStatsWarning
+from gradstats._warnings import warn
+from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import (
     Content,
     find_files,
@@ -127,11 +127,9 @@ class Checkpoints:
             )
             if all(map(is_zero, others)):
                 raise _all_zero()
-            warnings.warn(
+            warn(
                 f"the learning rate of every parameter is zero in {checkpoint}, so it adds nothing "
                 "to any score. Leave it out, or pass the rates of the steps before it with lr=.",
-                GradStatsWarning,
-                stacklevel=3,
             )
         return Checkpoint(checkpoint, content.weights, rates)
 

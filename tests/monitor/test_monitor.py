@@ -736,9 +736,11 @@ def test_hooks_that_change_gradients(model):
     for options, accumulation in (({"alignment": False}, (0, 1)), ({}, (0, 2))):
         model.zero_grad()
         monitor = gs.Monitor(model, every=1, **options)
-        with pytest.warns(UserWarning, match=r"hooks on '0\.weight', '0\.bias' may change"):
+        message = r"hooks on '0\.weight', '0\.bias' may change"
+        with pytest.warns(gs.GradStatsWarning, match=message) as heard:
             with monitor.step(batch_size=B, accumulation=accumulation):
                 losses_of(model, batch).mean().backward()
+        assert {warning.filename for warning in heard} == {__file__}
     model.zero_grad()
     monitor = gs.Monitor(model, every=1, alignment=False, parameters="2.*")
     with monitor.step(batch_size=B):

@@ -291,14 +291,16 @@ def test_a_checkpoint_at_rate_zero_is_warned_about(setting, given, top_k):
         return gs.Checkpoints(setting.states, lr=lr)
 
     message = "learning rate of every parameter is zero in state dict 1, so it adds nothing"
-    with pytest.warns(gs.GradStatsWarning, match=message):
+    with pytest.warns(gs.GradStatsWarning, match=message) as heard:
         got = score(setting, checkpoints([0.1, 0.0]))
     np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.1]), rtol=1e-10)
     sides = setting.train_batches, setting.query_batches
-    with pytest.warns(gs.GradStatsWarning, match=message):
+    with pytest.warns(gs.GradStatsWarning, match=message) as heard_too:
         scores = gs.influence(
             setting.model, *sides, loss_fn, checkpoints([0.1, 0.0]), top_k=top_k, progress=False
         )
+    # At the caller's line, however far below it a checkpoint is loaded.
+    assert {warning.filename for warning in (*heard, *heard_too)} == {__file__}
     alone = gs.influence(
         setting.model, *sides, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1), top_k=top_k,
         progress=False,

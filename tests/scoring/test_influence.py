@@ -535,8 +535,10 @@ def test_lists_that_hardly_differ_are_warned_about():
     query = inputs(12, 0.0), torch.zeros(12, dtype=torch.long)
     checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
     for options in ({}, {"top_k": 10}):
-        with pytest.warns(gs.GradStatsWarning, match=r'10 strongest .* Try normalize="cosine"'):
+        message = r'10 strongest .* Try normalize="cosine"'
+        with pytest.warns(gs.GradStatsWarning, match=message) as heard:
             gs.influence(model, [train], [query], loss_fn, checkpoints, progress=False, **options)
+        assert {warning.filename for warning in heard} == {__file__}
         # Divided by the norms the lists differ, and nothing is warned about.
         gs.influence(
             model, [train], [query], loss_fn, checkpoints, normalize="cosine", progress=False,
