@@ -330,7 +330,17 @@ def test_figures(setting):
     assert [line.get_label() for line in figure.axes[0].lines] == ["other examples", "known bad"]
     assert sorted(figure.axes[0].lines[1].get_ydata()) == sorted(table.self_influence[[2, 5]])
     auroc = table.report([2, 5]).rows["mean loss"].auroc
-    assert f"mean loss: AUROC {auroc:.3f}" in [line.get_label() for line in figure.axes[1].lines]
+    found = figure.axes[1]
+    assert f"mean loss: AUROC {auroc:.4f}" in [line.get_label() for line in found.lines]
+    # Scores that find nearly the same are told apart, near where they are read: the noise rate.
+    curves = [line for line in found.lines if "AUROC" in line.get_label()]
+    assert len({(line.get_color(), line.get_linestyle()) for line in curves}) == len(curves) == 5
+    assert [text.get_text() for text in found.texts] == ["noise rate 18.2%"]
+    for bad in ([int(table.top(1).ids[0])], [2, 5], range(8)):
+        rows = table.report(bad).rows.values()
+        needed = min(row.inspected_fraction[row.found_fraction == 1][0] for row in rows)
+        limits = 0, min(1, max(3 * len(bad) / 11, needed))
+        np.testing.assert_allclose(table.plot(bad).axes[1].get_xlim(), limits)
 
 
 @pytest.mark.parametrize(
