@@ -43,7 +43,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
     (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
     (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
-    each micro-batch it is the example's own loss.
+    each micro-batch it is the example's own loss. Examples are the rows of the batch: what
+    ``DataCollatorWithFlattening`` packs into one row counts as one example.
 
     Args:
         every: measure one optimizer step in so many.
