@@ -320,6 +320,25 @@ def test_pandas_and_parquet(setting, tmp_path):
             np.testing.assert_array_equal(got[name].to_numpy(), values)
 
 
+def test_the_rows_that_another_score_puts_first(setting):
+    """As the report's baselines rank them: small margins are suspicious, all else is when large."""
+    table = run(setting)
+    for by in ("self_influence", "grad_norm", "loss", "margin", "el2n"):
+        values = table.columns[by] * (-1 if by == "margin" else 1)
+        best = table.top(4, by=by)
+        assert best.ids.tolist() == np.argsort(-values, kind="stable")[:4].tolist()
+        np.testing.assert_array_equal(best.columns[by], table.columns[by][best.ids])
+    for by in ("label", 3, None):
+        message = f"by is {by!r}, expected one of self_influence, grad_norm, loss, margin, el2n."
+        with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
+            table.top(4, by=by)
+    regression = run(setting, lambda model, batch: model(batch[0]).square().sum(1))
+    message = "there is no margin: the loss calls cross_entropy or nll_loss 0 times, expected once."
+    with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
+        regression.top(4, by="margin")
+    assert regression.top(2, by="loss").loss.tolist() == sorted(regression.loss)[:-3:-1]
+
+
 def test_figures(setting):
     table = run(setting)
     (axes,) = table.plot().axes
