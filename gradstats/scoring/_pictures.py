@@ -72,6 +72,13 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
     """Plot the share of bad examples that each score finds, where the scores are told apart."""
     from matplotlib.ticker import PercentFormatter
 
+    axes.set_xlabel("examples inspected, the highest score first")
+    axes.set_ylabel("known bad examples found")
+    if not report.rows:
+        axes.text(
+            0.5, 0.5, "no score is finite for all examples", ha="center", transform=axes.transAxes
+        )
+        return
     for (name, detection), style in zip(report.rows.items(), STYLES, strict=False):
         axes.plot(
             detection.inspected_fraction,
@@ -83,16 +90,14 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
     axes.axvline(rate, color=NEUTRAL_COLOUR, linewidth=1, zorder=1)
     axes.text(1.04 * rate, 0.02, f"noise rate {100 * rate:.3g}%", color=NEUTRAL_COLOUR)
     # As far as the best score needs to find them all: beyond, good scores are one line.
-    needed = [
+    needed = min(
         row.inspected_fraction[row.found_fraction.searchsorted(1)] for row in report.rows.values()
-    ]
-    axes.set_xlim(0, min(1, max(3 * rate, min(needed, default=1))))
+    )
+    axes.set_xlim(0, min(1, max(3 * rate, needed)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1))
     axes.grid(color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("examples inspected, the highest score first")
-    axes.set_ylabel("known bad examples found")
     axes.legend(frameon=False, loc="center right")
 
 

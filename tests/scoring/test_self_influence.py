@@ -180,6 +180,8 @@ def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
     assert list(report.missing) == [
         "self-influence", "mean gradient norm", "mean loss", "mean margin", "mean EL2N",
     ]  # fmt: skip
+    (empty,) = run(setting, nonfinite="keep").plot([2, 5]).axes[1:]
+    assert [text.get_text() for text in empty.texts] == ["no score is finite for all examples"]
     text = str(report)
     assert text.splitlines()[0] == "2 known bad among 11 examples"
     assert "mean gradient norm, mean loss: not finite for the examples with ids [9]" in text
