@@ -168,6 +168,14 @@ class UsesCumulative(nn.Module):
         return torch.ops.aten.linear(x, self.embed.weight.t())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_with_what_to_measure_instead(model, batch):
+    scripted = torch.jit.script(model)
+    message = r"a TorchScript module\?.* with the model as it was before torch\.jit\."
+    with pytest.raises(gs.UnsupportedOperationError, match=message):
+        gs.per_example_norms(scripted, batch, per_example_cross_entropy)
+
+
 def test_an_operation_without_a_rule_is_named(batch):
     model = UsesCumulative()
     with pytest.raises(
