@@ -168,6 +168,19 @@ class UsesCumulative(nn.Module):
         return torch.ops.aten.linear(x, self.embed.weight.t())
 
 
+def test_a_step_by_autograd_grad_is_told_to_run_backward(model, batch):
+    message = (
+        "torch.autograd.grad has no rule for parameter '0.weight' (of module '0'), so its "
+        "per-example gradient is not known. Expected an operation that gradstats has a rule for. "
+        "Run loss.backward() inside the context, which leaves the gradients in .grad; gradients of "
+        "parameters for another use are for outside of it."
+    )
+    with pytest.raises(gs.UnsupportedOperationError, match=f"^{re.escape(message)}$"):
+        with gs.track(model, batch_size=B):
+            losses = per_example_cross_entropy(model, batch)
+            torch.autograd.grad(losses.mean(), list(model.parameters()))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_scripted_model_is_refused_with_what_to_measure_instead(model, batch):
     scripted = torch.jit.script(model)
