@@ -353,4 +353,9 @@ class Monitor:
         if self._pending is None:
             return
         (number, pending), self._pending = self._pending, None
-        self._metrics = self._run.add(number, pending.read())
+        try:
+            measured = pending.read()
+        except TrackingError as error:
+            # It comes late, from whatever asks for the step's numbers first: the next step perhaps.
+            raise TrackingError(f"at optimizer step {number}, {error}") from None
+        self._metrics = self._run.add(number, measured)

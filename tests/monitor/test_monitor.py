@@ -639,6 +639,18 @@ def test_the_monitor_in_a_shell(model):
     assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
 
 
+def test_what_was_wrong_with_a_step_is_said_of_that_step(model):
+    """By the time it is known the next one may have begun."""
+    monitor = gs.Monitor(model, every=2)
+    for _ in range(3):
+        with monitor.step(batch_size=B):
+            losses_of(model, batch_of()).mean().backward()
+    message = "^at optimizer step 2, the parameters held a gradient when .*optimizer.zero_grad"
+    with pytest.raises(gs.TrackingError, match=message):
+        with monitor.step(batch_size=B):
+            raise AssertionError("not reached")
+
+
 @pytest.mark.parametrize("name", ["layers", "parameters", "exclude"])
 def test_patterns_that_are_none(model, name):
     with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):
