@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -105,6 +106,31 @@ def test_batch_norm_in_training_mode(affine, frozen):
     assert norm.running_mean.tolist() == [0] * 6
 
 
+def test_batch_norm_whose_statistics_are_frozen(batch):
+    """What the message advises: the layers in eval mode, the rest of the model in training."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).train()
+    remedy = "Call model.eval() before, or .eval() of these layers alone; or replace them by Group"
+    with pytest.raises(gs.CoupledExamplesError, match=re.escape(f"running ones. {remedy}Norm.")):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    model[1].eval()
+    check_model(model.double(), (batch[0].double(), batch[1]), per_example_cross_entropy)
+    assert model.training
+
+
+def test_batch_norm_without_running_statistics(batch):
+    """It takes the batch's in either mode, so that another mode is no way on."""
+    norm = nn.BatchNorm1d(6, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3)).eval()
+    message = (
+        "batch normalisation without running statistics (parameter '1.weight' (of module '1')) "
+        "mixes the examples of a batch: the loss of one depends on all, so per-example gradients "
+        "do not exist. Replace these layers by GroupNorm, or train them with "
+        "track_running_stats=True."
+    )
+    with pytest.raises(gs.CoupledExamplesError, match=re.escape(message)):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+
+
 class UsesKernel(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,6 +166,27 @@ class UsesCumulative(nn.Module):
 
     def forward(self, x):
         return torch.ops.aten.linear(x, self.embed.weight.t())
+
+
+def test_a_step_by_autograd_grad_is_told_to_run_backward(model, batch):
+    message = (
+        "torch.autograd.grad has no rule for parameter '0.weight' (of module '0'), so its "
+        "per-example gradient is not known. Expected an operation that gradstats has a rule for. "
+        "Run loss.backward() inside the context, which leaves the gradients in .grad; gradients of "
+        "parameters for another use are for outside of it."
+    )
+    with pytest.raises(gs.UnsupportedOperationError, match=f"^{re.escape(message)}$"):
+        with gs.track(model, batch_size=B):
+            losses = per_example_cross_entropy(model, batch)
+            torch.autograd.grad(losses.mean(), list(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_with_what_to_measure_instead(model, batch):
+    scripted = torch.jit.script(model)
+    message = r"a TorchScript module\?.* with the model as it was before torch\.jit\."
+    with pytest.raises(gs.UnsupportedOperationError, match=message):
+        gs.per_example_norms(scripted, batch, per_example_cross_entropy)
 
 
 def test_an_operation_without_a_rule_is_named(batch):
@@ -387,6 +434,23 @@ def test_a_loss_of_pytorch_is_no_loss_function(call, model, batch):
     """It takes outputs and targets; a loss function takes the model and the batch."""
     with pytest.raises(gs.TrackingError, match=r"CrossEntropyLoss, expected a.*\(model, batch\)"):
         call(model, batch, nn.CrossEntropyLoss(reduction="none"))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", ["parameters", "exclude"])
+def test_parameters_in_place_of_their_names_are_not_printed(call, name, model, batch):
+    expected = f"{name} holds Parameter, expected an fnmatch pattern over names, or several."
+    with pytest.raises(gs.CoverageError, match=f"^{re.escape(expected)}$"):
+        call(model, batch, per_example_cross_entropy, **{name: list(model.parameters())})
+
+
+def test_a_batch_in_place_of_its_size_is_not_printed(model, batch):
+    expected = "batch_size is Tensor, expected a positive integer: the number of examples in the "
+    with pytest.raises(gs.ExampleAxisError, match=f"^{re.escape(expected)}batch.$"):
+        with gs.track(model, batch_size=batch[0]):
+            raise AssertionError("not reached")
+    with pytest.raises(gs.ExampleAxisError, match="batch_dim is Tensor, expected a non-negative"):
+        gs.per_example_norms(model, batch, per_example_cross_entropy, batch_dim=batch[0])
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -1,5 +1,7 @@
 """Examples of uneven length packed into one row, as padding-free training does."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -264,6 +266,20 @@ def test_graphs_without_bounds_are_refused():
     batch = Packed((torch.randn(3, 4), torch.randint(3, (2, 6))))
     with pytest.raises(gs.ExampleAxisError, match=r"Packed.*cu_seqlens="):
         gs.per_example_norms(Graphs(sums), batch, lambda m, b: m(b))
+
+
+def test_packed_examples_whose_bounds_were_not_given():
+    def loss_fn(model, rows):
+        return torch.zeros(2).index_add(0, torch.tensor([0, 0, 1, 1, 1]), model(rows[0]).sum(1))
+
+    message = (
+        "the losses have shape (2,), expected (1,): one loss for each example. Reduce every axis "
+        "but the example axis. If the batch has another number of examples: it is batch_size= of a "
+        "context, elsewhere the size of the batch's first tensor along batch_dim=, and of packed "
+        "examples what cu_seqlens= says."
+    )
+    with pytest.raises(gs.LossShapeError, match=f"^{re.escape(message)}$"):
+        gs.per_example_norms(nn.Linear(3, 4), torch.randn(1, 5, 3), loss_fn)
 
 
 def test_rows_that_fall_on_other_examples_are_refused():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+import gradstats as gs
 
 BLOCKS = re.findall(
     r"^```python\n(.*?)^```",
@@ -16,6 +19,23 @@ BLOCKS = re.findall(
 )
 # A trainer of the reader's own stands there: its tests run whole trainings.
 TRAINERS = "gradstats.integrations"
+
+
+def check_language_model_loss(loss_fn):
+    """Compare with what Hugging Face's model returns for one example without its padding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=6, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config).eval()
+    ids, lengths = torch.randint(11, (3, 6)), torch.tensor([6, 4, 2])
+    mask = (torch.arange(6) < lengths[:, None]).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    rows = [row[None, :length] for row, length in zip(ids, lengths, strict=True)]
+    alone = [model(input_ids=row, labels=row).loss for row in rows]
+    torch.testing.assert_close(loss_fn(model, batch), torch.stack(alone))
+    assert gs.verify(model, batch, loss_fn).ok
 
 
 def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
@@ -32,6 +52,8 @@ def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
             assert [record.id for record in monitor.examples(8)] != []
             assert (tmp_path / "run.png").stat().st_size > 0
             assert len(monitor.self_influence) == 16 and monitor.steps == 2
+        if "def language_model_loss" in block and importlib.util.find_spec("transformers"):
+            check_language_model_loss(names["language_model_loss"])
     assert sum(TRAINERS in block for block in BLOCKS) == 1
     # The last statistics leave out the activation, which the ones before them measured.
     assert names["model"] is model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
+from tests.oracle import (
+    assert_sqnorms,
+    assert_unchanged,
+    oracle_gradients,
+    oracle_sqnorms,
+    snapshot,
+)
 
 B = 6
 
@@ -180,6 +187,36 @@ def test_a_penalty_among_the_losses_and_outside_the_context(model, batch):
     assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, losses_of), 1e-9)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_clipping_as_the_readme_has_it(model, batch):
+    """A second pass of losses weighted by the norms of the first: Σ_i g_i min(1, C/‖g_i‖) / B."""
+    gradients = oracle_gradients(model, batch, losses_of)
+    lengths = sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()
+    clip = lengths.median()
+    assert 0 < (lengths > clip).sum() < B
+    norm = gs.per_example_norms(model, batch, losses_of).norm
+    weight = (clip / norm).clamp(max=1)
+    (weight * losses_of(model, batch)).mean().backward()
+    for name, parameter in model.named_parameters():
+        rows = gradients[name].flatten(1)
+        clipped = (rows * (clip / lengths).clamp(max=1)[:, None]).mean(0)
+        torch.testing.assert_close(parameter.grad.flatten(), clipped, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_backward_with_other_weights_is_told_how(model, batch):
+    """As clipping by the norms needs one: the graph of the first belongs to its context."""
+    with gs.track(model, batch_size=B) as tracker:
+        losses = losses_of(model, batch)
+        losses.mean().backward(retain_graph=True)
+    weight = (1 / tracker.stats.norm).clamp(max=1)
+    message = (
+        "a backward reached parameter '4.weight' (of module '4') after its tracking context was "
+        "closed; run the backward inside the context, and for a second one, as clipping by the "
+        "norms takes, run the forward again outside of it."
+    )
+    with pytest.raises(gs.TrackingError, match=f"^{re.escape(message)}$"):
+        (weight * losses).mean().backward()
 
 
 def test_gradients_accumulate_over_contexts(model, batch):

@@ -53,6 +53,14 @@ def test_a_model_that_is_right(batch, dtype):
     assert "float64 on a copy" in report.reference
 
 
+def test_the_report_in_a_shell(batch):
+    """One line: the tables are what print shows."""
+    report = gs.verify(network(), batch, classify)
+    assert repr(report) == "VerifyReport(ok=True, parameters=4, failed=[])"
+    report = gs.verify(network(nn.BatchNorm1d(8)), batch, classify)
+    assert repr(report) == "VerifyReport(ok=False, parameters=6, failed=['coverage', 'coupling'])"
+
+
 def test_the_table():
     report = gs.verify(gpt2(), token_batch(B, 5), sequence_losses, examples=2)
     text = str(report)

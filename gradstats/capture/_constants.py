@@ -411,9 +411,17 @@ def check_batch_norm(
     if training or running_mean is None:
         node = node_of(weight) or node_of(bias)
         owner = f" ({node.describe()})" if node is not None else ""
+        mode = "in training mode"
+        remedy = (
+            "Got training statistics, expected running ones. Call model.eval() before, or .eval() "
+            "of these layers alone; or replace them by GroupNorm."
+        )
+        if running_mean is None:
+            mode = "without running statistics"
+            remedy = (
+                "Replace these layers by GroupNorm, or train them with track_running_stats=True."
+            )
         raise CoupledExamplesError(
-            f"batch normalisation in training mode{owner} mixes the examples of a batch: the loss "
-            "of one depends on all, so per-example gradients do not exist. Got training "
-            "statistics, expected running ones. Call model.eval() first, freeze these layers' "
-            "statistics, or replace them by GroupNorm."
+            f"batch normalisation {mode}{owner} mixes the examples of a batch: the loss of one "
+            f"depends on all, so per-example gradients do not exist. {remedy}"
         )

@@ -336,6 +336,12 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
         if not any(isinstance(item, Tensor) and item.is_floating_point() for item in leaves):
             return result
+    if func is torch.autograd.grad:
+        remedy = (
+            "Run loss.backward() inside the context, which leaves the gradients in .grad; "
+            "gradients of parameters for another use are for outside of it."
+        )
+        refuse(func, nodes[0], remedy=remedy)
     refuse(func, nodes[0])
 
 

@@ -13,7 +13,8 @@ from gradstats._factors import Segments
 # For messages about other numbers of rows than expected.
 WHERE_THE_NUMBER_IS_FROM = (
     "If the batch has another number of examples: it is batch_size= of a context, elsewhere the "
-    "size of the batch's first tensor along batch_dim=."
+    "size of the batch's first tensor along batch_dim=, and of packed examples what cu_seqlens= "
+    "says."
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from gradstats.capture._nodes import Root
@@ -212,15 +214,15 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
         name: of the argument.
         patterns: what was given.
     """
-    try:
+    found: tuple = ()
+    with suppress(TypeError):
         found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if all(isinstance(pattern, str) for pattern in found):
             return found
-    except TypeError:
-        pass
-    raise CoverageError(
-        f"{name} is {patterns!r}, expected an fnmatch pattern over names, or several."
-    )
+    # Their values would fill the screen.
+    tensor = next((type(item).__name__ for item in found if isinstance(item, Tensor)), None)
+    given = f"is {reprlib.repr(patterns)}" if tensor is None else f"holds {tensor}"
+    raise CoverageError(f"{name} {given}, expected an fnmatch pattern over names, or several.")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -101,7 +101,8 @@ class Use:
         if self.tracker.closed:
             raise TrackingError(
                 f"a backward reached {self.nodes[0].describe()} after its tracking context was "
-                "closed; run the backward inside the context."
+                "closed; run the backward inside the context, and for a second one, as clipping by "
+                "the norms takes, run the forward again outside of it."
             )
         return self.tracker.is_backward_of_losses()
 

@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from gradstats.demo._experiment import SELF_INFLUENCE, Outcome
+from gradstats.scoring._pictures import STYLES
 
 ROWS, COLUMNS = 4, 6
 # Okabe and Ito's colours: told apart with any colour vision.
 FLIPPED_COLOUR, CLEAN_COLOUR = "#D55E00", "#0072B2"
-STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 2.6, "zorder": 2},
-    {"color": "#0072B2", "linestyle": (0, (5, 2))},
-    {"color": "#D55E00", "linestyle": "-"},
-    {"color": "#009E73", "linestyle": (0, (1, 1))},
-    {"color": "#CC79A7", "linestyle": (0, (4, 1, 1, 1))},
-    {"color": "#8C8C8C", "linestyle": "-"},
-)
 
 
 def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:

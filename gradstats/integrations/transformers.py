@@ -11,13 +11,13 @@ import dataclasses
 import inspect
 import json
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._requirements import require
+from gradstats._warnings import warn
 from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor
@@ -43,7 +43,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
     (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
     (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
-    each micro-batch it is the example's own loss.
+    each micro-batch it is the example's own loss. Examples are the rows of the batch: what
+    ``DataCollatorWithFlattening`` packs into one row counts as one example.
 
     Args:
         every: measure one optimizer step in so many.
@@ -115,10 +116,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             monitor.load_state_dict(_from_json(self.saved))
             self.saved = None
         elif resumes and not args.restore_callback_states_from_checkpoint:
-            warnings.warn(
+            warn(
                 "the run resumes from a checkpoint but gradstats' averages and self-influence "
                 "start anew: set restore_callback_states_from_checkpoint=True to restore them.",
-                stacklevel=2,
             )
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:

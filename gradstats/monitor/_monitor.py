@@ -89,6 +89,13 @@ class Monitor:
     Where an example's gradient is not finite, what takes all examples or pairs of the step together
     is NaN, and the averages over steps leave the step out.
 
+    ``gns/b_simple`` is a number of examples. A step over N of them, at its best length, makes
+    N / (N + B_simple) of the progress of one along the true gradient, were the loss curved alike in
+    all directions: while N is far smaller, twice the batch is worth nearly two steps; where N is
+    far larger, it is worth hardly more than one. It mostly grows while a model trains. ``cabs``
+    is a number of examples too, the batch size that Balles et al. would choose. The tests ask for a
+    larger batch where θ or ν exceeds a bound of yours: for θ one below 1.
+
     Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
     these are read from ``.grad``, after the hooks, and a warning says so.
@@ -177,6 +184,11 @@ class Monitor:
         self._collector: Collector | None = None
         self._next = 0
         self._pending: tuple[int, Pending] | None = None
+
+    def __repr__(self) -> str:
+        # What is still on the device is counted there: to fetch it would wait.
+        measured = len(self._run.history.get("step", ())) + (self._pending is not None)
+        return f"Monitor(every={self.every}, steps={self.steps}, measured={measured})"
 
     def step(
         self,
@@ -341,4 +353,9 @@ class Monitor:
         if self._pending is None:
             return
         (number, pending), self._pending = self._pending, None
-        self._metrics = self._run.add(number, pending.read())
+        try:
+            measured = pending.read()
+        except TrackingError as error:
+            # It comes late, from whatever asks for the step's numbers first: the next step perhaps.
+            raise TrackingError(f"at optimizer step {number}, {error}") from None
+        self._metrics = self._run.add(number, measured)

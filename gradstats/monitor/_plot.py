@@ -24,8 +24,8 @@ def plot(monitor: Monitor) -> Figure:
 
     Above: the median of the per-example norms with the band from their 5th to their 95th
     percentile, their maximum, the norm of the training gradient, and the steps that spiked with the
-    ids of their largest examples. Below: the noise scale B_simple ± two standard errors; gaps where
-    it has no meaning.
+    ids of their largest examples. Below: the noise scale B_simple ± two standard errors, with gaps
+    where it has no meaning, and how many examples a step had.
 
     Args:
         monitor: after some measured steps.
@@ -78,6 +78,9 @@ def plot(monitor: Monitor) -> Figure:
     # Steps that know next to nothing must not set the scale, nor their errors flatten the line.
     known = np.isfinite(value + spread)
     if known.any():
+        examples = history["gradient_diversity/batch_bound"] / history["gradient_diversity"]
+        usual = np.nanmedian(examples)
+        noise.plot(steps, examples, color=BLACK, ls="--", label=f"a step: {usual:,.0f} examples")
         line, band = (np.percentile(each[known], 90) for each in (value, value + spread))
         noise.set_ylim(0, 1.2 * min(band, 3 * line))
         if np.isnan(value).any():
@@ -87,7 +90,7 @@ def plot(monitor: Monitor) -> Figure:
         noise.text(
             0.5, 0.5, "no estimate has a meaning yet", ha="center", transform=noise.transAxes
         )
-    noise.set_ylabel("examples")
+    noise.set_ylabel("number of examples")
     noise.set_xlabel("optimizer step")
     noise.legend(fontsize=8)
     for axes in (norms, noise):

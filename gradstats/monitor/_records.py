@@ -80,6 +80,9 @@ class RunningSelfInfluence:
     def __len__(self) -> int:
         return len(self._place)
 
+    def __repr__(self) -> str:
+        return f"RunningSelfInfluence(examples={len(self)})"
+
     def add(self, ids: np.ndarray, contributions: np.ndarray) -> None:
         """Add η ‖g‖² for each id; contributions that are not finite are left out."""
         finite = np.isfinite(contributions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.monitor._layers import Layers
@@ -179,14 +179,13 @@ class Collector:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         ]
         if hooked:
-            warnings.warn(
+            warn(
                 f"hooks on {listed(hooked)} may change gradients before gradstats.Monitor reads "
                 "them: then grad_norm is that of the changed gradient, and what compares it with "
                 "the examples' own (noise scale, coherence, diversity, norm test) has no meaning. "
                 "Hooks that only look do no harm. Otherwise remove them while measuring; or "
                 "measure with alignment=True, one micro-batch on one process, where the gradient "
                 "is taken before hooks.",
-                stacklevel=4,
             )
 
     def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from gradstats.errors import CheckpointError, GradStatsWarning
+from gradstats._warnings import warn
+from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import (
     Content,
     find_files,
@@ -54,7 +54,20 @@ class Checkpoints:
         gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in adapters], lr=1e-4)
 
     Each holds all of the model's state dict. The last line fills in, from the model, what was not
-    trained and not saved, which takes no memory; the names have to be those of the model.
+    trained and not saved, which takes no memory; the names have to be those of the model. peft
+    saves adapters under other names, and gives them back under those of the model:
+
+        def adapted(folder):                                   # run/checkpoint-500, of transformers
+            saved = load_file(f"{folder}/adapter_model.safetensors")
+            peft.set_peft_model_state_dict(model, saved)
+            named = model.named_parameters()
+            trained = {name: p.detach().clone() for name, p in named if p.requires_grad}
+            return {
+                "model": {**model.state_dict(), **trained},
+                "optimizer": torch.load(f"{folder}/optimizer.pt"),
+            }
+
+        gs.Checkpoints([adapted(folder) for folder in folders], lr="optimizer")
 
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
@@ -114,11 +127,9 @@ class Checkpoints:
             )
             if all(map(is_zero, others)):
                 raise _all_zero()
-            warnings.warn(
+            warn(
                 f"the learning rate of every parameter is zero in {checkpoint}, so it adds nothing "
                 "to any score. Leave it out, or pass the rates of the steps before it with lr=.",
-                GradStatsWarning,
-                stacklevel=3,
             )
         return Checkpoint(checkpoint, content.weights, rates)
 

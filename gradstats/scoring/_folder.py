@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstats.errors import GradStatsWarning, StoreError
+from gradstats._warnings import warn
+from gradstats.errors import StoreError
 from gradstats.scoring._tiles import Tiles, cannot_write
 
 try:
@@ -165,11 +165,9 @@ def locked(path: Path) -> Iterator[None]:
                 raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{path} cannot be locked here ({error.strerror}): let only one process at a time "
                 "add to this folder.",
-                GradStatsWarning,
-                stacklevel=2,
             )
         yield
 

@@ -108,7 +108,7 @@ def influence(
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
             batches; the same batches in each pass, which is checked. Under torch.distributed every
             process passes the whole data; the train side is divided between them and the result is
-            the same.
+            the same. Examples packed into one row are not told apart here: pad them.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints

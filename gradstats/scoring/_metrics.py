@@ -23,6 +23,12 @@ class Detection:
     inspected: np.ndarray
     found: np.ndarray
 
+    def __repr__(self) -> str:
+        return (
+            f"Detection(auroc={self.auroc:.4f}, average_precision={self.average_precision:.4f}, "
+            f"recall_at_noise_rate={self.recall_at_noise_rate:.4f})"
+        )
+
     @property
     def found_fraction(self) -> np.ndarray:
         """(P,) fraction of the flipped labels that was found: the true positive rate."""

@@ -13,6 +13,7 @@ from gradstats.capture._nested import tensors_in
 from gradstats.scoring._loaders import Data
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from gradstats.scoring._rankings import Ranking
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours: told apart with any colour vision.
 BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR = "#D55E00", "#0072B2", "#606060"
 SMALLEST_IMAGE = 4
+# Of curves that may cover each other, the first of which is the one compared.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linewidth": 2.6, "zorder": 2},
+    {"color": "#0072B2", "linestyle": (0, (5, 2))},
+    {"color": "#D55E00", "linestyle": "-"},
+    {"color": "#009E73", "linestyle": (0, (1, 1))},
+    {"color": "#CC79A7", "linestyle": (0, (4, 1, 1, 1))},
+    {"color": "#8C8C8C", "linestyle": "-"},
+)
 
 
 def draw_self_influence(
@@ -54,16 +64,41 @@ def draw_self_influence(
     panels[0].set_ylabel("self-influence")
     panels[0].legend(frameon=False)
     if report is not None:
-        for name, detection in report.rows.items():
-            panels[1].plot(
-                detection.inspected_fraction,
-                detection.found_fraction,
-                label=f"{name}: AUROC {detection.auroc:.3f}",
-            )
-        panels[1].set_xlabel("examples inspected, the highest score first")
-        panels[1].set_ylabel("known bad examples found")
-        panels[1].legend(frameon=False)
+        _draw_found(panels[1], report)
     return figure
+
+
+def _draw_found(axes: Axes, report: DetectionReport) -> None:
+    """Plot the share of bad examples that each score finds, where the scores are told apart."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_xlabel("examples inspected, the highest score first")
+    axes.set_ylabel("known bad examples found")
+    if not report.rows:
+        axes.text(
+            0.5, 0.5, "no score is finite for all examples", ha="center", transform=axes.transAxes
+        )
+        return
+    for (name, detection), style in zip(report.rows.items(), STYLES, strict=False):
+        axes.plot(
+            detection.inspected_fraction,
+            detection.found_fraction,
+            label=f"{name}: AUROC {detection.auroc:.4f}",
+            **{"linewidth": 1.7, "zorder": 3, **style},
+        )
+    rate = report.bad / report.examples
+    axes.axvline(rate, color=NEUTRAL_COLOUR, linewidth=1, zorder=1)
+    axes.text(1.04 * rate, 0.02, f"noise rate {100 * rate:.3g}%", color=NEUTRAL_COLOUR)
+    # As far as the best score needs to find them all: beyond, good scores are one line.
+    needed = min(
+        row.inspected_fraction[row.found_fraction.searchsorted(1)] for row in report.rows.values()
+    )
+    axes.set_xlim(0, min(1, max(3 * rate, needed)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1))
+    axes.grid(color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="center right")
 
 
 def draw_query(

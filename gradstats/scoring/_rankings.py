@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradstats.errors import GradStatsWarning, ScoreError
+from gradstats._warnings import warn
+from gradstats.errors import ScoreError
 from gradstats.scoring._loaders import Data
 
 if TYPE_CHECKING:
@@ -140,12 +140,10 @@ class Rankings:
                     if self.normalize is None
                     else "the queries may be of one kind"
                 )
-                warnings.warn(
+                warn(
                     f"the {k} strongest {name} hardly differ between queries: two queries share "
                     f"{share:.0%} of them on average, so they say more about the training data "
                     f"than about a query; {remedy}.",
-                    GradStatsWarning,
-                    stacklevel=3,
                 )
 
     def _ranking(self, query: int, k: int, sign: int) -> Ranking:

@@ -13,6 +13,7 @@ from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._rankings import Ranking, Rankings, strongest
+from gradstats.scoring._work import plural
 
 NORMALIZATIONS = (None, "cosine")
 # The files of a checkpoint's part, in the order of Partial's attributes.
@@ -128,7 +129,7 @@ class InfluenceScores(Rankings):
     def __repr__(self) -> str:
         return (
             f"InfluenceScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
-            f"normalize={self.normalize!r}, {len(self.checkpoints)} checkpoints)"
+            f"normalize={self.normalize!r}, {plural(len(self.checkpoints), 'checkpoint')})"
         )
 
     def _as(self, normalize: str | None) -> InfluenceScores:

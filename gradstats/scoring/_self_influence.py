@@ -68,7 +68,8 @@ def self_influence(
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
             each pass, which is checked. Under torch.distributed every process passes the whole data
-            and takes its share of it.
+            and takes its share of it. Examples packed into one row are not told apart here: pad
+            them.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.

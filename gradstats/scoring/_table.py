@@ -15,6 +15,7 @@ from gradstats.errors import ScoreError
 from gradstats.scoring._folder import read_results
 from gradstats.scoring._metrics import Detection, detect
 from gradstats.scoring._rankings import check_k
+from gradstats.scoring._work import plural
 
 if TYPE_CHECKING:
     import pandas
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 # What is measured of an example at a checkpoint.
 FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
 SQNORM = FIELDS.index("sqnorm")
+# The columns that rank, and which end of each is suspicious.
+SCORES = {"self_influence": 1, "grad_norm": 1, "loss": 1, "margin": -1, "el2n": 1}
 
 # A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
 MEMORISED = 0.995
@@ -108,16 +111,23 @@ class SelfInfluence:
             "el2n": self.el2n,
         }
 
-    def top(self, k: int = 20) -> SelfInfluence:
-        """Return the k rows of largest self-influence, the largest first.
+    def top(self, k: int = 20, by: str = "self_influence") -> SelfInfluence:
+        """Return the k most suspicious rows by one of the scores, the most suspicious first.
 
         Args:
             k: how many.
+            by: "self_influence", "grad_norm", "loss" or "el2n", the largest first; or "margin", the
+                smallest first.
 
         Raises:
-            ScoreError: k is not a positive number.
+            ScoreError: k is not a positive number, or ``by`` no score that the table has.
         """
-        order = np.argsort(-self.self_influence, kind="stable")[: check_k(k)]
+        if not isinstance(by, str) or by not in SCORES:
+            raise ScoreError(f"by is {by!r}, expected one of {', '.join(SCORES)}.")
+        if by in ("margin", "el2n") and self.reason is not None:
+            raise ScoreError(f"there is no {by}: {self.reason}.")
+        values = SCORES[by] * self.columns[by]
+        order = np.argsort(-values, kind="stable")[: check_k(k)]
         return SelfInfluence(
             self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
         )
@@ -202,9 +212,8 @@ class SelfInfluence:
             for name in ("label", "predicted", "margin", "el2n"):
                 del shown[name]
         count = min(len(self), 20)
-        lines = [
-            f"self-influence of {len(self):,} examples over {len(self.checkpoints)} checkpoints"
-        ]
+        checkpoints = plural(len(self.checkpoints), "checkpoint")
+        lines = [f"self-influence of {plural(len(self), 'example')} over {checkpoints}"]
         lines += _aligned(
             [list(shown), *([_cell(v[i]) for v in shown.values()] for i in range(count))]
         )
@@ -303,6 +312,10 @@ class DetectionReport:
     examples: int
     bad: int
     warnings: list[str]
+
+    def __repr__(self) -> str:
+        auroc = {name: round(detection.auroc, 4) for name, detection in self.rows.items()}
+        return f"DetectionReport(bad={self.bad}, examples={self.examples}, auroc={auroc})"
 
     def __str__(self) -> str:
         lines = [f"{self.bad} known bad among {self.examples:,} examples"]

@@ -173,10 +173,16 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             " What was never trained and therefore not saved, such as the weights below adapters, "
             "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
             "...], lr=...), where saved has the names of model.state_dict()."
-        )
+        ) * bool(missing)
+        if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
+            remedy += (
+                " peft saves adapters under names without the adapter's own: "
+                "peft.set_peft_model_state_dict(model, saved) gives them to the model, whose "
+                "state dict has the names, as help(gs.Checkpoints) shows."
+            )
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: {', and '.join(lacks + holds)}. Expected "
-            f"the state dict of a model of the same architecture.{remedy * bool(missing)}"
+            f"the state dict of a model of the same architecture.{remedy}"
         )
     return {name: held[name] for name in state}
 

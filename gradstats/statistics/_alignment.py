@@ -73,8 +73,14 @@ def alignment(
 ) -> Tensor | dict[str, Tensor]:
     """Return the exact inner product of every example's gradient with one direction.
 
-    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p: not divided by any norm (the cosines with
-    the mean gradient are ``per_example_norms(..., alignment=True).cosine``).
+    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p: not divided by any norm. Divided by those
+    of ``per_example_norms`` and by ‖v‖ they are cosines; with the mean gradient these are
+    ``per_example_norms(..., alignment=True).cosine``.
+
+        loss_fn(model, validation).mean().backward()
+        named = model.named_parameters()
+        direction = {name: p.grad for name, p in named if p.requires_grad}
+        along = gs.alignment(model, batch, loss_fn, direction)     # above zero: a step on i helps
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as

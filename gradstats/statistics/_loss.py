@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,8 @@ def check_batch_size(batch_size: int) -> int:
     number = integer(batch_size)
     if number is None or number < 1:
         raise ExampleAxisError(
-            f"batch_size is {batch_size!r}, expected a positive integer: the number of examples in "
-            "the batch."
+            f"batch_size is {_shown(batch_size)}, expected a positive integer: the number of "
+            "examples in the batch."
         )
     return number
 
@@ -68,10 +69,15 @@ def check_batch_dim(batch_dim: int) -> int:
     number = integer(batch_dim)
     if number is None or number < 0:
         raise ExampleAxisError(
-            f"batch_dim is {batch_dim!r}, expected a non-negative integer: the example axis, "
+            f"batch_dim is {_shown(batch_dim)}, expected a non-negative integer: the example axis, "
             "counted from the front."
         )
     return number
+
+
+def _shown(value: Any) -> str:
+    """Return what an argument is, for an error: the values of a tensor would fill the screen."""
+    return type(value).__name__ if getattr(value, "ndim", 0) else reprlib.repr(value)
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:

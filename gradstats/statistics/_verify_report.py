@@ -77,6 +77,10 @@ class VerifyReport:
                 return check
         raise KeyError(f"no check {name!r}, only {[check.name for check in self.checks]}")
 
+    def __repr__(self) -> str:
+        failed = [check.name for check in self.checks if check.ok is False]
+        return f"VerifyReport(ok={self.ok}, parameters={len(self.rows)}, failed={failed})"
+
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.examples)) or "none"
         lines = [

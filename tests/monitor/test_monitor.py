@@ -624,6 +624,33 @@ def test_bad_arguments(model, call, message):
         call(model)
 
 
+def test_the_monitor_in_a_shell(model):
+    """Looking at it asks the device nothing: a measured step stays there."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=2, optimizer=optimizer)
+    assert repr(monitor) == "Monitor(every=2, steps=0, measured=0)"
+    for _ in range(3):
+        model.zero_grad()
+        with monitor.step(batch_size=B, ids=range(B)):
+            losses_of(model, batch_of()).mean().backward()
+    assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
+    assert monitor._pending is not None
+    assert repr(monitor.self_influence) == f"RunningSelfInfluence(examples={B})"
+    assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
+
+
+def test_what_was_wrong_with_a_step_is_said_of_that_step(model):
+    """By the time it is known the next one may have begun."""
+    monitor = gs.Monitor(model, every=2)
+    for _ in range(3):
+        with monitor.step(batch_size=B):
+            losses_of(model, batch_of()).mean().backward()
+    message = "^at optimizer step 2, the parameters held a gradient when .*optimizer.zero_grad"
+    with pytest.raises(gs.TrackingError, match=message):
+        with monitor.step(batch_size=B):
+            raise AssertionError("not reached")
+
+
 @pytest.mark.parametrize("name", ["layers", "parameters", "exclude"])
 def test_patterns_that_are_none(model, name):
     with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):
@@ -721,9 +748,11 @@ def test_hooks_that_change_gradients(model):
     for options, accumulation in (({"alignment": False}, (0, 1)), ({}, (0, 2))):
         model.zero_grad()
         monitor = gs.Monitor(model, every=1, **options)
-        with pytest.warns(UserWarning, match=r"hooks on '0\.weight', '0\.bias' may change"):
+        message = r"hooks on '0\.weight', '0\.bias' may change"
+        with pytest.warns(gs.GradStatsWarning, match=message) as heard:
             with monitor.step(batch_size=B, accumulation=accumulation):
                 losses_of(model, batch).mean().backward()
+        assert {warning.filename for warning in heard} == {__file__}
     model.zero_grad()
     monitor = gs.Monitor(model, every=1, alignment=False, parameters="2.*")
     with monitor.step(batch_size=B):

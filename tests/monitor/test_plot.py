@@ -69,6 +69,21 @@ def test_the_noise_scale_can_be_read_where_its_errors_are_large(monitor):
     assert max(values[1:]) < noise.get_ylim()[1] < 1.3 * max(values[1:])
 
 
+def test_the_batch_stands_beside_the_noise_scale(monitor):
+    """The two are read together; a batch far above the noise scale does not flatten its line."""
+    (noise,) = plot(monitor).axes[1:]
+    (batch,) = [line for line in noise.get_lines() if line.get_label() == "a step: 6 examples"]
+    np.testing.assert_array_equal(batch.get_xdata(), monitor.history["step"])
+    np.testing.assert_allclose(batch.get_ydata(), 6, rtol=1e-12)
+    assert noise.get_ylabel() == "number of examples"
+    history = monitor.history
+    many = [1e6 * value for value in history["gradient_diversity/batch_bound"]]
+    changed = {**history, "gradient_diversity/batch_bound": many}
+    (other,) = plot(SimpleNamespace(history=changed, spikes=[], metrics=dict)).axes[1:]
+    assert other.get_ylim() == noise.get_ylim()
+    assert "a step: 6,000,000 examples" in [line.get_label() for line in other.get_lines()]
+
+
 def test_what_is_missing_is_said(monitor, monkeypatch):
     with pytest.raises(gs.GradStatsError, match="nothing to plot"):
         plot(gs.Monitor(monitor.model))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.nn import functional
 
@@ -290,14 +291,16 @@ def test_a_checkpoint_at_rate_zero_is_warned_about(setting, given, top_k):
         return gs.Checkpoints(setting.states, lr=lr)
 
     message = "learning rate of every parameter is zero in state dict 1, so it adds nothing"
-    with pytest.warns(gs.GradStatsWarning, match=message):
+    with pytest.warns(gs.GradStatsWarning, match=message) as heard:
         got = score(setting, checkpoints([0.1, 0.0]))
     np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.1]), rtol=1e-10)
     sides = setting.train_batches, setting.query_batches
-    with pytest.warns(gs.GradStatsWarning, match=message):
+    with pytest.warns(gs.GradStatsWarning, match=message) as heard_too:
         scores = gs.influence(
             setting.model, *sides, loss_fn, checkpoints([0.1, 0.0]), top_k=top_k, progress=False
         )
+    # At the caller's line, however far below it a checkpoint is loaded.
+    assert {warning.filename for warning in (*heard, *heard_too)} == {__file__}
     alone = gs.influence(
         setting.model, *sides, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1), top_k=top_k,
         progress=False,
@@ -487,6 +490,43 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
         with pytest.raises(gs.CheckpointError, match=f"(?s){message}"):
             score(setting, gs.Checkpoints([good, content], lr=1.0))
         assert_unchanged(setting.model, state)
+
+
+def test_adapters_that_peft_saved(setting, tmp_path):
+    """Under names that are not the model's: the error and the docstring say how to get there."""
+    peft = pytest.importorskip("peft")
+    options = {"r": 2, "target_modules": ["0"], "modules_to_save": ["2"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model is no transformer of Hugging Face
+        model = peft.get_peft_model(setting.model, peft.LoraConfig(**options))
+        states, files = [], []
+        for number in range(2):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    nn.init.normal_(parameter)
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+            model.save_pretrained(tmp_path / str(number))
+            files.append(tmp_path / str(number) / "adapter_model.safetensors")
+    batches, losses = setting.train_batches, loss_fn
+
+    def measured(checkpoints):
+        table = gs.self_influence(model, batches, losses, checkpoints, progress=False)
+        return table.self_influence
+
+    hint = r"peft\.set_peft_model_state_dict\(model, saved\).*help\(gs\.Checkpoints\)"
+    with pytest.raises(gs.CheckpointError, match=hint):
+        measured(gs.Checkpoints(files, lr=0.1))
+    with pytest.raises(gs.CheckpointError, match=hint):
+        filled = [{**model.state_dict(), **load_file(file)} for file in files]
+        measured(gs.Checkpoints(filled, lr=0.1))
+
+    def adapted(file):
+        peft.set_peft_model_state_dict(model, load_file(file))
+        trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        return {**model.state_dict(), **trained}
+
+    result = measured(gs.Checkpoints([adapted(file) for file in files], lr=0.1))
+    np.testing.assert_allclose(result, measured(gs.Checkpoints(states, lr=0.1)), rtol=1e-12)
 
 
 def test_each_checkpoint_is_loaded_once(setting, tmp_path, monkeypatch):

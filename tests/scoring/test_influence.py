@@ -244,7 +244,9 @@ def test_indexing(setting):
         np.testing.assert_allclose(scores.cosine[key], np.asarray(scores.cosine)[key], rtol=1e-10)
     assert scores.shape == (11, 6) and len(scores) == 11
     np.testing.assert_allclose(list(scores), expected, rtol=1e-10)
-    assert "11 train × 6 query" in repr(scores)
+    assert repr(scores) == "InfluenceScores(11 train × 6 query, normalize=None, 2 checkpoints)"
+    single = run(setting, gs.Checkpoints(setting.states[:1], lr=0.1))
+    assert repr(single) == "InfluenceScores(11 train × 6 query, normalize=None, 1 checkpoint)"
 
 
 @pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 2), (True, 2), (True, 1)])
@@ -533,8 +535,10 @@ def test_lists_that_hardly_differ_are_warned_about():
     query = inputs(12, 0.0), torch.zeros(12, dtype=torch.long)
     checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
     for options in ({}, {"top_k": 10}):
-        with pytest.warns(gs.GradStatsWarning, match=r'10 strongest .* Try normalize="cosine"'):
+        message = r'10 strongest .* Try normalize="cosine"'
+        with pytest.warns(gs.GradStatsWarning, match=message) as heard:
             gs.influence(model, [train], [query], loss_fn, checkpoints, progress=False, **options)
+        assert {warning.filename for warning in heard} == {__file__}
         # Divided by the norms the lists differ, and nothing is warned about.
         gs.influence(
             model, [train], [query], loss_fn, checkpoints, normalize="cosine", progress=False,

@@ -180,6 +180,8 @@ def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
     assert list(report.missing) == [
         "self-influence", "mean gradient norm", "mean loss", "mean margin", "mean EL2N",
     ]  # fmt: skip
+    (empty,) = run(setting, nonfinite="keep").plot([2, 5]).axes[1:]
+    assert [text.get_text() for text in empty.texts] == ["no score is finite for all examples"]
     text = str(report)
     assert text.splitlines()[0] == "2 known bad among 11 examples"
     assert "mean gradient norm, mean loss: not finite for the examples with ids [9]" in text
@@ -290,6 +292,24 @@ def test_the_table_as_text(setting):
     assert repr(run(setting)).startswith("SelfInfluence(examples=11, self_influence=")
 
 
+def test_results_in_a_shell(setting):
+    """One line each: their counts at all thresholds would fill the screen."""
+    report = run(setting).report([1, 2, 5])
+    rows = {name: round(row.auroc, 4) for name, row in report.rows.items()}
+    assert repr(report) == f"DetectionReport(bad=3, examples=11, auroc={rows})"
+    row = report.rows["mean loss"]
+    assert repr(row) == (
+        f"Detection(auroc={row.auroc:.4f}, average_precision={row.average_precision:.4f}, "
+        f"recall_at_noise_rate={row.recall_at_noise_rate:.4f})"
+    )
+    single = gs.self_influence(
+        setting.model, setting.train_batches, loss_fn, gs.Checkpoints(setting.states[:1], lr=0.1),
+        progress=False,
+    )  # fmt: skip
+    assert str(single).startswith("self-influence of 11 examples over 1 checkpoint\n")
+    assert str(single.top(1)).startswith("self-influence of 1 example over 1 checkpoint\n")
+
+
 def test_pandas_and_parquet(setting, tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
@@ -302,6 +322,25 @@ def test_pandas_and_parquet(setting, tmp_path):
             np.testing.assert_array_equal(got[name].to_numpy(), values)
 
 
+def test_the_rows_that_another_score_puts_first(setting):
+    """As the report's baselines rank them: small margins are suspicious, all else is when large."""
+    table = run(setting)
+    for by in ("self_influence", "grad_norm", "loss", "margin", "el2n"):
+        values = table.columns[by] * (-1 if by == "margin" else 1)
+        best = table.top(4, by=by)
+        assert best.ids.tolist() == np.argsort(-values, kind="stable")[:4].tolist()
+        np.testing.assert_array_equal(best.columns[by], table.columns[by][best.ids])
+    for by in ("label", 3, None):
+        message = f"by is {by!r}, expected one of self_influence, grad_norm, loss, margin, el2n."
+        with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
+            table.top(4, by=by)
+    regression = run(setting, lambda model, batch: model(batch[0]).square().sum(1))
+    message = "there is no margin: the loss calls cross_entropy or nll_loss 0 times, expected once."
+    with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
+        regression.top(4, by="margin")
+    assert regression.top(2, by="loss").loss.tolist() == sorted(regression.loss)[:-3:-1]
+
+
 def test_figures(setting):
     table = run(setting)
     (axes,) = table.plot().axes
@@ -312,7 +351,17 @@ def test_figures(setting):
     assert [line.get_label() for line in figure.axes[0].lines] == ["other examples", "known bad"]
     assert sorted(figure.axes[0].lines[1].get_ydata()) == sorted(table.self_influence[[2, 5]])
     auroc = table.report([2, 5]).rows["mean loss"].auroc
-    assert f"mean loss: AUROC {auroc:.3f}" in [line.get_label() for line in figure.axes[1].lines]
+    found = figure.axes[1]
+    assert f"mean loss: AUROC {auroc:.4f}" in [line.get_label() for line in found.lines]
+    # Scores that find nearly the same are told apart, near where they are read: the noise rate.
+    curves = [line for line in found.lines if "AUROC" in line.get_label()]
+    assert len({(line.get_color(), line.get_linestyle()) for line in curves}) == len(curves) == 5
+    assert [text.get_text() for text in found.texts] == ["noise rate 18.2%"]
+    for bad in ([int(table.top(1).ids[0])], [2, 5], range(8)):
+        rows = table.report(bad).rows.values()
+        needed = min(row.inspected_fraction[row.found_fraction == 1][0] for row in rows)
+        limits = 0, min(1, max(3 * len(bad) / 11, needed))
+        np.testing.assert_allclose(table.plot(bad).axes[1].get_xlim(), limits)
 
 
 @pytest.mark.parametrize(
