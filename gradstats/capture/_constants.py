@@ -60,7 +60,7 @@ from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
-from gradstats.capture._transforms import HiddenError, in_transform
+from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
 from gradstats.errors import CoupledExamplesError
 
@@ -141,7 +141,7 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
             if func is GRADIENT_GETTER:
                 return result
-            if in_transform():
+            if transform_level() is not None:
                 self._check_hidden(func, args, kwargs, result)
             else:
                 self._follow_repeated(func, args, kwargs, result)

@@ -28,7 +28,7 @@ from gradstats.capture._tensors import (
     value_of,
     wrap,
 )
-from gradstats.capture._transforms import HiddenError, in_transform
+from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 # Operations on a parameter as an object: they must reach the parameter itself, not its alias.
@@ -129,7 +129,9 @@ def dispatch(
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
-        if in_transform() and (data or any(unwrapped(item) is not item for item in operands)):
+        if transform_level() is not None and (
+            data or any(unwrapped(item) is not item for item in operands)
+        ):
             names = [root.name for root in unique_roots(nodes)]
             raise HiddenError(
                 f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from gradstats.capture._transforms import in_transform, innermost_mode
+from gradstats.capture._transforms import innermost_mode, transform_level
 
 SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
@@ -25,7 +25,8 @@ def _following(call):
     def run(script, *args, **kwargs):
         result = call(script, *args, **kwargs)
         mode = innermost_mode()
-        if mode is not None and not torch.compiler.is_compiling() and not in_transform():
+        outside = transform_level() is None and not torch.compiler.is_compiling()
+        if mode is not None and outside:
             mode.follow(script, args, kwargs, result)
         return result
 

@@ -28,14 +28,12 @@ from gradstats.errors import UnsupportedOperationError
 
 AT_ONCE = apis.vmap_impl
 
+# How deep the code that is running stands inside transforms; None outside.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
 
 class HiddenError(UnsupportedOperationError):
     """A parameter meets data, or what was computed from parameters, inside a transform."""
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func runs the code that is running."""
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 def innermost_mode() -> Any:
@@ -74,7 +72,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     """
     call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
     mode = innermost_mode()
-    if mode is None or in_transform():
+    if mode is None or transform_level() is not None:
         return call.at_once()
     leave_graph("torch.vmap")
     # Between graphs the compiler looks at every call; in here there is nothing to trace.
