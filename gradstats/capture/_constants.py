@@ -203,6 +203,9 @@ class ConstantTracking(TorchFunctionMode):
                     f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
                 )
 
+    def _note_training(self, tensor, requires_grad=True) -> None:
+        self.tracker.note_training(tensor, bool(requires_grad))
+
     def _follow_repeated(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
         alike = tracker.likeness(func, args, kwargs, result)
@@ -345,6 +348,8 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: ConstantTracking._check_statistics,
     torch.batch_norm: ConstantTracking._check_native_statistics,
     torch.autograd.grad: ConstantTracking._check_inner,
+    Tensor.requires_grad_: ConstantTracking._note_training,
+    Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 

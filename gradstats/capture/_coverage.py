@@ -47,6 +47,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
     uses, hidden, found = [], False, Coverage(False, [])
+    others: list[Tensor] = []
     coupled, shown_nodes = tracker.coupled, tracker.shown
     while stack:
         node = stack.pop()
@@ -94,9 +95,11 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
             tracker.sharded.check_known(leaf)
             root = node_of(leaf)
             if not isinstance(root, Root) or root not in tracker.roots:
-                continue  # not tracked, or not by this context
+                others.append(leaf)  # not tracked, or not by this context
+                continue
             if not _reports_inside(node, root):
                 raise _unseen(node, root)
+    tracker.check_known(others)
     for use in uses:
         use.expect()
     if hidden:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -84,6 +84,7 @@ class Tracker(Repeated):
         self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
+        self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
         named = anatomy.select(parameters, exclude)
         self.device = device = next(iter(named.values())).device
         self.spans_devices = any(each.device != device for each in self._parameters)
@@ -115,7 +116,9 @@ class Tracker(Repeated):
         self.keep_constant((*kept, *attributes))
         # A model may keep what it saw last: the module whose arguments tell, where sizes allow it.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
-        self._tracked: list[nn.Parameter] = []
+        self._tracked: dict[int, nn.Parameter] = {}
+        # Those that the user's code has frozen in the meantime.
+        self._frozen: dict[int, Root] = {}
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def _graphs_serve(self, tied: bool) -> bool:
@@ -152,9 +155,46 @@ class Tracker(Repeated):
         self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
-        self._tracked.append(root.parameter)
+        self._tracked[id(root.parameter)] = root.parameter
         root.parameter.__class__ = TrackedParameter
         root.parameter._gradstats = root  # type: ignore[attr-defined]
+
+    def note_training(self, tensor: Tensor, trained: bool) -> None:
+        """Follow a parameter no longer that is about to be frozen, and again once it is trained.
+
+        Raises:
+            CoverageError: one begins to be trained that is not followed.
+        """
+        if trained and id(tensor) in self._frozen:
+            self._track(self._frozen.pop(id(tensor)))
+        elif not trained and id(tensor) in self._tracked:
+            parameter = self._tracked.pop(id(tensor))
+            self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
+            _release(parameter)
+            self.keep_constant([parameter])
+        elif trained and id(tensor) in self._untrained:
+            raise CoverageError(
+                f"{self._names()[id(tensor)]!r} begins to be trained inside the context, so its "
+                "gradient would not be measured. Expected parameters that require grad before the "
+                "context is opened: unfreeze it there."
+            )
+
+    def check_known(self, leaves: Iterable[Tensor]) -> None:
+        """Raise for leaves of the graph that are parameters of the model and were not before."""
+        known = set(map(id, self._parameters))
+        unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
+        names = self._names() if unknown else {}
+        new = [names[id(leaf)] for leaf in unknown if id(leaf) in names]
+        if new:
+            raise CoverageError(
+                f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
+                "gradient is not measured. Expected parameters that are there before the context "
+                "is opened: where a first forward makes them, run one forward before."
+            )
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the parameters that the model has now, by their ids."""
+        return {id(own): name for name, own in self._modules[0].named_parameters()}
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Have a layer forget the batch that it counted before its statistics were refused."""
@@ -176,10 +216,10 @@ class Tracker(Repeated):
         self._mode.__exit__(None, None, None)
         self.sharded.close()
         self._undo.close()
-        for parameter in self._tracked:
-            del parameter._gradstats  # type: ignore[attr-defined]
-            parameter.__class__ = nn.Parameter  # what it was: see check_trackable
+        for parameter in self._tracked.values():
+            _release(parameter)
         self._tracked.clear()
+        self._frozen.clear()
         if self.derived:
             for module in self._modules:
                 restore_attributes(module)
@@ -322,3 +362,9 @@ class Tracker(Repeated):
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
+
+
+def _release(parameter: nn.Parameter) -> None:
+    """Give a parameter back as it was."""
+    del parameter._gradstats  # type: ignore[attr-defined]
+    parameter.__class__ = nn.Parameter  # what it was: see check_trackable
