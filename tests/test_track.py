@@ -160,6 +160,19 @@ def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, j
     assert_unchanged(model, state)
 
 
+@pytest.mark.parametrize("place", ["beside the loss", "alone"])
+def test_a_penalty_with_a_backward_in_the_context_is_refused(model, batch, place):
+    """Its gradient would be in param.grad and in no example's."""
+    state = snapshot(model)
+    with (
+        pytest.raises(gs.ExampleAxisError, match=r"without any data.*\(losses \+ penalty\)"),
+        gs.track(model, batch_size=B),
+    ):
+        losses = [losses_of(model, batch).mean(), penalty_of(model)]
+        torch.autograd.backward(losses if place == "beside the loss" else losses[1])
+    assert_unchanged(model, state)
+
+
 def test_a_penalty_among_the_losses_and_outside_the_context(model, batch):
     """The two ways on: each example's loss contains it, or none does."""
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking
-from gradstats.capture._coverage import check_coverage, leaves_of
+from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._engine import run_backward
 from gradstats.capture._functions import show_functions
@@ -326,6 +326,8 @@ class Tracker(Repeated):
                 "batch and one backward; to accumulate gradients, open one context for each "
                 f"micro-batch. {ONE_OF_SEVERAL}"
             )
+        if not nested:
+            check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         coverage = check_coverage(self, nodes)
         self._reentrant |= coverage.reentrant
