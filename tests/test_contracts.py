@@ -337,6 +337,20 @@ def test_a_loss_without_data(model):
         tracker.backward(model(torch.zeros(B, 4)).sum(1))
 
 
+def test_a_batch_that_was_made_inside_another_context(model, batch):
+    def logits(model, x):
+        return model(x).logsumexp(1)
+
+    with gs.track(model, batch_size=B) as tracker:
+        made = torch.full((B, 4), 0.5)  # there of no example
+        tracker.backward(per_example_cross_entropy(model, batch))
+    expected = flat(oracle_gradients(model, made, logits))
+    stats = gs.per_example_norms(model, made, logits)
+    assert_sqnorms(stats, oracle_sqnorms(model, made, logits), 1e-4)
+    got = gs.inner_products(model, made, model, made, logits)
+    assert_products(got.double(), expected, expected, 1e-4)
+
+
 class ScaledParameter(nn.Parameter):
     """A subclass of the user's: it may compute with values that its data do not show."""
 

@@ -76,6 +76,12 @@ class Marks:
         for tensor in tensors:
             _unmark(self._constants.pop(id(tensor), None))
 
+    def take_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Take what a call was given for data, also where an earlier context made it of none."""
+        for tensor in tensors:
+            self._constants.pop(id(tensor), None)
+            _unmark(tensor)
+
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's, which outlives the context."""
         return id(tensor) in self._constants
