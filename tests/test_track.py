@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
@@ -158,6 +161,44 @@ def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, j
     ):
         join(losses_of(model, batch).mean(), penalty_of(model)).backward()
     assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_gradients_that_say_how_losses_weigh(checkpointed, fused):
+    """As adaptive weights do: numbers, of which nothing is differentiated."""
+    model = Towers().double()
+    parametrizations.weight_norm(model.outer)
+    unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model.register_parameter("unused", unused)
+    batch = torch.randn(B, 5, dtype=torch.float64), torch.randint(3, (B,))
+
+    def size_of(loss, m):
+        inputs = [p for name, p in m.named_parameters() if not name.startswith("inner")]
+        if not checkpointed:
+            inputs.append(m.outer.weight)  # which is computed
+        gradients = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+        assert [each.shape for each in gradients] == [each.shape for each in inputs]
+        return sum(each.square().sum() for each in gradients).sqrt()
+
+    def adapted(m, b):
+        with nullcontext() if checkpointed else parametrize.cached():
+            hidden = checkpoint(m, b[0], use_reentrant=False) if checkpointed else m(b[0])
+            losses = functional.cross_entropy(hidden, b[1], reduction="none")
+            penalties = hidden.square().sum(1)
+            ratio = size_of(losses.mean(), m) / size_of(penalties.mean(), m)
+            return losses + ratio * penalties
+
+    expected = oracle_sqnorms(model, batch, adapted)
+    plain = copy.deepcopy(model)
+    adapted(plain, batch).mean().backward()
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        tracker.backward(adapted(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+    with pytest.raises(gs.CoupledExamplesError, match="which sums over the examples"):
+        gs.per_example_norms(model, batch, adapted)
 
 
 @pytest.mark.parametrize("place", ["beside the loss", "alone"])
