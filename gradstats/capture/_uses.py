@@ -50,6 +50,18 @@ class Settings:
         return self.weight_gradients and not self.fused
 
 
+def check_outside_transforms(nodes: Sequence[Node]) -> None:
+    """Raise inside a torch.func transform, which shows other axes than its tensors have."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise UnsupportedOperationError(
+            f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
+            "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
+            "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+            "or leave the parameter out by name with "
+            f"exclude={[root.name for root in unique_roots(nodes)]!r}."
+        )
+
+
 class Use:
     """One operation's use of some tracked tensors, in eager mode.
 
@@ -63,14 +75,7 @@ class Use:
     lookup: Lookup | None = None
 
     def __init__(self, nodes: Sequence[Node]):
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise UnsupportedOperationError(
-                f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
-                "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
-                "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
-                "or leave the parameter out by name with "
-                f"exclude={[root.name for root in unique_roots(nodes)]!r}."
-            )
+        check_outside_transforms(nodes)
         self.nodes = tuple(nodes)
         self.roots = unique_roots(self.nodes)
         self.direct = self.roots == self.nodes

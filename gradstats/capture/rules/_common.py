@@ -14,6 +14,7 @@ from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root, function_name
 from gradstats.capture._tensors import node_of, value_of
+from gradstats.capture._uses import check_outside_transforms
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
@@ -85,6 +86,8 @@ def locate(
             [root.name for root in node.roots],
         )
     if layout is None or not (layout.plain or folds):
+        if not torch.compiler.is_compiling():
+            check_outside_transforms([node])
         expected = tracker.batch_dim if axis is None else axis
         lost = tracker.lost_at(data)
         if lost is None:
