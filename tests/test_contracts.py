@@ -265,6 +265,13 @@ def test_a_backward_after_the_context_closed(model, batch):
         pass
 
 
+def test_a_backward_before_the_context_was_opened(model, batch):
+    tracker = gs.track(model, batch_size=B)
+    with pytest.raises(gs.TrackingError, match="outside its context"):
+        tracker.backward(per_example_cross_entropy(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 class NamedModule(nn.Module):
     """A model that calls a part of its own as wrappers call what they wrap."""
 
