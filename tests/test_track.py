@@ -410,11 +410,20 @@ def test_what_is_frozen_stays_so_after_the_context(model, batch):
 
 def test_a_parameter_that_is_trained_from_within_the_context_is_named(model, batch):
     model[3].requires_grad_(False)
-    state = snapshot(model)
-    with pytest.raises(gs.CoverageError, match=r"'3\.weight' .* before the context"):
-        with gs.track(model, batch_size=B):
-            model[3].requires_grad_(True)
-    assert_unchanged(model, state)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=B) as tracker:  # as switching between adapters does
+        model[3].requires_grad_(True)
+        model[3].requires_grad_(False)
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    model.zero_grad()
+    with (
+        pytest.raises(gs.CoverageError, match=r"\['3\.bias', '3\.weight'\].*unfreeze them"),
+        gs.track(model, batch_size=B) as tracker,
+    ):
+        model[3].requires_grad_(True)
+        tracker.backward(losses_of(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class BuildsItsHead(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -84,7 +84,6 @@ class Tracker(Repeated):
         self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
-        self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
         named = anatomy.select(parameters, exclude)
         self.device = device = next(iter(named.values())).device
         self.spans_devices = any(each.device != device for each in self._parameters)
@@ -119,6 +118,9 @@ class Tracker(Repeated):
         self._tracked: dict[int, nn.Parameter] = {}
         # Those that the user's code has frozen in the meantime.
         self._frozen: dict[int, Root] = {}
+        # What was not trained as the context was made, and that of it which the user has unfrozen.
+        self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
+        self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def _graphs_serve(self, tied: bool) -> bool:
@@ -160,11 +162,7 @@ class Tracker(Repeated):
         root.parameter._gradstats = root  # type: ignore[attr-defined]
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
-        """Follow a parameter no longer that is about to be frozen, and again once it is trained.
-
-        Raises:
-            CoverageError: one begins to be trained that is not followed.
-        """
+        """Follow a parameter no longer that is about to be frozen, and again once it is trained."""
         if trained and id(tensor) in self._frozen:
             self._track(self._frozen.pop(id(tensor)))
         elif not trained and id(tensor) in self._tracked:
@@ -173,18 +171,28 @@ class Tracker(Repeated):
             _release(parameter)
             self.keep_constant([parameter])
         elif trained and id(tensor) in self._untrained:
-            raise CoverageError(
-                f"{self._names()[id(tensor)]!r} begins to be trained inside the context, so its "
-                "gradient would not be measured. Expected parameters that require grad before the "
-                "context is opened: unfreeze it there."
-            )
+            self._unfrozen.append(tensor)
 
-    def check_known(self, leaves: Iterable[Tensor]) -> None:
-        """Raise for leaves of the graph that are parameters of the model and were not before."""
+    def check_known(self, leaves: Sequence[Tensor]) -> None:
+        """Raise for parameters that are trained now and were not, or were not there, before.
+
+        Args:
+            leaves: of the graph, that are not tracked.
+        """
+        unfrozen = {id(each) for each in self._unfrozen if each.requires_grad}
+        if unfrozen:
+            names = sorted(name for each, name in self._names().items() if each in unfrozen)
+            raise CoverageError(
+                f"parameters began to be trained inside the context, {names[:4]}, so that their "
+                "gradient is not measured. Expected parameters that require grad before the "
+                "context is opened: unfreeze them there."
+            )
+        if not leaves:
+            return  # of most steps
         known = set(map(id, self._parameters))
         unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
-        names = self._names() if unknown else {}
-        new = [names[id(leaf)] for leaf in unknown if id(leaf) in names]
+        given = self._names() if unknown else {}
+        new = [given[id(leaf)] for leaf in unknown if id(leaf) in given]
         if new:
             raise CoverageError(
                 f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
@@ -220,6 +228,7 @@ class Tracker(Repeated):
             _release(parameter)
         self._tracked.clear()
         self._frozen.clear()
+        self._unfrozen.clear()
         if self.derived:
             for module in self._modules:
                 restore_attributes(module)
