@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph
+from gradstats.capture._marks import CONSTANTS, leave_graph
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Derived, Node, function_name, same_storage
 from gradstats.capture._operations import COMPLEX
@@ -298,6 +298,7 @@ def _stand_for(node: Derived, constant: Tensor) -> None:
     It has memory of its own, and whatever shows that memory has changed with it. If that is used,
     it shows in the autograd graph as a use that was not seen.
     """
+    CONSTANTS.pop(id(constant), None)
     constant.__class__ = DerivedTensor
     node.version = constant._version
     node.tracker.shown[constant.grad_fn] = node

@@ -92,6 +92,7 @@ class Tracker(Repeated):
         self._runs_graphs = self._compiler and self._graphs_serve(anatomy.tied)
         # Whether parts of the model run as compiled graphs.
         self.compiled = anatomy.compiled and self._runs_graphs
+        self.seen_by_graphs = self._runs_graphs
         if self._runs_graphs:
             for root in self.roots:
                 root.probe = torch.zeros(
