@@ -256,12 +256,19 @@ def test_operations_without_a_formula_are_refused():
         gs.per_example_norms(Picked(), torch.randn(5, 2), gradient_penalty)
 
 
-def test_function_transforms_are_refused():
-    def loss(model, points):
-        _, slope = torch.func.jvp(model, (points,), (torch.ones_like(points),))
-        return slope[:, 0].square()
+def transformed(function):
+    return lambda model, points: function(model, points).square().flatten(1).sum(1)
 
-    with pytest.raises(
-        gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight', '0\.bias'\]"
-    ):
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        transformed(lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1]),
+        transformed(lambda m, x: torch.func.vmap(m)(x)),
+        transformed(lambda m, x: torch.func.vmap(torch.func.grad(lambda one: m(one).sum()))(x)),
+        transformed(lambda m, x: torch.func.vmap(torch.func.hessian(lambda one: m(one).sum()))(x)),
+    ],
+)
+def test_function_transforms_are_refused(loss):
+    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight'"):
         gs.per_example_norms(NETWORKS["mlp"](), torch.randn(5, 2), loss)

@@ -263,6 +263,18 @@ def test_a_mean_gradient_of_another_batch_is_a_direction():
     torch.testing.assert_close(own, rows_of(model, batch) @ rows_of(model, batch).mean(0))
 
 
+def test_a_sparse_gradient_is_a_direction():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
+    batch = torch.randint(9, (B, 3)), torch.randint(3, (B,))
+    classification(model, batch).mean().backward()
+    direction = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert direction["0.weight"].is_sparse
+    model[0].sparse = False
+    rows = rows_of(model, batch)
+    got = gs.alignment(model, batch, classification, direction)
+    torch.testing.assert_close(got, rows @ rows.mean(0))
+
+
 def test_a_loss_that_takes_from_the_batch():
     """One batch for two checkpoints: the second finds what the first took."""
     model, batch = mlp(), labelled(B, 4)

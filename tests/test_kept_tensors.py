@@ -108,7 +108,13 @@ def test_nothing_of_a_context_stays_on_what_the_user_keeps():
         blank = torch.zeros_like(hidden)
         blank[0] = hidden[0].detach()
         tracker.backward(hidden.square().sum((1, 2)))
-    assert not vars(moved) and not vars(blank)
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()  # its state is made inside
+        mask = torch.ones(6, 6).tril()
+    assert not vars(moved) and not vars(blank) and not vars(mask)
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert not any(map(vars, (*held, *gradients)))
     file = io.BytesIO()
     torch.save({"features": moved}, file)
     file.seek(0)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.oracle import (
@@ -164,6 +167,57 @@ def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, j
         gs.track(model, batch_size=B),
     ):
         join(losses_of(model, batch).mean(), penalty_of(model)).backward()
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_gradients_that_say_how_losses_weigh(checkpointed, fused):
+    """As adaptive weights do: numbers, of which nothing is differentiated."""
+    model = Towers().double()
+    parametrizations.weight_norm(model.outer)
+    unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model.register_parameter("unused", unused)
+    batch = torch.randn(B, 5, dtype=torch.float64), torch.randint(3, (B,))
+
+    def size_of(loss, m):
+        inputs = [p for name, p in m.named_parameters() if not name.startswith("inner")]
+        if not checkpointed:
+            inputs.append(m.outer.weight)  # which is computed
+        gradients = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+        assert [each.shape for each in gradients] == [each.shape for each in inputs]
+        return sum(each.square().sum() for each in gradients).sqrt()
+
+    def adapted(m, b):
+        with nullcontext() if checkpointed else parametrize.cached():
+            hidden = checkpoint(m, b[0], use_reentrant=False) if checkpointed else m(b[0])
+            losses = functional.cross_entropy(hidden, b[1], reduction="none")
+            penalties = hidden.square().sum(1)
+            ratio = size_of(losses.mean(), m) / size_of(penalties.mean(), m)
+            return losses + ratio * penalties
+
+    expected = oracle_sqnorms(model, batch, adapted)
+    plain = copy.deepcopy(model)
+    adapted(plain, batch).mean().backward()
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        tracker.backward(adapted(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+    with pytest.raises(gs.CoupledExamplesError, match="which sums over the examples"):
+        gs.per_example_norms(model, batch, adapted)
+
+
+@pytest.mark.parametrize("place", ["beside the loss", "alone"])
+def test_a_penalty_with_a_backward_in_the_context_is_refused(model, batch, place):
+    """Its gradient would be in param.grad and in no example's."""
+    state = snapshot(model)
+    with (
+        pytest.raises(gs.ExampleAxisError, match=r"without any data.*\(losses \+ penalty\)"),
+        gs.track(model, batch_size=B),
+    ):
+        losses = [losses_of(model, batch).mean(), penalty_of(model)]
+        torch.autograd.backward(losses if place == "beside the loss" else losses[1])
     assert_unchanged(model, state)
 
 
@@ -326,3 +380,127 @@ def test_a_backward_that_is_told_what_to_compute():
     assert_sqnorms(tracker.stats, expected, 1e-9)
     asked = [name for name, p in model.named_parameters() if p.grad is not None]
     assert asked == ["2.weight"]
+
+
+class Towers(nn.Module):
+    """Two layers of every kind of use, of which one may be trained and the other not."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 7)
+        self.norm = nn.LayerNorm(7)
+        self.scale = nn.Parameter(torch.rand(7))
+        self.mix = nn.Parameter(torch.randn(7, 7))
+        self.spread = nn.Conv1d(1, 2, 3)
+        self.outer = nn.Linear(7, 3)
+
+    def forward(self, x):
+        hidden = self.norm(self.inner(x)).tanh() * self.scale
+        hidden = hidden @ self.mix.exp() + self.spread(hidden[:, None]).sum((1, 2))[:, None]
+        return self.outer(hidden)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "frozen", ["inner", "norm", "scale", "mix", "spread", "outer", "outer.weight"]
+)
+def test_what_is_frozen_inside_the_context_has_no_gradient(frozen, fused):
+    model = Towers().double()
+    batch = torch.randn(B, 5, dtype=torch.float64), torch.randint(3, (B,))
+
+    def train(wanted):
+        for name, parameter in model.named_parameters():
+            if name.startswith(frozen):
+                parameter.requires_grad = wanted
+
+    train(False)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    plain = copy.deepcopy(model)
+    losses_of(plain, batch).mean().backward()
+    train(True)
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        train(False)
+        losses = losses_of(model, batch)
+        train(True)  # what was frozen as it was used is, whatever follows
+        tracker.backward(losses)
+    for name, parameter in model.named_parameters():
+        own = tracker.stats.by_parameter[name]
+        torch.testing.assert_close(own, expected.get(name, torch.zeros_like(own)))
+        want = plain.get_parameter(name).grad
+        assert (want is None) == (parameter.grad is None), name
+        if want is not None:
+            torch.testing.assert_close(parameter.grad, want)
+        assert type(parameter) is nn.Parameter and parameter.requires_grad
+    train(False)
+    train(True)
+    gs.per_example_norms(model, batch, losses_of)
+
+
+def test_what_is_frozen_stays_so_after_the_context(model, batch):
+    with gs.track(model, batch_size=B) as tracker:
+        model[3].requires_grad_(False)
+        tracker.backward(losses_of(model, batch))
+    assert not tracker.stats.by_parameter["3.weight"].any()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
+
+
+def test_a_parameter_that_is_trained_from_within_the_context_is_named(model, batch):
+    model[3].requires_grad_(False)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=B) as tracker:  # as switching between adapters does
+        model[3].requires_grad_(True)
+        model[3].requires_grad_(False)
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    model.zero_grad()
+    with (
+        pytest.raises(gs.CoverageError, match=r"\['3\.bias', '3\.weight'\].*unfreeze them"),
+        gs.track(model, batch_size=B) as tracker,
+    ):
+        model[3].requires_grad_(True)
+        tracker.backward(losses_of(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class BuildsItsHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+        self.head = None
+
+    def forward(self, x):
+        hidden = self.body(x)
+        if self.head is None:
+            self.head = nn.Linear(hidden.shape[1], 3, dtype=hidden.dtype)
+        return self.head(hidden)
+
+
+def test_a_parameter_that_a_forward_makes_is_named():
+    """Its gradient would be missing from the norms of the first batch."""
+    batch = torch.randn(B, 5, dtype=torch.float64), torch.randint(3, (B,))
+    for call in (
+        lambda m: gs.per_example_norms(m, batch, losses_of),
+        lambda m: gs.inner_products(m, batch, m, batch, losses_of),
+    ):
+        model = BuildsItsHead().double()
+        with pytest.raises(gs.CoverageError, match=r"'head\.bias', 'head\.weight'.* one forward"):
+            call(model)
+        call(model)
+    model = BuildsItsHead().double()
+    with pytest.raises(gs.CoverageError, match=r"'head\.bias', 'head\.weight'.* one forward"):
+        with gs.track(model, batch_size=B) as tracker:
+            tracker.backward(losses_of(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_of_another_model_may_be_made_inside_the_context(model, batch):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=B) as tracker:
+        critic = nn.Linear(3, 3, bias=False).double()
+        nn.init.eye_(critic.weight)
+        tracker.backward(
+            functional.cross_entropy(critic(model(batch[0])), batch[1], reduction="none")
+        )
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert critic.weight.grad is not None

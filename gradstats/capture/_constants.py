@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -44,7 +45,7 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._marks import unwrapped
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import function_name
+from gradstats.capture._nodes import Root, function_name
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -59,7 +60,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
-from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture._tensors import TRACKED_TYPES, node_of, run, value_of
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
 from gradstats.errors import CoupledExamplesError
@@ -214,8 +215,31 @@ class ConstantTracking(TorchFunctionMode):
             run_backward(tensors, gradients, retain_graph, chosen, in_threads=spread)
         self.tracker.after_backward()
 
-    def _check_inner(self, outputs, inputs, grad_outputs=None, retain_graph=None,
-                     create_graph=False, *args, **kwargs) -> None:  # fmt: skip
+    def _inner(
+        self, outputs, inputs, *args, materialize_grads=False, allow_unused=None, **kwargs
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiate inside the context, perhaps with respect to what is tracked."""
+        outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
+        tracked = [node_of(item) is not None for item in inputs]
+        self._check_inner(inputs, *args, **kwargs)
+        if any(tracked):
+            allow_unused = allow_unused or materialize_grads
+        find: Any = torch.autograd.grad
+        found = find(
+            [value_of(item) for item in outputs], [_differentiable(item) for item in inputs], *args,
+            allow_unused=allow_unused, materialize_grads=materialize_grads and not any(tracked),
+            **kwargs,
+        )  # fmt: skip
+        if materialize_grads:
+            pairs = zip(found, map(value_of, inputs), strict=True)
+            found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
+        if transform_level() is None:
+            self.follow(torch.autograd.grad, (outputs, inputs, *args), kwargs, (*found,))
+        return (*found,)
+
+    def _check_inner(
+        self, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **__
+    ) -> None:
         """Refuse derivatives with respect to tracked parameters as a part of the loss."""
         for item in [inputs] if isinstance(inputs, Tensor) else inputs:
             node = node_of(item)
@@ -226,6 +250,9 @@ class ConstantTracking(TorchFunctionMode):
                     "no per-example gradient. Compute it outside the context, or leave the "
                     f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
                 )
+
+    def _note_training(self, tensor, requires_grad=True) -> None:
+        self.tracker.note_training(tensor, bool(requires_grad))
 
     def _follow_repeated(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
@@ -362,13 +389,15 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: ConstantTracking._backward_of_one,
     torch.autograd.backward: ConstantTracking._backward,
+    torch.autograd.grad: ConstantTracking._inner,
     **{function: _opening(function, always=True) for function in OPENED},
     **{function: _opening(function, always=False) for function in OPENED_IF_TRACKED},
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: ConstantTracking._check_statistics,
     torch.batch_norm: ConstantTracking._check_native_statistics,
-    torch.autograd.grad: ConstantTracking._check_inner,
+    Tensor.requires_grad_: ConstantTracking._note_training,
+    Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 
@@ -391,6 +420,14 @@ def prepare_for_compiler() -> None:
 def outside_graphs():
     """Return the mode's handler as the compiler leaves it alone."""
     return torch.compiler.disable(ConstantTracking.handle)
+
+
+def _differentiable(item):
+    """Return what stands in the graph for an input of ``torch.autograd.grad``."""
+    if not isinstance(node_of(item), Root):
+        return value_of(item)
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(item)
 
 
 def _as_tuple(tensors) -> tuple:

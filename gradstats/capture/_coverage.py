@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,14 @@ from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
 from gradstats.capture._hooked import KINDS, hooked_on
-from gradstats.capture._nodes import Node, Root
+from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
-from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
+from gradstats.errors import (
+    CoupledExamplesError,
+    ExampleAxisError,
+    UnsupportedOperationError,
+)
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -34,6 +38,22 @@ class Coverage:
     reporting: list[GraphNode]
 
 
+def check_data(losses: Iterable[Tensor]) -> None:
+    """Raise for a loss that belongs to no example."""
+    for loss in losses:
+        node = node_of(loss)
+        if isinstance(node, Derived):
+            raise ExampleAxisError(
+                f"a loss was computed without any data: it is {node.describe()}, and made of "
+                "parameters, buffers and constants alone. Expected losses of the examples. Make "
+                "the batch before the first context is opened, and pass it to the model, so that "
+                "its tensors count as data. A penalty on the weights belongs to no example: add "
+                "it to the unreduced losses, (losses + penalty).mean(), run its own backward once "
+                "the context has closed, or let the optimizer's weight_decay do it.",
+                [root.name for root in node.roots],
+            )
+
+
 def check_coverage(tracker: Tracker, start: list) -> Coverage:
     """Count the uses in the graph from ``start``; raise for a use that was not seen.
 
@@ -47,6 +67,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
     uses, hidden, found = [], False, Coverage(False, [])
+    others: list[Tensor] = []
     coupled, shown_nodes = tracker.coupled, tracker.shown
     while stack:
         node = stack.pop()
@@ -94,9 +115,11 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
             tracker.sharded.check_known(leaf)
             root = node_of(leaf)
             if not isinstance(root, Root) or root not in tracker.roots:
-                continue  # not tracked, or not by this context
+                others.append(leaf)  # not tracked, or not by this context
+                continue
             if not _reports_inside(node, root):
                 raise _unseen(node, root)
+    tracker.check_known(others)
     for use in uses:
         use.expect()
     if hidden:

@@ -131,8 +131,12 @@ class Data(Following):
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         for source, result in zip(sources, results, strict=True):
-            if isinstance(result, Tensor) and node_of(source) is None:
+            if not isinstance(result, Tensor):
+                continue
+            if node_of(source) is None:
                 self.place(result, self.owned(source))
+            else:
+                self.mark_constant(result)  # numbers, in which all examples were added up
 
     def follow_change(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph, unwrapped
+from gradstats.capture._marks import CONSTANTS, leave_graph, unwrapped
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Derived, Node, function_name, same_storage, unique_roots
 from gradstats.capture._operations import COMPLEX
@@ -310,6 +310,7 @@ def _stand_for(node: Derived, constant: Tensor) -> None:
     It has memory of its own, and whatever shows that memory has changed with it. If that is used,
     it shows in the autograd graph as a use that was not seen.
     """
+    CONSTANTS.pop(id(constant), None)
     constant.__class__ = DerivedTensor
     node.version = constant._version
     node.tracker.shown[constant.grad_fn] = node
@@ -338,12 +339,6 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
         if not any(isinstance(item, Tensor) and item.is_floating_point() for item in leaves):
             return result
-    if func is torch.autograd.grad:
-        remedy = (
-            "Run loss.backward() inside the context, which leaves the gradients in .grad; "
-            "gradients of parameters for another use are for outside of it."
-        )
-        refuse(func, nodes[0], remedy=remedy)
     refuse(func, nodes[0])
 
 

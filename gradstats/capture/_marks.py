@@ -19,6 +19,27 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 
 SERIALS = itertools.count()
 
+
+class Numbered(ref[Tensor]):
+    """A weak reference that says under which number it is kept."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, tensor: Tensor, callback: Callable[[Any], None]):
+        super().__init__(tensor, callback)  # type: ignore[call-arg]
+        self.number = id(tensor)
+
+
+# Constants that some context found, by number, for as long as they live. What a model computed
+# without data, and kept, stays constant; on the tensor, which its user may save, no mark is left.
+CONSTANTS: dict[int, Numbered] = {}
+
+
+def _forget(reference: Numbered) -> None:
+    if CONSTANTS.get(reference.number) is reference:
+        del CONSTANTS[reference.number]
+
+
 # What is raised where it is not known, or not so, that each value is one example's.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
@@ -50,6 +71,7 @@ class Marks:
         given_are_data: whether those made of values of the caller's do. Where they do not, numbers
             are exact as well, and what parameters make of such tensors takes longer.
         maps_examples: whether torch.vmap maps over the examples of all that it was given.
+        seen_by_graphs: graphs may be traced that look for the marks of constants on the tensors.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -62,6 +84,7 @@ class Marks:
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
         self.maps_examples = False
+        self.seen_by_graphs = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.
         self._constants: dict[int, Tensor] = {}
@@ -78,6 +101,12 @@ class Marks:
         """Take tensors for data, also where the model keeps them from an earlier batch."""
         for tensor in tensors:
             _unmark(self._constants.pop(id(tensor), None))
+
+    def take_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Take what a call was given for data, also where an earlier context made it of none."""
+        for tensor in tensors:
+            self._constants.pop(id(tensor), None)
+            _unmark(tensor)
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the model's, which outlives the context."""
@@ -112,7 +141,8 @@ class Marks:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter that a forward makes holds no examples either
-        # Whichever context found it: what a model computed without data, and kept, stays constant.
+        if not compiling and id(tensor) in CONSTANTS:
+            return False
         return not hasattr(tensor, "_gradstats_constant")
 
     def _is_written(self, tensor: Tensor) -> bool:
@@ -164,8 +194,12 @@ class Marks:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
-        if torch.compiler.is_dynamo_compiling() or id(tensor) not in self._constants:
+        if torch.compiler.is_dynamo_compiling():
             tensor._gradstats_constant = True  # type: ignore[attr-defined]
+        elif id(tensor) not in self._constants:
+            CONSTANTS[id(tensor)] = Numbered(tensor, _forget)
+            if self.seen_by_graphs:
+                tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor, and so into all that share its memory."""
@@ -273,6 +307,8 @@ class Marks:
 
 def _unmark(tensor: Tensor | None) -> None:
     """Forget that a tensor is constant."""
+    if not torch.compiler.is_dynamo_compiling():
+        CONSTANTS.pop(id(tensor), None)
     if hasattr(tensor, "_gradstats_constant"):
         del tensor._gradstats_constant  # type: ignore[union-attr]
 

@@ -17,6 +17,7 @@ from gradstats.capture._data import Data
 from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import FOLLOWED
+from gradstats.capture._marks import CONSTANTS
 from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, variants
 from gradstats.capture._reductions import QUANTILES
 from gradstats.capture._reindexed import REINDEXES
@@ -74,7 +75,8 @@ class Repeated(Data):
                 kind = type(item)
                 # Most arguments are of these; a call for each would take longer than the rest.
                 if kind is Tensor:
-                    note: Any = CONSTANT if id(item) in constants else NOTHING
+                    known = id(item) in constants or id(item) in CONSTANTS
+                    note: Any = CONSTANT if known else NOTHING
                     if item.__dict__:
                         note = self._note_of(item)
                         if note is None:
@@ -92,6 +94,8 @@ class Repeated(Data):
                 if item is operands[0]:
                     key.append(NOTHING)  # it stays what it is
                 elif type(item) is not Tensor or item.__dict__ or id(item) in constants:
+                    return None
+                elif id(item) in CONSTANTS:
                     return None
                 else:
                     key += (item.shape, item.stride(), item.requires_grad)
@@ -140,7 +144,7 @@ class Repeated(Data):
     def _note_of(self, tensor: Tensor) -> tuple[int, ...] | str | None:
         """Return what was noted of a tensor; None where that is more than can be said in short."""
         notes = tensor.__dict__
-        constant = id(tensor) in self._constants
+        constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
         if not notes:
             return CONSTANT if constant else NOTHING
         constant |= "_gradstats_constant" in notes
@@ -176,7 +180,7 @@ class Repeated(Data):
                 found.append(layout)
                 marked += 1
             elif not notes or notes.keys() == {"_gradstats_constant"}:
-                found.append(CONSTANT if notes else NOTHING)
+                found.append(CONSTANT if notes or id(tensor) in CONSTANTS else NOTHING)
             else:
                 return
         if (marked, coupled) != self.noted:

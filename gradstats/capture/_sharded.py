@@ -95,6 +95,10 @@ class ShardedParameters:
             else:
                 self._track(root, whole)
 
+    def knows(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf of the graph is a whole parameter that was seen."""
+        return id(leaf) in self._whole
+
     def check_known(self, leaf: torch.Tensor) -> None:
         """Raise for a whole parameter in the graph that no hook saw."""
         if self._places and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole:

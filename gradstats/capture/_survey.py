@@ -111,7 +111,7 @@ def _look(
     found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> None:
     """Run a forward under a survey."""
-    found.keep_data(tensors_in(batch))
+    found.take_batch(tensors_in(batch))
     # Nothing is compiled before this module was imported, and importing it takes seconds.
     compiled = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()

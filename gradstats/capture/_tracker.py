@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._constants import ConstantTracking
-from gradstats.capture._coverage import check_coverage, leaves_of
+from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._engine import run_backward
 from gradstats.capture._functions import show_functions
@@ -94,6 +94,7 @@ class Tracker(Repeated):
         self._runs_graphs = self._compiler and self._graphs_serve(anatomy.tied)
         # Whether parts of the model run as compiled graphs.
         self.compiled = anatomy.compiled and self._runs_graphs
+        self.seen_by_graphs = self._runs_graphs
         if self._runs_graphs:
             for root in self.roots:
                 root.probe = torch.zeros(
@@ -117,7 +118,12 @@ class Tracker(Repeated):
         self.keep_constant((*kept, *attributes))
         # A model may keep what it saw last: the module whose arguments tell, where sizes allow it.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
-        self._tracked: list[nn.Parameter] = []
+        self._tracked: dict[int, nn.Parameter] = {}
+        # Those that the user's code has frozen in the meantime.
+        self._frozen: dict[int, Root] = {}
+        # What was not trained as the context was made, and that of it which the user has unfrozen.
+        self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
+        self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def _graphs_serve(self, tied: bool) -> bool:
@@ -156,9 +162,52 @@ class Tracker(Repeated):
         self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
-        self._tracked.append(root.parameter)
+        self._tracked[id(root.parameter)] = root.parameter
         root.parameter.__class__ = TrackedParameter
         root.parameter._gradstats = root  # type: ignore[attr-defined]
+
+    def note_training(self, tensor: Tensor, trained: bool) -> None:
+        """Follow a parameter no longer that is about to be frozen, and again once it is trained."""
+        if trained and id(tensor) in self._frozen:
+            self._track(self._frozen.pop(id(tensor)))
+        elif not trained and id(tensor) in self._tracked:
+            parameter = self._tracked.pop(id(tensor))
+            self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
+            _release(parameter)
+            self.keep_constant([parameter])
+        elif trained and id(tensor) in self._untrained:
+            self._unfrozen.append(tensor)
+
+    def check_known(self, leaves: Sequence[Tensor]) -> None:
+        """Raise for parameters that are trained now and were not, or were not there, before.
+
+        Args:
+            leaves: of the graph, that are not tracked.
+        """
+        unfrozen = {id(each) for each in self._unfrozen if each.requires_grad}
+        if unfrozen:
+            names = sorted(name for each, name in self._names().items() if each in unfrozen)
+            raise CoverageError(
+                f"parameters began to be trained inside the context, {names[:4]}, so that their "
+                "gradient is not measured. Expected parameters that require grad before the "
+                "context is opened: unfreeze them there."
+            )
+        if not leaves:
+            return  # of most steps
+        known = set(map(id, self._parameters))
+        unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
+        given = self._names() if unknown else {}
+        new = [given[id(leaf)] for leaf in unknown if id(leaf) in given]
+        if new:
+            raise CoverageError(
+                f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
+                "gradient is not measured. Expected parameters that are there before the context "
+                "is opened: where a first forward makes them, run one forward before."
+            )
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the parameters that the model has now, by their ids."""
+        return {id(own): name for name, own in self._modules[0].named_parameters()}
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Have a layer forget the batch that it counted before its statistics were refused."""
@@ -180,10 +229,11 @@ class Tracker(Repeated):
         self._mode.__exit__(None, None, None)
         self.sharded.close()
         self._undo.close()
-        for parameter in self._tracked:
-            del parameter._gradstats  # type: ignore[attr-defined]
-            parameter.__class__ = nn.Parameter  # what it was: see check_trackable
+        for parameter in self._tracked.values():
+            _release(parameter)
         self._tracked.clear()
+        self._frozen.clear()
+        self._unfrozen.clear()
         if self.derived:
             for module in self._modules:
                 restore_attributes(module)
@@ -290,6 +340,8 @@ class Tracker(Repeated):
                 "batch and one backward; to accumulate gradients, open one context for each "
                 f"micro-batch. {ONE_OF_SEVERAL}"
             )
+        if not nested:
+            check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         coverage = check_coverage(self, nodes)
         self._reentrant |= coverage.reentrant
@@ -326,3 +378,9 @@ class Tracker(Repeated):
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
+
+
+def _release(parameter: nn.Parameter) -> None:
+    """Give a parameter back as it was."""
+    del parameter._gradstats  # type: ignore[attr-defined]
+    parameter.__class__ = nn.Parameter  # what it was: see check_trackable

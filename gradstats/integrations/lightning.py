@@ -144,6 +144,10 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             if self._histograms and trainer.is_global_zero:
                 _log_histograms(logger, self.monitor.histograms(), self._number)
 
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        # A module may have skipped the rest of the epoch, after the start of a batch was announced.
+        self._abandon()
+
     def on_exception(self, trainer, pl_module, exception) -> None:
         self._abandon()
 

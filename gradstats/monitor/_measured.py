@@ -218,10 +218,10 @@ class Pending:
         for index, batch in enumerate(batches):
             if batch.weight is not None:
                 unit[number == index] = batch.weight
+        weight = unit / sizes[number, B_DIVISOR]
         if self._options.loss_reduction == "step_mean":
-            weight = np.full(len(unit), ranks / len(unit))
-        else:
-            weight = unit / sizes[number, B_DIVISOR]
+            plain = np.array([batch.weight is None for batch in batches])
+            weight[plain[number]] = ranks / len(unit)
         total = weight.sum()
         whole = total / ranks
         with np.errstate(invalid="ignore", over="ignore"):

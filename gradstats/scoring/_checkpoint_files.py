@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -18,6 +19,11 @@ from gradstats.errors import CheckpointError
 
 # Where the Trainer of transformers keeps the optimizer's state, beside the file of the weights.
 OPTIMIZER_FILE = "optimizer.pt"
+
+# Weights in several files, as large models have them: model-00001-of-00004.safetensors, …, and
+# model.safetensors.index.json, which lists them.
+INDEX_SUFFIX = ".index.json"
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.[a-z]+$)")
 
 # Where training loops keep the weights and the optimizer's state in one file.
 WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
@@ -63,6 +69,11 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 def read_file(path: Path) -> Content:
     """Return what a safetensors or torch file holds, without unpickling objects."""
+    if path.name.endswith(INDEX_SUFFIX):
+        weights: dict[str, Any] = {}
+        for part in _parts(path):
+            weights.update(read_file(part).weights)
+        return Content(weights)
     try:
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="pt") as file:
@@ -70,6 +81,32 @@ def read_file(path: Path) -> Content:
     except Exception as error:
         raise _unreadable(path, error) from error
     return parse(_load(path), str(path))
+
+
+def index_of(path: str) -> Path | None:
+    """Return the index of the files that a file is one part of; None where it is none."""
+    whole = PART.sub("", path)
+    index = Path(f"{whole}.index.json")
+    return index if whole != path and index.is_file() else None
+
+
+def _parts(index: Path) -> list[Path]:
+    """Return the files that an index lists, all in its own folder."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        parts = sorted(index.with_name(name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is no index of a checkpoint in several files ({type(error).__name__}: "
+            f"{error}), expected the names of files in its folder under 'weight_map'."
+        ) from error
+    missing = [p.name for p in parts if p.name.endswith(INDEX_SUFFIX) or not p.is_file()]
+    if missing or not parts:
+        raise CheckpointError(
+            f"{index} lists {missing[:4] or 'no files'}, expected files of weights beside it. Copy "
+            "all parts of the checkpoint into one folder."
+        )
+    return parts
 
 
 def read_optimizer_beside(path: Path) -> tuple[Any, ...]:

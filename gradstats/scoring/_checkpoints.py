@@ -72,8 +72,9 @@ class Checkpoints:
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
             or a list of these. Files are safetensors, or torch files of tensors and plain values
-            (read with ``weights_only=True``: nothing is unpickled). Weights may stand at the top
-            or under "model", "model_state_dict" or "state_dict"; the optimizer's state under
+            (read with ``weights_only=True``: nothing is unpickled), or, of weights in several
+            files, the index that lists them (``*.index.json``). Weights may stand at the top or
+            under "model", "model_state_dict" or "state_dict"; the optimizer's state under
             "optimizer", "optimizer_state_dict" or "optimizer_states", or in a file of its own,
             ``optimizer.pt``, in a folder with the weights of no other checkpoint.
         lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping

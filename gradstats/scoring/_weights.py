@@ -14,6 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from gradstats._comparison import same_bits
 from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
+from gradstats.scoring._checkpoint_files import index_of
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
 
@@ -169,11 +170,17 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     if missing or unexpected:
         lacks = [f"it lacks {_some(missing)}"] * bool(missing)
         holds = [f"it holds {_some(unexpected)}, which the model does not have"] * bool(unexpected)
-        remedy = (
-            " What was never trained and therefore not saved, such as the weights below adapters, "
-            "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
-            "...], lr=...), where saved has the names of model.state_dict()."
-        ) * bool(missing)
+        index = index_of(checkpoint.name)
+        remedy = ""
+        if index is not None:
+            remedy = f" It is one file of several: pass their index, {index}."
+        elif missing:
+            remedy = (
+                " What was never trained and therefore not saved, such as the weights below "
+                "adapters, is not filled in by guessing: pass gs.Checkpoints("
+                "[{**model.state_dict(), **saved}, ...], lr=...), where saved has the names of "
+                "model.state_dict()."
+            )
         if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
             remedy += (
                 " peft saves adapters under names without the adapter's own: "

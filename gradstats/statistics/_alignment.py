@@ -183,4 +183,5 @@ def check_direction(
             raise CoverageError(
                 f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
             )
-    return named
+    # As gradients of embeddings with sparse=True are not.
+    return {name: value.to_dense() if value.is_sparse else value for name, value in named.items()}

@@ -91,7 +91,7 @@ def run_examples(
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses."""
-    tracker.keep_data(tensors_in(batch))
+    tracker.take_batch(tensors_in(batch))
     with torch.enable_grad():
         tracker.open()
         try:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
+from gradstats.capture._coverage import check_data
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nested import tensors_in
-from gradstats.capture._tensors import DerivedTensor
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in
@@ -44,12 +44,7 @@ def check_losses(losses, batch_size: int) -> Tensor:
             "the losses do not require grad, expected a differentiable function of the model's "
             "parameters. Was the model run under torch.no_grad(), or were its outputs detached?"
         )
-    if isinstance(losses, DerivedTensor):
-        raise ExampleAxisError(
-            "the losses were computed without any data: only from parameters, buffers and "
-            "constants. Make the batch before the context is opened, and pass it to the model, so "
-            "that its tensors count as data."
-        )
+    check_data([losses])
     return losses
 
 

@@ -233,6 +233,7 @@ class track:
         self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
         self._stats: GradientNorms | None = None
+        self._opened = False
         segments = None
         if cu_seqlens is not None:
             segments = packed_segments(cu_seqlens, model)
@@ -266,6 +267,7 @@ class track:
             )
         check_recording()
         self._tracker.open()
+        self._opened = True
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
@@ -289,7 +291,7 @@ class track:
             ExampleAxisError, CoupledExamplesError: losses that are not of one example each.
             TrackingError: outside the context.
         """
-        if self._tracker.closed:
+        if not self._opened or self._tracker.closed:
             raise TrackingError(
                 "tracker.backward was called outside its context. Call it inside the with block."
             )

@@ -248,6 +248,25 @@ def test_an_exception_leaves_nothing_behind(error):
     assert_unchanged(module, state)
 
 
+def test_a_module_that_skips_the_rest_of_an_epoch():
+    """Lightning then neither runs nor ends the batch whose start it has announced."""
+    recorder, callback = Recorder(), callback_module.GradStatsCallback(every=1)
+
+    class Skips(module_of(lightning)):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 2 else None
+
+    trainer, module = fit(callback, module=Skips(), recorder=recorder, accumulate_grad_batches=1)
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    logged = trainer.loggers[0].logged
+    assert list(logged) == [0, 1, 2, 3]
+    run = [step for place, step in enumerate(recorder.steps) if place % 3 < 2]
+    for (network, batches), metrics in zip(run, logged.values(), strict=True):
+        truth = metrics_of(gradient_rows(network, batches[0], losses_of))
+        for name in ("grad_norm", "example_grad_norm/max", "gns/tr_sigma"):
+            assert metrics[name] == pytest.approx(truth[name]), name
+
+
 def test_bfloat16():
     recorder, callback = Recorder(), callback_module.GradStatsCallback(every=2)
     trainer, _ = fit(

@@ -79,11 +79,13 @@ def test_metrics_against_the_oracle(model, reduction, alignment):
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENT)
-def test_explicit_weights(model, alignment):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "step_mean"])
+def test_explicit_weights(model, alignment, reduction):
+    """They say how the scalar is formed, whatever is said of scalars without them."""
     batch = batch_of()
     rows = gradient_rows(model, batch, losses_of)
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
-    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    monitor = gs.Monitor(model, every=1, alignment=alignment, loss_reduction=reduction)
     with monitor.step(batch_size=B, weights=weights):
         (losses_of(model, batch) * weights).sum().backward()
     metrics, share = monitor.metrics(), (weights.double() / weights.double().sum()).numpy()

@@ -189,6 +189,23 @@ def test_used_twice_with_tied_weights():
     check(lambda m, x: m.layer(m.layer(x)[0])[0], {"layer": layer}, normal(BATCH, 4, WIDTH))
 
 
+@pytest.mark.parametrize("count", [1, 2, BATCH])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_states_of_an_earlier_batch(kind, count):
+    """As truncated backpropagation through time hands them on: numbers, examples along axis 1."""
+    layer = LAYERS[kind](num_layers=count, batch_first=True)
+    model = nn.ModuleDict({"layer": layer, "head": nn.Linear(HIDDEN, 3)}).double()
+    _, states = layer(normal(BATCH, 4, WIDTH))
+    states = [state.detach() for state in (states if kind == "lstm" else (states,))]
+
+    def losses(m, batch):
+        x, *own = batch
+        output, _ = m["layer"](x, tuple(own) if kind == "lstm" else own[0])
+        return m["head"](output[:, -1]).logsumexp(1)
+
+    check_model(model, (normal(BATCH, 4, WIDTH), *states), losses)
+
+
 def test_examples_along_the_second_axis():
     def losses(model, batch):
         return uneven_loss(lambda *b: model(*b).transpose(0, 1), batch)

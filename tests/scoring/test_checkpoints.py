@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from argparse import Namespace
@@ -471,6 +472,54 @@ def test_truncated_files_are_reported(setting, tmp_path, suffix, size):
     with pytest.raises(gs.CheckpointError, match=rf"weights\.{suffix} cannot be read"):
         score(setting, gs.Checkpoints(path, lr=1.0))
     assert_unchanged(setting.model, state)
+
+
+def save_in_parts(state, folder, suffix):
+    """Save weights in two files with an index, as transformers does; return the index."""
+    folder.mkdir()
+    names = list(state)
+    listed = {}
+    for number, part in enumerate((names[:3], names[3:]), 1):
+        file = f"model-{number:05}-of-00002.{suffix}"
+        held = {name: state[name] for name in part}
+        save_file(held, folder / file) if suffix == "safetensors" else torch.save(
+            held, folder / file
+        )
+        listed.update(dict.fromkeys(part, file))
+    index = folder / f"model.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": listed}))
+    return index
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_weights_in_several_files(setting, tmp_path, suffix):
+    for number, state in enumerate(setting.states):
+        save_in_parts(state, tmp_path / f"step-{number}", suffix)
+    got = score(setting, gs.Checkpoints(f"{tmp_path}/step-*/*.index.json", lr=[0.1, 0.3]))
+    np.testing.assert_allclose(got, expected(setting, setting.states, [0.1, 0.3]), rtol=1e-10)
+    with pytest.raises(gs.CheckpointError, match=r"one file of several.*index\.json"):
+        score(setting, gs.Checkpoints(f"{tmp_path}/step-0/model-*", lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no index of a checkpoint"),
+        ("[1]", "no index of a checkpoint"),
+        ('{"weight_map": {"0.weight": 3}}', "no index of a checkpoint"),
+        ('{"weight_map": {"0.weight": "../other.safetensors"}}', "no index of a checkpoint"),
+        ('{"weight_map": {"0.weight": "model.index.json"}}', r"lists \['model\.index\.json'\]"),
+        ('{"weight_map": {"0.weight": "gone.safetensors"}}', r"lists \['gone\.safetensors'\]"),
+        ('{"weight_map": {}}', "lists no files"),
+    ],
+)
+def test_an_index_that_lists_no_files_of_its_folder(setting, tmp_path, content, message):
+    (tmp_path / "other.safetensors").touch()
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "model.index.json").write_text(content)
+    with pytest.raises(gs.CheckpointError, match=message):
+        score(setting, gs.Checkpoints(folder / "model.index.json", lr=0.1))
 
 
 def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):

@@ -247,10 +247,11 @@ def _stack(
     """Run one layer after the other, so that what each of them returns is known."""
     node = first_node(data, *states, *weights)
     _check_weights(tracker, func, node, data, weights)
-    given = rows_along(tracker, func, node, states, 1)
-    if any(node_of(s) is None and tracker.is_data(s) for s in states):
-        if not same_rows(given, examples):
-            refuse(func, node, "with initial states in another order than the data has no rule")
+    # What is not trained brings nothing of an example along to another, as states of the batch
+    # before do not, which lie along another axis than batch_dim.
+    trained = [s for s in states if s.requires_grad and node_of(s) is None and tracker.is_data(s)]
+    if trained and not same_rows(rows_along(tracker, func, node, trained, 1), examples):
+        refuse(func, node, "with initial states in another order than the data has no rule")
     states = [as_data(tracker, func, node, state, examples.along(1)) for state in states]
     layout = () if form == "rows" else (form == "examples",)
     directions = 1 + bool(bidirectional)
