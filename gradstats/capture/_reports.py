@@ -143,9 +143,9 @@ class Reports:
         """
         if not self.any:
             raise TrackingError(
-                "no backward reached the tracked parameters; what torch.autograd.grad returns is not "
-                "measured. Run tracker.backward(losses), or your own loss.backward(), inside the "
-                "context, on losses computed inside it. "
+                "no backward reached the tracked parameters; what torch.autograd.grad returns is "
+                "not measured. Run tracker.backward(losses), or your own loss.backward(), inside "
+                "the context, on losses computed inside it. "
                 f"{ONE_OF_SEVERAL}"
             )
         values = stack([root.result for root in self.roots], self._batch_size, self._device)
