@@ -264,7 +264,6 @@ def transformed(function):
     "loss",
     [
         transformed(lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1]),
-        transformed(lambda m, x: torch.func.vmap(m)(x)),
         transformed(lambda m, x: torch.func.vmap(torch.func.grad(lambda one: m(one).sum()))(x)),
         transformed(lambda m, x: torch.func.vmap(torch.func.hessian(lambda one: m(one).sum()))(x)),
     ],
