@@ -43,7 +43,7 @@ def layer_norm_sum(
 
 def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     batch, positions, channels = x.shape
-    blocks = x.double().mT.reshape(batch, groups, -1)
+    blocks = x.double().mT.reshape(batch, groups, positions * (channels // groups))
     x_hat = _normalised(blocks, eps, False).reshape(batch, channels, positions).mT
     scale, shift = scale_sum(x_hat, g)
     return scale.to(result_dtype(x)), shift.to(result_dtype(x))
@@ -150,7 +150,8 @@ def group_norm_backward(
     batch, positions, channels = x.shape
     both = group_norm_sum(x.double(), g, groups, eps)
     weighted = g.double() if weight is None else g.double() * weight
-    blocks, own = (side.double().mT.reshape(batch, groups, -1) for side in (x, weighted))
+    sizes = batch, groups, positions * (channels // groups)
+    blocks, own = (side.double().mT.reshape(sizes) for side in (x, weighted))
     gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
     return _whole_backward(x, gradient, both, sums, gradient_dtype)
 
