@@ -43,8 +43,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
     (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
     (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
-    each micro-batch it is the example's own loss. Examples are the rows of the batch: what
-    ``DataCollatorWithFlattening`` packs into one row counts as one example.
+    each micro-batch it is the example's own loss. Examples are the rows of the batch, and those
+    that ``DataCollatorWithFlattening`` packs into one row where the model is given
+    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each.
 
     Args:
         every: measure one optimizer step in so many.
@@ -174,10 +175,14 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
             inputs = [*args, *kwargs.values()]
+        size, bounds = infer_batch_size(inputs, 0), None
+        if size == 1 and (bounds := _bounds_in(kwargs)) is not None:
+            size = len(bounds) - 1
         self._step = MonitorStep(
             self.monitor,
-            infer_batch_size(inputs, 0),
+            size,
             None if self._ids is None else self._ids_in(kwargs),
+            cu_seqlens=bounds,
             first=self._first,
             last=True if self._accumulation == 1 else None,
             divisor=1,
@@ -215,6 +220,24 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _bounds_in(inputs: dict[str, Any]) -> Tensor | None:
+    """Return the bounds of examples that a collator has packed into one row; None for a plain row.
+
+    Args:
+        inputs: of the model, by name.
+    """
+    bounds = inputs.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor):
+        return bounds
+    positions = inputs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    starts = (positions[0] == 0).nonzero()[:, 0]
+    if len(starts) < 2 or starts[0] != 0:
+        return None
+    return torch.cat([starts, starts.new_tensor([positions.shape[1]])])
 
 
 def _calling_trainer() -> Trainer:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats.capture._tracker import Tracker
 from gradstats.monitor._arguments import checked_ids, checked_weights
 from gradstats.statistics._arguments import check_recording
-from gradstats.statistics._loss import check_batch_size
+from gradstats.statistics._loss import check_batch_size, packed_segments
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
@@ -29,6 +29,7 @@ class MonitorStep:
         batch_size: int,
         ids: Sequence[int] | Tensor | None,
         weights: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
         first: bool,
         last: bool | None,
@@ -38,7 +39,7 @@ class MonitorStep:
 
         Args:
             monitor: whose step it is part of.
-            batch_size, ids, weights: as ``Monitor.step`` takes them.
+            batch_size, ids, weights, cu_seqlens: as ``Monitor.step`` takes them.
             first: whether it is the first micro-batch of the optimizer step.
             last: whether it is the last one; None where that is known at its end.
             divisor: what its scalar is divided by.
@@ -46,6 +47,7 @@ class MonitorStep:
         self._monitor = monitor
         self._batch_size, self._weights = batch_size, weights
         self._ids: Any = ids
+        self._cu_seqlens = cu_seqlens
         self._first, self._last, self._divisor = first, last, divisor
         self._context: Tracker | None = None
         self.measured = False
@@ -74,7 +76,10 @@ class MonitorStep:
             self._weights = checked_weights(self._weights, self._batch_size)
         if self._ids is not None:
             self._ids = checked_ids(self._ids, self._batch_size)
-        self._context = collector.open(self._batch_size, self._last is not False)
+        segments = None
+        if self._cu_seqlens is not None:
+            segments = packed_segments(self._cu_seqlens, monitor.model, self._batch_size)
+        self._context = collector.open(self._batch_size, segments, self._last is not False)
         self.measured = True
 
     def close(self, last: bool | None) -> None:

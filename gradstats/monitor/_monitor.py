@@ -197,6 +197,7 @@ class Monitor:
         *,
         weights: Tensor | None = None,
         accumulation: tuple[int, int] = (0, 1),
+        cu_seqlens: Tensor | None = None,
     ) -> MonitorStep:
         """Return the context for one forward and backward.
 
@@ -208,10 +209,12 @@ class Monitor:
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K.
+            cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
         Raises:
             TrackingError: micro-batches that do not come in order; as the context opens on a
-                measured step, sizes, ids or weights that do not fit.
+                measured step, ids or weights that do not fit.
+            ExampleAxisError: as the context opens, a size or bounds that are none.
         """
         index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
@@ -220,8 +223,9 @@ class Monitor:
                 "the micro-batches of one optimizer step come in order."
             )
         return MonitorStep(
-            self, batch_size, ids, weights, first=index == 0, last=index == count - 1, divisor=count
-        )
+            self, batch_size, ids, weights, cu_seqlens,
+            first=index == 0, last=index == count - 1, divisor=count,
+        )  # fmt: skip
 
     @property
     def self_influence(self) -> RunningSelfInfluence:

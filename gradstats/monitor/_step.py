@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstats._factors import Segments
 from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
@@ -54,11 +55,12 @@ class Collector:
         self._started = False
         self._last = True
 
-    def open(self, batch_size: int, last: bool) -> Tracker:
+    def open(self, batch_size: int, segments: Segments | None, last: bool) -> Tracker:
         """Return the tracking context for one micro-batch, opened.
 
         Args:
             batch_size: its examples.
+            segments: whose its rows are, where examples are packed into one row.
             last: whether the step may end with this micro-batch.
         """
         self._last = last
@@ -67,6 +69,7 @@ class Collector:
             self.model,
             batch_size=batch_size,
             batch_dim=0,
+            segments=segments,
             settings=Settings(
                 weight_gradients=True,
                 fused=options.fused,

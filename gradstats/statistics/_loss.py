@@ -109,13 +109,16 @@ def examples_in(
     return len(segments.counts), segments
 
 
-def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
+def packed_segments(
+    cu_seqlens: Tensor, model: nn.Module, batch_size: int | None = None
+) -> Segments:
     """Return whose each row of packed examples is, or raise.
 
     Args:
         cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
             of rows.
         model: the data are where its parameters are.
+        batch_size: B as the caller has it, if that is given beside the bounds.
     """
     try:
         bounds = torch.as_tensor(cu_seqlens)
@@ -136,6 +139,11 @@ def packed_segments(cu_seqlens: Tensor, model: nn.Module) -> Segments:
         raise ExampleAxisError(
             f"cu_seqlens is {bounds.tolist()[:8]}…, expected bounds that begin with 0, never "
             "decrease, and end with the number of packed rows."
+        )
+    if batch_size not in (None, len(lengths)):
+        raise ExampleAxisError(
+            f"cu_seqlens bounds {len(lengths)} examples, but batch_size is {batch_size}: expected "
+            "the same number."
         )
     owner = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
     device = next((parameter.device for parameter in model.parameters()), owner.device)

@@ -13,7 +13,7 @@ from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._selection import runs_graphs
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
-from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+from gradstats.errors import TrackingError, UnsupportedOperationError
 from gradstats.statistics._arguments import (
     LossFunction,
     check_call,
@@ -236,12 +236,7 @@ class track:
         self._opened = False
         segments = None
         if cu_seqlens is not None:
-            segments = packed_segments(cu_seqlens, model)
-            if len(segments.counts) != batch_size:
-                raise ExampleAxisError(
-                    f"cu_seqlens bounds {len(segments.counts)} examples, but batch_size is "
-                    f"{batch_size}: expected the same number."
-                )
+            segments = packed_segments(cu_seqlens, model, batch_size)
         self._tracker = Tracker(
             model,
             batch_size=batch_size,

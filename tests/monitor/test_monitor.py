@@ -111,6 +111,40 @@ def test_explicit_weights(model, alignment, reduction):
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENT)
+def test_examples_packed_into_one_row(model, alignment):
+    """Rows of one micro-batch belong to three examples, those of the other to two."""
+    lengths = [(3, 1, 4), (2, 5)]
+
+    def losses(model, batch, lengths):
+        rows = losses_of(model, batch)
+        return torch.stack([part.mean() for part in rows.split(list(lengths))])
+
+    batches = [batch_of(sum(each)) for each in lengths]
+    rows = np.concatenate([
+        gradient_rows(model, batch, lambda m, b, own=own: losses(m, b, own))
+        for batch, own in zip(batches, lengths, strict=True)
+    ])  # fmt: skip
+    monitor = gs.Monitor(model, every=1, loss_reduction="step_mean", alignment=alignment)
+    for index, (batch, own) in enumerate(zip(batches, lengths, strict=True)):
+        bounds = torch.tensor([0, *own]).cumsum(0)
+        with monitor.step(len(own), accumulation=(index, 2), cu_seqlens=bounds):
+            (losses(model, batch, own).sum() / 5).backward()
+    found, expected = monitor.metrics(), metrics_of(rows)
+    for name in ("grad_norm", "gns/g2", "gns/tr_sigma", "gradient_diversity"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)
+    norm = np.linalg.norm(rows, axis=1)
+    np.testing.assert_allclose(monitor.histograms()["example_grad_norm"], norm)
+
+
+def test_bounds_that_do_not_fit_the_size(model):
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(gs.ExampleAxisError, match="bounds 2 examples, but batch_size is 3"):
+        with monitor.step(3, cu_seqlens=torch.tensor([0, 2, 6])):
+            raise AssertionError("opened")
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("reduction", ["mean", "step_mean"])
 def test_accumulated_micro_batches_are_one_step(model, reduction, alignment):
     """Statistics are those of one batch of all examples; alignments those of each micro-batch."""

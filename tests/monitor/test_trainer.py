@@ -22,6 +22,7 @@ pytest.importorskip("accelerate")
 
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
+    Lines,
     Recorder,
     assert_close,
     language_model,
@@ -70,6 +71,48 @@ def test_token_counts_and_accumulation_against_the_oracle(tmp_path):
     table = callback.monitor.self_influence
     assert table.ids.tolist() == (np.flatnonzero(expected) + 500).tolist()
     np.testing.assert_allclose(table.values, expected[expected > 0], rtol=RTOL)
+
+
+class Whole(torch.utils.data.Dataset):
+    """Lines without padding."""
+
+    def __init__(self, count: int):
+        self.lines = Lines(count).lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"input_ids": [*self.lines[index]]}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["position_ids", "cu_seq_lens_q"])
+def test_lines_packed_into_one_row(tmp_path, named):
+    """As many examples as lines, each as it is alone."""
+    data, order = Whole(5), []
+
+    def collate(rows):
+        order.append([bytes(row["input_ids"]) for row in rows])
+        return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=named)(rows)
+
+    model, callback = language_model(), GradStatsCallback(every=1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = trainer_for(
+        model, [callback], tmp_path, data, collator=collate, max_steps=1, max_grad_norm=0.0
+    )
+    model.load_state_dict(weights)
+    lines = [line for batch in order for line in batch]
+    assert len(lines) == 5
+    tokens = sum(len(line) - 1 for line in lines)
+
+    def loss(model, ids):
+        share = (ids.shape[1] - 1) / tokens
+        return model(input_ids=ids, labels=ids).loss[None] * share * len(lines)
+
+    rows = np.concatenate([gradient_rows(model, torch.tensor([[*line]]), loss) for line in lines])
+    metrics = logged(trainer, "gns/tr_sigma")[1]
+    assert_close(metrics, metrics_of(rows), NAMES, RTOL)
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)), rel=RTOL)
 
 
 class Classifier(nn.Module):

@@ -82,7 +82,9 @@ class Recorder(TrainerCallback):
         return weights, (tokens, labels, batches[0]["num_items_in_batch"], lines)
 
 
-def trainer_for(model, callbacks, folder, data=None, resume=None, **options) -> Trainer:
+def trainer_for(
+    model, callbacks, folder, data=None, resume=None, collator=None, **options
+) -> Trainer:
     settings = {
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 2,
@@ -97,7 +99,9 @@ def trainer_for(model, callbacks, folder, data=None, resume=None, **options) -> 
         report_to=settings.pop("report_to", "none"), **settings,
     )  # fmt: skip
     data = Lines(16) if data is None else data
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer = Trainer(
+        model, arguments, train_dataset=data, data_collator=collator, callbacks=callbacks
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
