@@ -26,8 +26,7 @@ from pathlib import Path
 
 from benchmarks.limited import run_python
 
-# For all steps together: machines are lent for commands of ten minutes, of which installing the
-# package takes some too.
+# For all steps together: with installing the package a command ends within ten minutes.
 SECONDS = 540
 
 

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from gradstats.capture._batch_norm import check_native_statistics, check_statistics
+from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._dispatch import (
     IN_PLACE,
     MOVES_IN_PLACE,
     READS_ONLY_FIRST,
     TRANSPOSING_GETTERS,
 )
-from gradstats.capture._engine import run_backward
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
@@ -43,9 +43,7 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
-from gradstats.capture._marks import unwrapped
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import Root, function_name
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -60,10 +58,9 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
-from gradstats.capture._tensors import TRACKED_TYPES, node_of, run, value_of
-from gradstats.capture._transforms import HiddenError, transform_level
+from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
-from gradstats.errors import CoupledExamplesError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -143,113 +140,12 @@ class ConstantTracking(TorchFunctionMode):
             if func is GRADIENT_GETTER:
                 return result
             if transform_level() is not None:
-                self._check_hidden(func, args, kwargs, result)
+                check_hidden(self.tracker, func, args, kwargs, result)
             else:
                 self._follow_repeated(func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result
-
-    def _check_hidden(self, func, args, kwargs, result) -> None:
-        """Refuse what a transform computes from trained data: their axes are not those outside."""
-        found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
-        if not any(unwrapped(item).requires_grad for item in found):
-            return
-        for item in operands_of(args, kwargs):
-            inner = unwrapped(item)
-            if self.tracker.maps_examples and inner is not item:
-                continue  # torch.vmap shows one example's
-            if inner.requires_grad and self._is_data(inner):
-                raise HiddenError(
-                    f"{function_name(func)} inside a torch.func transform (grad, jacrev, jvp …) "
-                    "computes with values that depend on parameters, and hides which of them "
-                    "belong to which example. Expected plain autograd: write derivatives with "
-                    "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach "
-                    "the values."
-                )
-
-    def _is_data(self, tensor: Tensor) -> bool:
-        return node_of(tensor) is None and self.tracker.is_data(tensor)
-
-    def _check_statistics(self, input, running_mean, *args, **kwargs) -> None:
-        if not self._is_data(input):
-            return
-        try:
-            check_batch_norm(input, running_mean, *args, **kwargs)
-        except CoupledExamplesError:
-            self.tracker.take_back_count(running_mean)
-            raise
-
-    def _check_native_statistics(
-        self, input, weight, bias, running_mean, running_var, training, *_, **__
-    ) -> None:
-        if self._is_data(input):
-            check_batch_norm(input, running_mean, running_var, weight, bias, training)
-
-    def _backward_of_one(
-        self, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
-    ) -> None:
-        self._backward(loss, gradient, retain_graph, create_graph, None, inputs)
-
-    def _backward(
-        self,
-        tensors,
-        grad_tensors=None,
-        retain_graph=None,
-        create_graph=False,
-        grad_variables=None,
-        inputs=None,
-    ) -> None:
-        tensors = _as_tuple(tensors)
-        reporting = self.tracker.before_backward(tensors, create_graph)
-        given = grad_tensors if grad_tensors is not None else grad_variables
-        gradients = _as_tuple(given) if given is not None else (None,) * len(tensors)
-        gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
-        chosen: tuple = ()
-        if inputs is not None:
-            chosen = (*_as_tuple(inputs), *self.tracker.targets(reporting))
-        # A mode is off while it handles a call, and every public way into the engine would come
-        # back here; yet checkpoints compute parts of the forward again in backward, and need it on.
-        with self:
-            spread = self.tracker.spans_devices
-            run_backward(tensors, gradients, retain_graph, chosen, in_threads=spread)
-        self.tracker.after_backward()
-
-    def _inner(
-        self, outputs, inputs, *args, materialize_grads=False, allow_unused=None, **kwargs
-    ) -> tuple[Tensor | None, ...]:
-        """Differentiate inside the context, perhaps with respect to what is tracked."""
-        outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
-        tracked = [node_of(item) is not None for item in inputs]
-        self._check_inner(inputs, *args, **kwargs)
-        if any(tracked):
-            allow_unused = allow_unused or materialize_grads
-        find: Any = torch.autograd.grad
-        found = find(
-            [value_of(item) for item in outputs], [_differentiable(item) for item in inputs], *args,
-            allow_unused=allow_unused, materialize_grads=materialize_grads and not any(tracked),
-            **kwargs,
-        )  # fmt: skip
-        if materialize_grads:
-            pairs = zip(found, map(value_of, inputs), strict=True)
-            found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
-        if transform_level() is None:
-            self.follow(torch.autograd.grad, (outputs, inputs, *args), kwargs, (*found,))
-        return (*found,)
-
-    def _check_inner(
-        self, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **__
-    ) -> None:
-        """Refuse derivatives with respect to tracked parameters as a part of the loss."""
-        for item in [inputs] if isinstance(inputs, Tensor) else inputs:
-            node = node_of(item)
-            if node is not None and (create_graph or not self.tracker.settings.weight_gradients):
-                raise CoupledExamplesError(
-                    f"torch.autograd.grad inside the context asks for the gradient of "
-                    f"{node.describe()}, which sums over the examples: a loss that contains it has "
-                    "no per-example gradient. Compute it outside the context, or leave the "
-                    f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
-                )
 
     def _note_training(self, tensor, requires_grad=True) -> None:
         self.tracker.note_training(tensor, bool(requires_grad))
@@ -387,15 +283,15 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
 
 # What the mode does in place of a call, and what it looks at beforehand.
 INSTEAD: dict[Any, Callable[..., Any]] = {
-    Tensor.backward: ConstantTracking._backward_of_one,
-    torch.autograd.backward: ConstantTracking._backward,
-    torch.autograd.grad: ConstantTracking._inner,
+    Tensor.backward: backward_of_one,
+    torch.autograd.backward: backward,
+    torch.autograd.grad: gradients,
     **{function: _opening(function, always=True) for function in OPENED},
     **{function: _opening(function, always=False) for function in OPENED_IF_TRACKED},
 }
 CHECKS: dict[Any, Callable[..., None]] = {
-    torch.nn.functional.batch_norm: ConstantTracking._check_statistics,
-    torch.batch_norm: ConstantTracking._check_native_statistics,
+    torch.nn.functional.batch_norm: check_statistics,
+    torch.batch_norm: check_native_statistics,
     Tensor.requires_grad_: ConstantTracking._note_training,
     Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
 }
@@ -420,45 +316,3 @@ def prepare_for_compiler() -> None:
 def outside_graphs():
     """Return the mode's handler as the compiler leaves it alone."""
     return torch.compiler.disable(ConstantTracking.handle)
-
-
-def _differentiable(item):
-    """Return what stands in the graph for an input of ``torch.autograd.grad``."""
-    if not isinstance(node_of(item), Root):
-        return value_of(item)
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(item)
-
-
-def _as_tuple(tensors) -> tuple:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
-def check_batch_norm(
-    input,
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-):
-    """Raise where batch normalisation takes its statistics from the batch."""
-    if training or running_mean is None:
-        node = node_of(weight) or node_of(bias)
-        owner = f" ({node.describe()})" if node is not None else ""
-        mode = "in training mode"
-        remedy = (
-            "Got training statistics, expected running ones. Call model.eval() before, or .eval() "
-            "of these layers alone; or replace them by GroupNorm."
-        )
-        if running_mean is None:
-            mode = "without running statistics"
-            remedy = (
-                "Replace these layers by GroupNorm, or train them with track_running_stats=True."
-            )
-        raise CoupledExamplesError(
-            f"batch normalisation {mode}{owner} mixes the examples of a batch: the loss of one "
-            f"depends on all, so per-example gradients do not exist. {remedy}"
-        )

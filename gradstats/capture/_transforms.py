@@ -22,7 +22,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
-from gradstats.capture._marks import leave_graph
+from gradstats.capture._marks import leave_graph, unwrapped
+from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
@@ -34,6 +36,25 @@ transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_le
 
 class HiddenError(UnsupportedOperationError):
     """A parameter meets data, or what was computed from parameters, inside a transform."""
+
+
+def check_hidden(tracker, func, args, kwargs, result) -> None:
+    """Refuse what a transform computes from trained data: their axes are not those outside."""
+    found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
+    if not any(unwrapped(item).requires_grad for item in found):
+        return
+    for item in operands_of(args, kwargs):
+        inner = unwrapped(item)
+        if tracker.maps_examples and inner is not item:
+            continue  # torch.vmap shows one example's
+        if inner.requires_grad and node_of(inner) is None and tracker.is_data(inner):
+            raise HiddenError(
+                f"{function_name(func)} inside a torch.func transform (grad, jacrev, jvp …) "
+                "computes with values that depend on parameters, and hides which of them "
+                "belong to which example. Expected plain autograd: write derivatives with "
+                "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach "
+                "the values."
+            )
 
 
 def innermost_mode() -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import compute_dtype
-from gradstats.capture._constants import check_batch_norm
+from gradstats.capture._batch_norm import check_batch_norm
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of

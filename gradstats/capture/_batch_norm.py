@@ -1,0 +1,61 @@
+"""Batch normalisation, refused where it takes its statistics from the batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradstats.capture._tensors import node_of
+from gradstats.errors import CoupledExamplesError
+
+
+def check_statistics(mode, input, running_mean, *args, **kwargs) -> None:
+    """Look at a batch normalisation of data before it runs."""
+    if not _is_data(mode, input):
+        return
+    try:
+        check_batch_norm(input, running_mean, *args, **kwargs)
+    except CoupledExamplesError:
+        mode.tracker.take_back_count(running_mean)
+        raise
+
+
+def check_native_statistics(
+    mode, input, weight, bias, running_mean, running_var, training, *_, **__
+) -> None:
+    """The same, of the function that all others end in."""
+    if _is_data(mode, input):
+        check_batch_norm(input, running_mean, running_var, weight, bias, training)
+
+
+def _is_data(mode, tensor: Tensor) -> bool:
+    return node_of(tensor) is None and mode.tracker.is_data(tensor)
+
+
+def check_batch_norm(
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """Raise where batch normalisation takes its statistics from the batch."""
+    if training or running_mean is None:
+        node = node_of(weight) or node_of(bias)
+        owner = f" ({node.describe()})" if node is not None else ""
+        mode = "in training mode"
+        remedy = (
+            "Got training statistics, expected running ones. Call model.eval() before, or .eval() "
+            "of these layers alone; or replace them by GroupNorm."
+        )
+        if running_mean is None:
+            mode = "without running statistics"
+            remedy = (
+                "Replace these layers by GroupNorm, or train them with track_running_stats=True."
+            )
+        raise CoupledExamplesError(
+            f"batch normalisation {mode}{owner} mixes the examples of a batch: the loss of one "
+            f"depends on all, so per-example gradients do not exist. {remedy}"
+        )

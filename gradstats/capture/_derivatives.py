@@ -1,0 +1,102 @@
+"""What becomes of backward and of torch.autograd.grad inside a context.
+
+Each function stands in the place of PyTorch's, and is given the mode that watches, which is off
+while it handles a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from gradstats.capture._engine import run_backward
+from gradstats.capture._nodes import Root
+from gradstats.capture._tensors import node_of, value_of
+from gradstats.capture._transforms import transform_level
+from gradstats.errors import CoupledExamplesError
+
+
+def backward_of_one(
+    mode, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
+) -> None:
+    """Run ``loss.backward()``."""
+    backward(mode, loss, gradient, retain_graph, create_graph, None, inputs)
+
+
+def backward(
+    mode,
+    tensors,
+    grad_tensors=None,
+    retain_graph=None,
+    create_graph=False,
+    grad_variables=None,
+    inputs=None,
+) -> None:
+    """Run ``torch.autograd.backward`` of losses, as the backward of the context."""
+    tensors = _as_tuple(tensors)
+    reporting = mode.tracker.before_backward(tensors, create_graph)
+    given = grad_tensors if grad_tensors is not None else grad_variables
+    start = _as_tuple(given) if given is not None else (None,) * len(tensors)
+    start = torch.autograd._make_grads(tensors, start, is_grads_batched=False)
+    chosen: tuple = ()
+    if inputs is not None:
+        chosen = (*_as_tuple(inputs), *mode.tracker.targets(reporting))
+    # Every public way into the engine would come back here; yet checkpoints compute parts of the
+    # forward again in backward, and need the mode on.
+    with mode:
+        spread = mode.tracker.spans_devices
+        run_backward(tensors, start, retain_graph, chosen, in_threads=spread)
+    mode.tracker.after_backward()
+
+
+def gradients(
+    mode, outputs, inputs, *args, materialize_grads=False, allow_unused=None, **kwargs
+) -> tuple[Tensor | None, ...]:
+    """Differentiate inside the context, perhaps with respect to what is tracked."""
+    outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
+    tracked = [node_of(item) is not None for item in inputs]
+    _check_inputs(mode.tracker, inputs, *args, **kwargs)
+    if any(tracked):
+        allow_unused = allow_unused or materialize_grads
+    find: Any = torch.autograd.grad
+    found = find(
+        [value_of(item) for item in outputs], [_differentiable(item) for item in inputs], *args,
+        allow_unused=allow_unused, materialize_grads=materialize_grads and not any(tracked),
+        **kwargs,
+    )  # fmt: skip
+    if materialize_grads:
+        pairs = zip(found, map(value_of, inputs), strict=True)
+        found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
+    if transform_level() is None:
+        mode.follow(torch.autograd.grad, (outputs, inputs, *args), kwargs, (*found,))
+    return (*found,)
+
+
+def _check_inputs(
+    tracker, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **__
+) -> None:
+    """Refuse derivatives with respect to tracked parameters as a part of the loss."""
+    for item in inputs:
+        node = node_of(item)
+        if node is not None and (create_graph or not tracker.settings.weight_gradients):
+            raise CoupledExamplesError(
+                f"torch.autograd.grad inside the context asks for the gradient of "
+                f"{node.describe()}, which sums over the examples: a loss that contains it has "
+                "no per-example gradient. Compute it outside the context, or leave the "
+                f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
+            )
+
+
+def _differentiable(item):
+    """Return what stands in the graph for an input of ``torch.autograd.grad``."""
+    if not isinstance(node_of(item), Root):
+        return value_of(item)
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(item)
+
+
+def _as_tuple(tensors) -> tuple:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
