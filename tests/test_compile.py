@@ -274,6 +274,30 @@ class Mapped(nn.Module):
         return torch.vmap(self.head)(hidden).mean(0)
 
 
+class Masked(nn.Module):
+    """A mask that torch.vmap makes of places, one call in another, as language models make it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1])
+        of_row = torch.vmap(lambda row, column: row >= column, in_dims=(None, 0))
+        mask = torch.vmap(of_row, in_dims=(0, None))(places, places)
+        hidden = self.layer(x)
+        mixed = functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=mask)
+        return self.head(mixed).mean(1)
+
+
+def test_places_that_are_mapped_stand_in_a_graph():
+    torch._dynamo.reset()
+    model, batch = Masked(), (torch.randn(B, B, 8), torch.randint(3, (B,)))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", [Recurrent, Computed, Mapped])
 def test_parts_that_cannot_stand_in_a_graph(kind):

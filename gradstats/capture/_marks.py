@@ -71,6 +71,7 @@ class Marks:
         given_are_data: whether those made of values of the caller's do. Where they do not, numbers
             are exact as well, and what parameters make of such tensors takes longer.
         maps_examples: whether torch.vmap maps over the examples of all that it was given.
+        maps_places: whether, while a graph is traced, it maps over what is not data.
         seen_by_graphs: graphs may be traced that look for the marks of constants on the tensors.
     """
 
@@ -83,7 +84,7 @@ class Marks:
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
-        self.maps_examples = False
+        self.maps_examples = self.maps_places = False
         self.seen_by_graphs = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # Held, not only numbered: a freed tensor's number may come back as that of data.

@@ -93,12 +93,28 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     """
     call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
     mode = innermost_mode()
-    if mode is None or transform_level() is not None:
+    if mode is None:
         return call.at_once()
-    leave_graph("torch.vmap")
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph(mode.tracker, call)
+    if transform_level() is not None:
+        return call.at_once()
     # Between graphs the compiler looks at every call; in here there is nothing to trace.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(mode.tracker, call)
+
+
+def _in_graph(tracker, call: Vmap):
+    """Run a call while a graph is traced, in which places alone are mapped, as masks are made."""
+    if tracker.maps_places:
+        return call.at_once()  # one call in another
+    for item in operands_of(call.args, call.kwargs):
+        if node_of(item) is not None or tracker.is_data(item):
+            leave_graph("torch.vmap of data or of parameters")
+    tracker.maps_places = True
+    result = call.at_once()
+    tracker.maps_places = False
+    return result
 
 
 def _run(tracker, call: Vmap):
