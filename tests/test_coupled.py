@@ -70,6 +70,32 @@ def test_one_number_of_all_examples(regulariser):
         gs.per_example_norms(nn.Linear(WIDTH, WIDTH).double(), batch(), losses)
 
 
+PAIRS = {
+    "cdist": lambda h: torch.cdist(h, h),
+    "pdist": torch.pdist,
+    "functional.pdist": functional.pdist,
+    "cov": torch.cov,
+    "corrcoef": torch.corrcoef,
+    "products": lambda h: h @ h.T,
+}
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_every_example_with_every_other_in_a_backward_of_ones_own(pairs):
+    """As many pairs as examples: shapes tell nothing."""
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(3, WIDTH).double()
+    with (
+        pytest.raises(gs.CoupledExamplesError, match="every example with every other"),
+        gs.track(model, batch_size=3),
+    ):
+        pairs(model(x)).square().mean().backward()
+    with gs.track(model, batch_size=3) as tracker:
+        weight = pairs(model(x)).square().mean().detach()
+        tracker.backward(weight * model(x).sum(1))
+    expected = oracle_sqnorms(model, x, lambda m, batch: weight * m(batch).sum(1))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
 SWAPPED = torch.tensor([1, 0, *range(2, BATCH)])
 SQUARE = torch.eye(WIDTH).double()
 GATES = [torch.linspace(-1, 1, 3 * WIDTH**2).double().view(3 * WIDTH, WIDTH)] * 2

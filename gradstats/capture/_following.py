@@ -35,6 +35,7 @@ from gradstats.capture._operations import (
     JOINS,
     LOOKS_AT_FIRST,
     MOVES,
+    OF_ROW_PAIRS,
     OPAQUE,
     PAD_SEQUENCE,
     PRODUCTS,
@@ -190,6 +191,14 @@ class Following(Marks):
     def _of_tensor_product(self, call: Call) -> Layout:
         func, args, kwargs, _, result = call
         return contraction(self, args[:2], partial(tensordot, func, args, kwargs), result)
+
+    def _of_row_pairs(self, call: Call) -> Layout | Unchanged:
+        rows = call.data[0]
+        layout = self.layout_of(rows) if rows.requires_grad and self.batch_size > 1 else None
+        if layout is not None and layout.axis == 0 and rows.dim() == 2 and not self.packed:
+            # Whether a loss depends on it shows in its graph.
+            self.coupled[call.result.grad_fn] = "compares every example with every other"
+        return self._by_first(call)
 
     def _of_broadcast(self, call: Call) -> Layout | Unchanged:
         first = call.data[0]
@@ -370,5 +379,6 @@ FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
     torch.einsum: Following._of_einsum,
     **dict.fromkeys(CONVOLUTIONS, Following._of_convolution),
     **dict.fromkeys(TENSOR_PRODUCTS, Following._of_tensor_product),
+    **dict.fromkeys(OF_ROW_PAIRS, Following._of_row_pairs),
     **dict.fromkeys(BROADCASTS, Following._of_broadcast),
 }

@@ -175,6 +175,9 @@ SCRAMBLES = frozenset(
     )
 ) | {torch.linalg.multi_dot, torch.pdist, functional.pdist, torch.segment_reduce}  # fmt: skip
 
+# Operations of every row with every other.
+OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
+
 # Systems of equations, one for each place along the axes in front of the matrices' two, with the
 # place of the right-hand sides among their arguments.
 SOLVES: dict[Any, int] = {
