@@ -40,6 +40,10 @@ class Segments:
         """As `strides_of`."""
         return strides_of(operand, self.ragged)
 
+    def adjacent_positions(self, *operands: torch.Tensor) -> int:
+        """As `adjacent`, of the positions of an example; 1 where examples begin at any row."""
+        return 1 if self.ragged else adjacent(1, *operands)
+
 
 def strides_of(operand: torch.Tensor, ragged: bool) -> tuple[int, int, int]:
     """(example, position, feature) strides; packed rows have no example stride."""

@@ -77,7 +77,7 @@ def direct_kernel(
     PAIRED: tl.constexpr,
     CHOSEN: tl.constexpr,
     RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -274,7 +274,7 @@ def _plan(
 ) -> _Plan:
     a1, g1, a2, g2 = operands
     d_in, d_out = a1.shape[-1], g1.shape[-1]
-    run = 1 if segments1.ragged else _check.adjacent(1, *operands)
+    run = segments1.adjacent_positions(*operands)
     config = config or _config.choose_direct(
         d_out,
         d_in,

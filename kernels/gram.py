@@ -88,7 +88,7 @@ def gram_kernel(
     d_out,
     pairs,  # tiles of the lower triangle of the longest example
     RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
@@ -203,7 +203,7 @@ def _plan(
     """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
     a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
-    run = 1 if segments.ragged else _check.adjacent(1, a, g)
+    run = segments.adjacent_positions(a, g)
     config = config or _config.choose_gram(
         segments.positions,
         a.element_size(),

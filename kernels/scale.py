@@ -82,7 +82,7 @@ def scale_kernel(
     VALUES: tl.constexpr,
     ALONG: tl.constexpr,  # values are products with the direction, not squares
     RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
@@ -357,7 +357,6 @@ def prepare(
     launch = None
     if batch * tiles:
         like = torch.empty_like(read[0], device="meta")
-        run = 1 if ragged else _check.adjacent(1, *read, like)
         launch = Launch(
             kernel,
             programs * tiles,
@@ -384,7 +383,7 @@ def prepare(
             VALUES=values,
             ALONG=along,
             RAGGED=ragged,
-            RUN=run,
+            RUN=segments.adjacent_positions(*read, like),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

@@ -55,7 +55,7 @@ def vector_kernel(
     tiles,
     PAIRED: tl.constexpr,
     RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # positions that are adjacent, see `_check.adjacent`
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
@@ -144,7 +144,7 @@ def vector_sum(
             features,
             tiles,
             RAGGED=segments.ragged,
-            RUN=1 if segments.ragged else _check.adjacent(1, v),
+            RUN=segments.adjacent_positions(v),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,
@@ -245,7 +245,7 @@ def _plan(
             tiles,
             PAIRED=paired,
             RAGGED=segments.ragged,
-            RUN=1 if segments.ragged else _check.adjacent(1, v1, v2),
+            RUN=segments.adjacent_positions(v1, v2),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

@@ -23,7 +23,7 @@ What is tracked
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation; which tensors belong to no example
     _derivatives backward and torch.autograd.grad inside a context
-    _batch_norm  what of it is refused
+    _batch_norm  batch normalisation, refused where it mixes the examples
     _marks       what is noted on tensors
     _following   where the examples lie in results, family by family, with
     _layout      the rules for operations on one operand, and those of

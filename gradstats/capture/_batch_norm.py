@@ -8,12 +8,14 @@ from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
 
-def check_statistics(mode, input, running_mean, *args, **kwargs) -> None:
+def check_statistics(
+    mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
+) -> None:
     """Look at a batch normalisation of data before it runs."""
     if not _is_data(mode, input):
         return
     try:
-        check_batch_norm(input, running_mean, *args, **kwargs)
+        check_batch_norm(running_mean, weight, bias, training)
     except CoupledExamplesError:
         mode.tracker.take_back_count(running_mean)
         raise
@@ -24,23 +26,14 @@ def check_native_statistics(
 ) -> None:
     """The same, of the function that all others end in."""
     if _is_data(mode, input):
-        check_batch_norm(input, running_mean, running_var, weight, bias, training)
+        check_batch_norm(running_mean, weight, bias, training)
 
 
 def _is_data(mode, tensor: Tensor) -> bool:
     return node_of(tensor) is None and mode.tracker.is_data(tensor)
 
 
-def check_batch_norm(
-    input,
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
-):
+def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
     """Raise where batch normalisation takes its statistics from the batch."""
     if training or running_mean is None:
         node = node_of(weight) or node_of(bias)

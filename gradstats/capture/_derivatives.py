@@ -57,14 +57,14 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Differentiate inside the context, perhaps with respect to what is tracked."""
     outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
-    tracked = [node_of(item) is not None for item in inputs]
+    tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(mode.tracker, inputs, *args, **kwargs)
-    if any(tracked):
+    if tracked:
         allow_unused = allow_unused or materialize_grads
     find: Any = torch.autograd.grad
     found = find(
         [value_of(item) for item in outputs], [_differentiable(item) for item in inputs], *args,
-        allow_unused=allow_unused, materialize_grads=materialize_grads and not any(tracked),
+        allow_unused=allow_unused, materialize_grads=materialize_grads and not tracked,
         **kwargs,
     )  # fmt: skip
     if materialize_grads:

@@ -20,6 +20,7 @@ from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
 from gradstats.capture._nested import flatten, rebuild
+from gradstats.capture._operations import SCRIPTS
 from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, UnsupportedOperationError
 
@@ -264,7 +265,6 @@ class Derived(Node):
                 attention and recurrent layers make much.
             copies: take copies of everything else, which may change later.
         """
-
         updates = self.function in UPDATES or function_class_of(self.function) is not None
 
         def resolve(item):
@@ -377,7 +377,7 @@ def function_name(function: Callable[..., Any]) -> str:
         return f"{owner.__module__}.{owner.__qualname__}.apply"
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{function}"
-    if isinstance(function, (torch.jit.ScriptFunction, torch.ScriptMethod)):
+    if isinstance(function, SCRIPTS):
         return f"{function.name} of TorchScript"
     name = getattr(function, "__name__", repr(function))
     if name in ("__get__", "__set__"):

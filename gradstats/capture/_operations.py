@@ -241,15 +241,11 @@ BATCH_FIRST = frozenset(
     or (owner is functional and name in ("unfold", "fold"))
 )  # fmt: skip
 
-# Operations of a library's own, and functions of TorchScript, of which nothing is known.
-OPAQUE = frozenset(
-    {
-        torch._ops.OpOverload,
-        torch._ops.OpOverloadPacket,
-        torch.jit.ScriptFunction,
-        torch.ScriptMethod,
-    }
-)
+# Types of what TorchScript compiles.
+SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
+
+# Types of operations of which nothing is known: a library's own, and TorchScript's.
+OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket, *SCRIPTS})
 
 # Layers that keep the rows of their first operand apart along every axis but the last ones, whose
 # sizes they change.

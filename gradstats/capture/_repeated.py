@@ -93,9 +93,9 @@ class Repeated(Data):
             for item in (result,) if isinstance(result, Tensor) else result:
                 if item is operands[0]:
                     key.append(NOTHING)  # it stays what it is
-                elif type(item) is not Tensor or item.__dict__ or id(item) in constants:
+                elif type(item) is not Tensor or item.__dict__:
                     return None
-                elif id(item) in CONSTANTS:
+                elif id(item) in constants or id(item) in CONSTANTS:
                     return None
                 else:
                     key += (item.shape, item.stride(), item.requires_grad)

@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
+from gradstats.capture._operations import SCRIPTS
 from gradstats.capture._transforms import innermost_mode, transform_level
-
-SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
 
 @cache

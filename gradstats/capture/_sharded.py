@@ -101,7 +101,7 @@ class ShardedParameters:
 
     def check_known(self, leaf: torch.Tensor) -> None:
         """Raise for a whole parameter in the graph that no hook saw."""
-        if self._places and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole:
+        if self._places and isinstance(leaf, nn.Parameter) and not self.knows(leaf):
             raise CoverageError(
                 f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
                 "module that fully_shard manages, where it cannot be tracked. Run the model "

@@ -185,7 +185,7 @@ def batch_norm(
     eps=1e-5,
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
-    check_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    check_batch_norm(running_mean, weight, bias, training)
     examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
