@@ -27,6 +27,7 @@ CPU = {
     "scaling": "benchmarks.scaling",
     "monitor": "benchmarks.monitor_overhead",
     "influence": "benchmarks.influence --train 512 --rounds 3",
+    "products": "benchmarks.matrix_products",
     "pairs": "benchmarks.pair_forms",
     "convolutions": "benchmarks.convolution_forms",
 }

@@ -13,9 +13,14 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
-from gradstats._cost import choose_outer_form
 from gradstats._factors import Outer
-from gradstats.contractions._outer import direct, direct_and_sum, guarded_gram, summed
+from gradstats.contractions._outer import (
+    cheapest_form,
+    direct,
+    direct_and_sum,
+    guarded_gram,
+    summed,
+)
 
 WIDTHS = ((64, 64), (256, 256), (1024, 256), (768, 768), (2048, 512))
 POSITIONS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -40,7 +45,7 @@ def compare(p: int, q: int, positions: int, with_sum: bool, rounds: int) -> dict
     factor = Outer(torch.randn(16, 1, positions, p), torch.randn(16, 1, positions, q), (p, q))
     timings = interleave(forms(factor, with_sum), "direct", rounds)
     ratio = timings["gram"].ratio
-    chosen = choose_outer_form(positions, p, q, with_sum=with_sum, examples=16)
+    chosen = cheapest_form(factor, with_sum=with_sum)
     lost = lost_by(chosen, timings)
     print(f"{p:4d}  {q:4d}  {positions:4d}   {ratio:11.2f}   {chosen:6}   {lost:6.0%}", flush=True)
     return {

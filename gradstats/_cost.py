@@ -26,6 +26,14 @@ PATCH_COST = 64
 # What the Gram form's greater number of operations costs, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
+# What forming gradients one at a time takes in oneDNN where that multiplies faster than PyTorch
+# (contractions/_multiply.py): so many times what is counted, and so many multiply-adds a call (two
+# cores of an AMD EPYC, T from 64 to 1024, widths 128 to 3072).
+ALONE = (0.45, 2_200_000)
+
+# What their sum takes there as one product, beside a Gram form: so many times what is counted.
+SUM_ALONE = 0.6
+
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
 # the square root of the condition number where the Gram form's grows with the number itself.
 GUARD_TOLERANCE = 1e-4
@@ -70,16 +78,19 @@ def gram_cost(positions: int, d_left: int, d_right: int) -> float:
     return entries * (d_left + d_right) + 3 * entries * ELEMENT_COST
 
 
-def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool) -> float:
+def direct_cost(
+    positions: int, d_left: int, d_right: int, *, with_sum: bool, alone: bool = False
+) -> float:
     """Return the cost of forming one example's gradient tile by tile and squaring it.
 
     The product takes T·d_left·d_right multiply-adds; each of the d_left·d_right elements is written
     once, read once to be squared and, with ``with_sum``, added to the running weight gradient while
-    it is still in the cache.
+    it is still in the cache. ``alone`` gradients take the time of fewer.
     """
     elements = d_left * d_right
     passes = 3 if with_sum else 2
-    return positions * elements + passes * elements * ELEMENT_COST
+    rate, call = ALONE if alone else (1, 0)
+    return rate * positions * elements + call + passes * elements * ELEMENT_COST
 
 
 def kernel_costs(
@@ -130,6 +141,7 @@ def choose_outer_form(
     with_sum: bool = False,
     guarded: bool = True,
     on_chip: bool = False,
+    alone: bool = False,
     patches: bool = False,
     examples: int | None = None,
     roundoff: float = 2.0**-24,
@@ -153,6 +165,8 @@ def choose_outer_form(
         guarded: results whose error bound is too large can be recomputed. Where they cannot (inside
             a compiled graph), only the forms that need no guard are chosen.
         on_chip: tiles are squared where they are made, so that only the products cost anything.
+        alone: gradients are formed one at a time, by products that take less time than those of
+            positions.
         patches: ``right`` is image patches, which the Gram form has to write out and read.
         examples: how many there are; None for so many that only what each takes counts.
         roundoff: relative error of one product of operands.
@@ -172,10 +186,10 @@ def choose_outer_form(
     if patches:
         gram += positions * d_right * PATCH_COST
     if with_sum:
-        gram += positions * d_left * d_right
+        gram += (SUM_ALONE if alone else 1) * positions * d_left * d_right
     if examples is not None:
         gram += GRAM_OPERATIONS / max(1, examples)
-    direct = direct_cost(positions, d_left, d_right, with_sum=with_sum)
+    direct = direct_cost(positions, d_left, d_right, with_sum=with_sum, alone=alone)
     return "gram" if gram < direct else "direct"
 
 

@@ -22,6 +22,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
 from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
+from gradstats.contractions._multiply import multiply
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +75,8 @@ class LinearFactors:
         """Return Σ_i G_i, laid out as the weight is: what sums gradients copies others."""
         left, right = (rows_of(side) for side in self._sides(grad, cast(x, grad.dtype)))
         if weight.stride(0) == 1:
-            return torch.mm(right.t(), left).t()
-        return torch.mm(left.t(), right)
+            return multiply(right.t(), left).t()
+        return multiply(left.t(), right)
 
     def _sides(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return (x, grad) if self.inputs_first else (grad, x)
@@ -161,8 +162,8 @@ class LinearUse(torch.autograd.Function):
         # Last, so that the layer below finds its gradient still in the cache.
         if want_x:
             weight = cast(weight, grad.dtype)
-            multiply = torch.mm if grad.dim() == 2 else torch.matmul
-            grad_x = multiply(grad, weight.t() if layer.inputs_first else weight)
+            matrix = weight.t() if layer.inputs_first else weight
+            grad_x = multiply(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 

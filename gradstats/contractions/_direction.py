@@ -39,6 +39,7 @@ from gradstats.contractions import (
     _triton_layers,
 )
 from gradstats.contractions._elementwise import summed
+from gradstats.contractions._multiply import multiply, multiply_groups
 from gradstats.contractions._precision import in_full_precision
 
 
@@ -102,7 +103,7 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     for here in _tiles.chunks(factor.batch, chunk):
         # One product for all examples: a batched one would read V once for each.
         rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
-        applied = torch.bmm(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
+        applied = multiply_groups(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
         products = applied.mul_(one[here].to(dtype).transpose(0, 1))
         result[here] = products.sum(3).sum((0, 2), dtype=torch.float64)
     return result
@@ -140,7 +141,8 @@ def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tens
     size = factor.left.shape[1] + factor.right.shape[1]
     chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
     for here in _tiles.chunks(len(rows), chunk):
-        products = (factor.right[here].to(dtype) @ matrix.mT).mul_(factor.left[here].to(dtype))
+        products = multiply(factor.right[here].to(dtype), matrix.t())
+        products.mul_(factor.left[here].to(dtype))
         rows[here] = products.sum(1, dtype=torch.float64)
     return segment_sum(rows, torch.tensor(factor.lengths, device=rows.device))
 
@@ -226,7 +228,7 @@ def _patches_total(factor: Patches) -> Tensor:
 
 def _ragged_total(factor: Ragged) -> Tensor:
     dtype = compute_dtype(factor.left, factor.right)
-    return (factor.left.to(dtype).t() @ factor.right.to(dtype)).reshape(factor.shape)
+    return multiply(factor.left.to(dtype).t(), factor.right.to(dtype)).reshape(factor.shape)
 
 
 def _rows_total(factor: Rows) -> Tensor:

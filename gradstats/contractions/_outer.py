@@ -17,6 +17,7 @@ from gradstats import _cost
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
+from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
@@ -33,7 +34,7 @@ SMALL = 4096
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     on_chip = _triton.serves(factor)
-    form = _cheapest_form(factor, guarded=guarded, on_chip=on_chip)
+    form = cheapest_form(factor, guarded=guarded, on_chip=on_chip)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -48,7 +49,7 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
         # What a 1×1 convolution leaves. On an NVIDIA H100 norms beside cuDNN's weight gradient take
         # half to nine tenths of the time of one kernel for both.
         return sqnorm(factor, workspace, guarded=True), summed(factor)
-    form = _cheapest_form(factor, with_sum=True, on_chip=on_chip)
+    form = cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
@@ -58,25 +59,35 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     return result, summed(factor)
 
 
-def _cheapest_form(
+def cheapest_form(
     factor: Outer,
     *,
     with_sum: bool = False,
     guarded: bool = True,
     on_chip: bool | None = None,
 ) -> _cost.Form:
+    """Return the form that costs least for these shapes, with the sum where it is wanted."""
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
-        on_chip=on_chip, examples=batch * groups,
+        on_chip=on_chip, alone=_forms_alone(factor), examples=batch * groups,
     )  # fmt: skip
     form = choose(roundoff=0.0)
     if form != "gram":
         return form  # whatever its rounding errors
     sides = factor.left, factor.right
     return choose(roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides))
+
+
+def _forms_alone(factor: Outer) -> bool:
+    """Whether gradients are best formed one at a time, whatever their size."""
+    batch, groups, positions, p = factor.left.shape
+    size = p * factor.right.shape[3]
+    if groups > 1 or 4 * size > SCRATCH:
+        return False
+    return pays(positions * size, factor.left, factor.right, times=batch)
 
 
 def rank_one(factor: Outer) -> Contraction:
@@ -231,8 +242,10 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     row_bytes = groups * q * dtype.itemsize
     rows = _cost.rows_per_tile(p, row_bytes, workspace)
     chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
-    if chunk == groups == 1 and rows >= p and batch and not torch.compiler.is_compiling():
-        norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum)
+    alone = _forms_alone(factor)
+    each = (alone or chunk == groups == 1) and rows >= p
+    if each and batch and not torch.compiler.is_compiling():
+        norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum, reuse=not alone)
     else:
         norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
     result: Contraction
@@ -247,23 +260,28 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
 
 
 def _form_each(
-    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, *, reuse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norms of the rows of each gradient, (B, 1, p), and the sum of them, (1, p, q).
 
-    Every gradient is formed in the same piece of memory, by one product of matrices; the first of
-    those that are summed where the sum will be.
+    Every gradient is formed by one product of matrices.
+
+    Args:
+        reuse: form them in one piece of memory, as products can that are PyTorch's own.
     """
-    (batch, _, p), q = left.shape, right.shape[2]
-    norms, tile = left.new_empty(batch, p, dtype=dtype), left.new_empty(p, q, dtype=dtype)
-    total = torch.empty_like(tile) if with_sum else None
-    place = tile if total is None else total
+    batch, _, p = left.shape
+    norms = left.new_empty(batch, p, dtype=dtype)
+    total = place = None
     for a, b, norm in zip(left.mT.unbind(), right.unbind(), norms.unbind(), strict=True):
-        torch.mm(cast(a, dtype), cast(b, dtype), out=place)
-        torch.linalg.vector_norm(place, dim=-1, out=norm)
-        if total is not None and place is tile:
-            total += tile
-        place = tile
+        formed = multiply(cast(a, dtype), cast(b, dtype), times=batch, out=place)
+        torch.linalg.vector_norm(formed, dim=-1, out=norm)
+        if with_sum and total is None:
+            total = formed
+            continue
+        if total is not None:
+            total += formed
+        place = formed if reuse else None
+        del formed
     return norms.unsqueeze(1), None if total is None else total.unsqueeze(0)
 
 
@@ -331,12 +349,9 @@ def summed(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
     if _is_of_images(factor):
         return _arrange(_summed_images(factor), factor)
-    if factor.left.shape[1] == 1:
-        left, right = factor.left.flatten(0, 2), factor.right.flatten(0, 2)
-        return _arrange(torch.mm(left.t(), right), factor)
     left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
     right = factor.right.transpose(0, 1).flatten(1, 2)
-    return _arrange(left.mT @ right, factor)
+    return _arrange(multiply_groups(left.mT, right), factor)
 
 
 def _is_of_images(factor: Outer) -> bool:

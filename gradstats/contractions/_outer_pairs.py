@@ -19,6 +19,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Outer, Rows, add_at, compute_dtype
 from gradstats.contractions import _outer, _tied, _tiles, _triton
+from gradstats.contractions._multiply import multiply_groups
 from gradstats.contractions._result import product_roundoff
 
 # Bytes of a Gram tile and its partner; larger ones run no faster.
@@ -134,10 +135,12 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
                 continue
             size = (groups, here.stop - here.start, -1, there.stop - there.start, longest)
             for span in _tiles.chunks(positions, step):
-                products = _rows_of(first.left[here, :, span], dtype) @ left2.mT
+                left1 = _rows_of(first.left[here, :, span], dtype)
+                products = multiply_groups(left1, left2.mT)
                 # A single product of positions is the result: it is not rounded once more.
                 products = products.double() if positions * longest == 1 else products
-                products.mul_(_rows_of(first.right[here, :, span], dtype) @ right2.mT)
+                right1 = _rows_of(first.right[here, :, span], dtype)
+                products.mul_(multiply_groups(right1, right2.mT))
                 result[here, there] += products.view(size).sum((0, 2, 4))
             if same and here != there:
                 result[there, here] = result[here, there].mT

@@ -18,6 +18,7 @@ from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
 from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._convolved import weight_gradient
+from gradstats.contractions._multiply import pays
 from gradstats.contractions._result import (
     Contraction,
     product_roundoff,
@@ -103,9 +104,12 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
     p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
     written = not (on_chip or factor.pointwise)
     roundoff = product_roundoff(factor.input, factor.grad)
+    # Convolutions are oneDNN's in any case, and where it multiplies faster they gain as much.
+    alone = pays(factor.positions * p * q, factor.input, factor.grad, times=factor.batch)
     return _cost.choose_outer_form(
-        factor.positions, p, q, on_chip=on_chip, patches=written, roundoff=roundoff, **options
-    )
+        factor.positions, p, q, on_chip=on_chip, alone=alone, patches=written, roundoff=roundoff,
+        **options,
+    )  # fmt: skip
 
 
 def summed(factor: Patches, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Ragged, segment_sum
 from gradstats.contractions import _outer, _triton
+from gradstats.contractions._multiply import multiply
 from gradstats.contractions._result import Contraction, product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 
@@ -38,7 +39,7 @@ def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]
     """Return ‖G_i‖² and Σ_i G_i; the sum is one product over all rows."""
     if _triton.serves(factor):
         return _triton.ragged_and_sum(factor)
-    total = (factor.left.t() @ factor.right).reshape(factor.shape)
+    total = multiply(factor.left.t(), factor.right).reshape(factor.shape)
     return sqnorm(factor, workspace, guarded=True), total
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Factor, Patches, compute_dtype, tensors_of
+from gradstats.contractions._multiply import multiply
 
 # Elements of one example's tile: a longer float32 sum would lose digits.
 TILE_ELEMENTS = 2**18
@@ -48,7 +49,7 @@ def dense_pairs(first: Sequence[Factor], second: Sequence[Factor], workspace: in
                     continue
                 other = formed if same and here == there else gradients(right, there)
                 wide = torch.promote_types(formed.dtype, other.dtype)
-                products = formed.to(wide) @ other.to(wide).mT
+                products = multiply(formed.to(wide), other.to(wide).t())
                 result[here, there] += products
                 if same and here != there:
                     result[there, here] += products.mT

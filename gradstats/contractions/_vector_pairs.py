@@ -8,6 +8,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Vector, compute_dtype
 from gradstats.contractions import _tiles
+from gradstats.contractions._multiply import multiply
 from gradstats.contractions._outer_pairs import Sizes
 
 
@@ -20,7 +21,7 @@ def pairs(first: Vector, second: Vector, workspace: int, sizes: Sizes) -> Tensor
     left, right = _flat(first), _flat(second)
     result = _tiles.zeros([first], first.batch, second.batch)
     for span in _tiles.chunks(left.shape[1], _tiles.TILE_ELEMENTS):
-        result += left[:, span].to(dtype) @ right[:, span].to(dtype).mT
+        result += multiply(left[:, span].to(dtype), right[:, span].to(dtype).t())
     if first.axis is not None:
         result *= first.own_slices[:, None] == second.own_slices
     return result

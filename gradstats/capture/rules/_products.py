@@ -34,6 +34,7 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._summed import Part, summed
+from gradstats.contractions import _multiply
 
 
 def linear(tracker, func, input, weight, bias=None):
@@ -81,8 +82,10 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
         inputs_first,
         (tracker.is_trained(weight), tracker.is_trained(bias)),
     )
-    # Who takes inner products takes factors and the training gradient.
-    if x.dim() == 2 and examples.plain and x.is_cpu and settings.consumer is None:
+    # Who takes inner products takes factors and the training gradient, and a Function's own
+    # products may be faster than PyTorch's.
+    rows = x.dim() == 2 and examples.plain and x.is_cpu and settings.consumer is None
+    if rows and (settings.exact or not _multiplies_faster(x, weight)):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
         result = hooked(tracker, place, (weight, bias), layer, examples, partial(layer.forward, x))
         if result is not None:
@@ -99,6 +102,11 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
+
+
+def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
+    return x.dtype == torch.float32 and _multiply.pays(len(x) * weight.numel())
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):

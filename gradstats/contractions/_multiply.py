@@ -1,0 +1,130 @@
+"""Products of two matrices, by whichever of PyTorch's libraries takes less time.
+
+On AMD processors from Zen 5 on PyTorch multiplies float32 matrices (by MKL) with half the width of
+the vectors, and oneDNN with all of it: in 0.4 to 0.6 of the time (benchmarks/matrix_products.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Multiply-adds for each thread from which on a product takes no longer in oneDNN even if its sizes
+# never come again: for each new size it writes code first, in a quarter of a millisecond.
+WORTH_PREPARING = 2**24
+
+# Multiply-adds below which calling oneDNN takes longer than multiplying.
+WORTH_CALLING = 2**23
+
+# Bytes of the copies that oneDNN may make, of operands in an order of its own.
+SCRATCH = 16 * 1024 * 1024
+
+# Where operands are copied, parts of them are multiplied, so that the copies stay in the cache: the
+# least terms of each sum, and elements of the copies.
+LENGTH_BLOCK, BLOCK_ELEMENTS = 512, 2**20
+
+
+def multiply(left: Tensor, right: Tensor, *, times: int = 1, out: Tensor | None = None) -> Tensor:
+    """Return left @ right.
+
+    Args:
+        left, right: matrices (n, k) and (k, m).
+        times: how many products of these sizes are asked for.
+        out: where the result may be put; it need not be.
+    """
+    rows, length = left.shape
+    columns = right.shape[1]
+    if not pays(rows * length * columns, left, right, times=times):
+        return torch.mm(left, right, out=out)
+    if not left.is_contiguous() and rows * columns * left.itemsize > SCRATCH:
+        return torch.mm(left, right, out=out)
+    return by_onednn(left, right)
+
+
+def by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right of float32 matrices on a CPU, to which no gradient flows."""
+    return _by_columns(left, right) if left.is_contiguous() else _by_length(left, right)
+
+
+def multiply_groups(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right of each group: (K, n, k) and (K, k, m)."""
+    if len(left) == 1:
+        return multiply(left[0], right[0]).unsqueeze(0)
+    return torch.bmm(left, right)
+
+
+def pays(work: int, *operands: Tensor, times: int = 1) -> bool:
+    """Whether products of matrices take less time in oneDNN.
+
+    Args:
+        work: multiply-adds of one product.
+        operands: matrices.
+        times: how many products there are of the same sizes.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and work >= WORTH_CALLING
+        and work * times >= WORTH_PREPARING * torch.get_num_threads()
+        and all(map(_is_served, operands))
+        and has_faster_products()
+        and torch._C._get_mkldnn_enabled()
+    )
+
+
+@cache
+def has_faster_products() -> bool:
+    """Whether oneDNN's vectors are wider on this processor than those of PyTorch's products."""
+    both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    processor = torch.cpu.get_capabilities()
+    # Zen 4 has AVX-512 too, and computes half of such a vector at a time.
+    return processor.get("cpu_name", "").startswith("AMD") and processor.get("avx_vnni", False)
+
+
+def _is_served(matrix: Tensor) -> bool:
+    """Whether oneDNN takes a matrix: no gradient would flow, and no subclass would see it."""
+    return (
+        matrix.is_cpu
+        and matrix.dtype == torch.float32
+        and matrix.layout is torch.strided
+        and type(matrix).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not (torch.is_grad_enabled() and matrix.requires_grad)
+    )
+
+
+def _by_columns(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, some columns at a time where ``right`` is large."""
+    rows, columns = len(left), right.shape[1]
+    size = right.numel() * right.itemsize
+    if size <= SCRATCH:
+        return _product(left, right)
+    # A piece is copied twice: by itself, and in oneDNN's order.
+    pieces = -(-2 * size // SCRATCH)
+    step = -(-columns // pieces)
+    result = left.new_empty(rows, columns)
+    for place, piece in zip(result.split(step, 1), right.split(step, 1), strict=True):
+        place.copy_(_product(left, piece))
+    return result
+
+
+def _by_length(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right, of which ``left`` is copied, a part of what is summed at a time."""
+    total: Tensor | None = None
+    length = max(LENGTH_BLOCK, BLOCK_ELEMENTS // (len(left) + right.shape[1]))
+    for left_part, right_part in zip(left.split(length, 1), right.split(length), strict=True):
+        product = _product(left_part, right_part)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return total
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right by oneDNN: a linear layer whose weight is the transpose of ``right``."""
+    weight = right.t()
+    if not (right.is_contiguous() or weight.is_contiguous()):
+        # Of anything else oneDNN's copies take thousands of times as long.
+        weight = right.contiguous().t() if right.stride(1) == 1 else weight.contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(left, weight, None, "none", [], "")
