@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
@@ -9,14 +10,20 @@ from typing import Any
 import torch
 
 from gradstats.errors import LoaderError
-from gradstats.statistics._batches import map_tensors
+from gradstats.statistics._batches import map_tensors, opaque_in
 
 # Where a batch holds something: a key, a position, or a function of the batch; None for nowhere.
 Source = str | int | Callable[[Any], Any] | None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on a device."""
+    """Return the batch with its tensors on a device.
+
+    A batch that cannot be looked into moves itself: a copy does, because some are changed by it.
+    """
+    opaque = next(opaque_in(batch), None)
+    if opaque is not None and opaque is batch and hasattr(opaque, "to"):
+        return copy.copy(opaque).to(device)
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -153,16 +153,53 @@ def test_ids_of_packed_examples(packed):
     assert_close(table.self_influence, Packed().squares)
 
 
+class Graphs:
+    """A batch of graphs: attributes by name, that moves itself, and is changed by that."""
+
+    def __init__(self, stored: dict):
+        self.stored, self.moved = stored, False
+
+    def __getattr__(self, name: str):
+        if name == "stored" or name not in self.stored:
+            raise AttributeError(name)
+        return self.stored[name]
+
+    def __getitem__(self, name: str):
+        return self.stored[name]
+
+    def keys(self):
+        return list(self.stored)
+
+    def to(self, device):
+        self.moved = True
+        return self
+
+
+def test_batches_of_graphs(packed, tmp_path):
+    for side, batches in packed.sides.items():
+        packed.sides[side] = [Graphs(batch) for batch in batches]
+
+    def loss(model, batch):
+        assert batch.moved
+        return packed_loss(model, batch)
+
+    scores = packed.influence(loss, cu_seqlens=lambda batch: batch.bounds, out=tmp_path)
+    assert_close(scores, Packed().products)
+    assert not any(batch.moved for batches in packed.sides.values() for batch in batches)
+    packed.sides["train"][1].x.mul_(2)
+    with pytest.raises(gs.errors.StoreError, match="train"):
+        packed.influence(loss, cu_seqlens=lambda batch: batch.bounds, out=tmp_path)
+
+
 def test_batches_that_cannot_be_looked_into(packed):
-    """As graphs in one batch are: an object with the bounds among its attributes."""
     for side, batches in packed.sides.items():
         packed.sides[side] = [types.SimpleNamespace(**batch) for batch in batches]
 
     def loss(model, batch):
         return packed_loss(model, vars(batch))
 
-    scores = packed.influence(loss, cu_seqlens=lambda batch: batch.bounds)
-    assert_close(scores, Packed().products)
+    bounds = {"cu_seqlens": lambda batch: batch.bounds}
+    assert_close(packed.influence(loss, **bounds), Packed().products)
 
 
 @pytest.mark.parametrize(
