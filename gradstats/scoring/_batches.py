@@ -1,59 +1,52 @@
-"""Batches as loaders give them: moved to a device, divided, and asked for their ids."""
+"""Batches as loaders give them: moved to a device, and asked for what they carry."""
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradstats.errors import LoaderError
-from gradstats.statistics._batches import map_tensors
+from gradstats.statistics._batches import map_tensors, opaque_in
+
+# Where a batch holds something: a key, a position, or a function of the batch; None for nowhere.
+Source = str | int | Callable[[Any], Any] | None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on a device."""
+    """Return the batch with its tensors on a device.
+
+    A batch that cannot be looked into moves itself: a copy does, because some are changed by it.
+    """
+    opaque = next(opaque_in(batch), None)
+    if opaque is not None and opaque is batch and hasattr(opaque, "to"):
+        return copy.copy(opaque).to(device)
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def example_range(batch: Any, start: int, stop: int, size: int, batch_dim: int) -> Any:
-    """Return some of a batch's examples.
+def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:
+    """Return what a batch holds there.
 
     Args:
-        batch: of ``size`` examples.
-        start, stop: which of them.
-        size: number of examples in the batch.
-        batch_dim: the example axis.
-
-    Raises:
-        LoaderError: for a tensor that has no example axis of this size, which cannot be divided.
+        batch: of a loader.
+        source: a key of the batch, a position in it, or a function of it.
+        what: that should be, for the message.
     """
-
-    def cut(tensor: Tensor) -> Tensor:
-        axis = min(batch_dim, tensor.dim() - 1)
-        if tensor.dim() == 0 or tensor.shape[axis] != size:
-            raise LoaderError(
-                f"a batch of {size} examples cannot be divided: it holds a tensor of shape "
-                f"{tuple(tensor.shape)} without an axis of {size} at {batch_dim}. Let the loader "
-                "give smaller batches."
-            )
-        return tensor.narrow(axis, start, stop - start)
-
-    return map_tensors(batch, cut)
+    try:
+        return source(batch) if callable(source) else batch[source]
+    except (KeyError, IndexError, TypeError) as error:
+        raise LoaderError(
+            f"a batch ({type(batch).__name__}) has no {what} at {source!r}: {error!r}. Expected a "
+            "key of the batch, a position in it, or a function of it."
+        ) from error
 
 
 def pick(batch: Any, ids: str | int | Callable[[Any], Any], size: int) -> list[int | str]:
     """Return the ids that a batch of so many examples carries, as a list."""
-    try:
-        values = ids(batch) if callable(ids) else batch[ids]
-    except (KeyError, IndexError, TypeError) as error:
-        raise LoaderError(
-            f"a batch ({type(batch).__name__}) has no ids at {ids!r}: {error!r}. Expected a key of "
-            "the batch, a position in it, or a function of it."
-        ) from error
-    values = _plain(values)
+    values = _plain(look_up(batch, ids, "ids"))
     expected = (
         "expected one integer or string for each example, in a list, an array or a tensor. Let "
         "ids= name where the batch holds them: a key, a position or a function of the batch."

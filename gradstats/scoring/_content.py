@@ -52,9 +52,10 @@ class ContentHash:
             self._add_array(np.asarray(value))
         elif isinstance(value, PLAIN):
             self._say(type(value).__name__, repr(value))
-        elif isinstance(value, Mapping):
-            self._say("mapping", len(value))
-            for key in value:
+        elif isinstance(value, Mapping) or _is_readable(value):
+            keys = list(value.keys())
+            self._say("mapping", len(keys))
+            for key in keys:
                 self.add(key)
                 self.add(value[key])
         elif isinstance(value, (tuple, list)):
@@ -99,3 +100,9 @@ class ContentHash:
         # Every entry tells its own length, so that two sequences of entries never read the same.
         text = " ".join(map(str, words)).encode()
         self._digest.update(b"%d:%b" % (len(text), text))
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether ``dict(value)`` would hold all that it offers, as of batches of graphs."""
+    instance = not isinstance(value, type)
+    return instance and callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")

@@ -10,8 +10,10 @@ from torch import nn
 
 from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
+from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
-from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._loaders import Data
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
@@ -35,10 +37,11 @@ def influence(
     out: str | Path | None = None,
     resume: bool = True,
     top_k: None = None,
-    train_ids: IdSource = None,
-    query_ids: IdSource = None,
+    train_ids: Source = None,
+    query_ids: Source = None,
     budget: int = DEFAULT_BUDGET,
     batch_dim: int = 0,
+    cu_seqlens: Source = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -60,10 +63,11 @@ def influence(
     out: str | Path | None = None,
     resume: bool = True,
     top_k: int,
-    train_ids: IdSource = None,
-    query_ids: IdSource = None,
+    train_ids: Source = None,
+    query_ids: Source = None,
     budget: int = DEFAULT_BUDGET,
     batch_dim: int = 0,
+    cu_seqlens: Source = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -84,10 +88,11 @@ def influence(
     out: str | Path | None = None,
     resume: bool = True,
     top_k: int | None = None,
-    train_ids: IdSource = None,
-    query_ids: IdSource = None,
+    train_ids: Source = None,
+    query_ids: Source = None,
     budget: int = DEFAULT_BUDGET,
     batch_dim: int = 0,
+    cu_seqlens: Source = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -108,7 +113,7 @@ def influence(
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
             batches; the same batches in each pass, which is checked. Under torch.distributed every
             process passes the whole data; the train side is divided between them and the result is
-            the same. Examples packed into one row are not told apart here: pad them.
+            the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
@@ -134,6 +139,9 @@ def influence(
         budget: bytes of query gradients kept at once, and of scores with ``top_k``. Each time the
             query side fills it, the training data are passed once more.
         batch_dim: the example axis of the data.
+        cu_seqlens: where a batch, of either side, holds the bounds of examples packed into one row
+            (see per_example_norms): a key, a position, or a function of the batch, such as
+            ``lambda batch: batch.ptr`` for graphs; one more pass over the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give;
@@ -171,12 +179,13 @@ def influence(
     k = None if top_k is None else check_k(top_k)
     work = Work.of(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
-        batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
+        layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
+        workspace=workspace,
     )  # fmt: skip
     folder = folder_path(out)
     pairs = Pairs(checkpoints, query_checkpoints, work)
-    train = Data(train_loader, "train", train_ids, batch_dim)
-    query = Data(query_loader, "query", query_ids, batch_dim)
+    train = Data(train_loader, "train", train_ids, work.layout)
+    query = Data(query_loader, "query", query_ids, work.layout)
     passes = Passes(work, pairs, train, query, number, folder, resume)
     about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
     scores: InfluenceScores | TopScores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,27 +12,26 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from gradstats.errors import LoaderError
-from gradstats.scoring._batches import pick
+from gradstats.scoring._batches import Source, pick
 from gradstats.scoring._content import ContentHash
-from gradstats.statistics._loss import infer_batch_size
+from gradstats.scoring._layout import BatchLayout
 
 # Batches are compared at every reading, larger tensors by about so many of their elements.
 COMPARED = 1 << 18
-
-IdSource = str | int | Callable[[Any], Any] | None
 
 
 class Data:
     """The batches of a loader, readable again and in part.
 
     Attributes:
+        layout: where the examples of each batch lie.
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
     """
 
-    def __init__(self, loader: Any, role: str, ids: IdSource, batch_dim: int):
+    def __init__(self, loader: Any, role: str, ids: Source, layout: BatchLayout):
         self._role = role
-        self._batch_dim = batch_dim
+        self.layout = layout
         self._loader = loader
         _check_order(loader, role, ids)
         self._index_lists: list[list[int]] | None = None
@@ -41,7 +40,7 @@ class Data:
             self._check_sequential(ids)
         content = ContentHash()
         self._hashes: dict[int, str] = {}
-        if self._index_lists is not None and ids is None:
+        if self._index_lists is not None and ids is None and not layout.packed:
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
             if type(loader.dataset) is TensorDataset:
@@ -53,10 +52,12 @@ class Data:
         else:
             sizes, named = [], []
             for number, batch in enumerate(self._all()):
-                size = infer_batch_size(batch, batch_dim)
+                size = layout.count(batch)
                 sizes.append(size)
                 self._compare(number, batch)
                 content.add(batch)
+                if layout.packed:
+                    content.add(layout.bounds(batch))
                 if ids is not None:
                     named.extend(pick(batch, ids, size))
             self.sizes = np.array(sizes, dtype=np.int64)
@@ -69,8 +70,8 @@ class Data:
         """Return what says that data are the same, for a manifest.
 
         The hash covers the sizes, the ids and the contents: of every batch where all had to be read
-        to count them or to collect ids and of a TensorDataset, else of the first, the middle and
-        the last batch.
+        to count examples (packed ones always) or to collect ids, and of a TensorDataset; else of
+        the first, the middle and the last batch.
 
         Raises:
             LoaderError: if the batches hold objects whose contents are not known.
@@ -116,7 +117,7 @@ class Data:
             pairs = ((n, batch) for n, batch in enumerate(self._begun()) if n in members)
         count = 0
         for number, batch in pairs:
-            size = infer_batch_size(batch, self._batch_dim)
+            size = self.layout.count(batch)
             if size != self.sizes[number]:
                 raise LoaderError(
                     f"batch {number} of the {self._role} loader has {size} examples, expected "
@@ -176,7 +177,7 @@ class Data:
         if len(self.sizes) == 0:
             raise LoaderError(f"the {self._role} loader is empty: it gives no batch.")
 
-    def _check_sequential(self, ids: IdSource) -> None:
+    def _check_sequential(self, ids: Source) -> None:
         order = [i for each in self._index_lists for i in each]  # type: ignore[union-attr]
         if ids is None and order != list(range(len(order))):
             raise _unordered(self._role, "its batch sampler does not go through them in order")
@@ -256,7 +257,7 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
     )
 
 
-def _check_order(loader: Any, role: str, ids: IdSource) -> None:
+def _check_order(loader: Any, role: str, ids: Source) -> None:
     single = _single_batch(loader)
     if single is not None:
         raise LoaderError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from gradstats.scoring._batches import example_range
+from gradstats.scoring._layout import BatchLayout
 
 Result = TypeVar("Result")
 
@@ -34,9 +34,9 @@ class Halving:
         limit: most examples at once that are still tried, None before memory ran out.
     """
 
-    def __init__(self, what: str, batch_dim: int):
+    def __init__(self, what: str, layout: BatchLayout):
         self._what = what
-        self._batch_dim = batch_dim
+        self._layout = layout
         self.limit: int | None = None
 
     def run(self, work: Callable[[Any], Result], batch: Any, size: int) -> list[Result]:
@@ -53,7 +53,7 @@ class Halving:
             stop = size if self.limit is None else min(size, start + self.limit)
             part = batch
             if stop - start < size:
-                part = example_range(batch, start, stop, size, self._batch_dim)
+                part = self._layout.part(batch, start, stop, size)
             try:
                 results.append(work(part))
                 start = stop

@@ -154,6 +154,8 @@ def _draw_bars(name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
 
 def _picture(data: Data, position: int) -> tuple[np.ndarray, str] | None:
     """Return an example as an image with its label, None where it is no image."""
+    if data.layout.packed:
+        return None
     batch, place = data.example(position)
     tensors = [each for each in tensors_in(batch) if each.dim() and len(each) > place]
     image = tensors[0][place].detach().cpu() if tensors else None

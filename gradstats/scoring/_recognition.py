@@ -15,7 +15,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._weights import weights_hash
 from gradstats.scoring._work import Work
-from gradstats.statistics._loss import check_losses, infer_batch_size
+from gradstats.statistics._loss import check_losses
 
 
 class Recognition:
@@ -67,17 +67,16 @@ class Recognition:
         Half of the digits of the coarsest dtype have to agree, relative to the largest loss.
         """
         work = self._work
-        batch_dim = work.options["batch_dim"]
 
         def part(batch: Any) -> Tensor:
             with torch.enable_grad():
                 losses = work.loss_fn(work.model, batch)
-            return check_losses(losses, infer_batch_size(batch, batch_dim)).detach()
+            return check_losses(losses, work.layout.count(batch)).detach()
 
         assert self._data is not None
         ((number, batch),) = self._data.read([0])
         size = int(self._data.sizes[number])
-        halving = Halving("training examples", batch_dim)
+        halving = Halving("training examples", work.layout)
         losses = torch.cat(halving.run(part, to_device(batch, work.device), size))
         dtypes = {losses.dtype, *(each.dtype for each in work.model.parameters())}
         coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from gradstats.scoring import _ranks
-from gradstats.scoring._batches import to_device
+from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
 from gradstats.scoring._confidence import (
     CrossEntropyWatch,
@@ -21,7 +21,8 @@ from gradstats.scoring._confidence import (
     negated_margin,
     watched,
 )
-from gradstats.scoring._loaders import Data, IdSource
+from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
 from gradstats.scoring._recognition import Recognition
@@ -50,10 +51,11 @@ def self_influence(
     loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
-    ids: IdSource = None,
+    ids: Source = None,
     out: str | Path | None = None,
     resume: bool = True,
     batch_dim: int = 0,
+    cu_seqlens: Source = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
     workspace: int | None = None,
@@ -68,8 +70,7 @@ def self_influence(
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
             each pass, which is checked. Under torch.distributed every process passes the whole data
-            and takes its share of it. Examples packed into one row are not told apart here: pad
-            them.
+            and takes its share of it.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.
@@ -80,6 +81,9 @@ def self_influence(
             by gs.influence.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
+        cu_seqlens: where a batch holds the bounds of examples packed into one row (see
+            per_example_norms): a key, a position, or a function of the batch, such as
+            ``lambda batch: batch.ptr`` for graphs; one more pass over the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
@@ -102,10 +106,11 @@ def self_influence(
     check_checkpoints(checkpoints)
     work = Work.of(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
-        batch_dim=batch_dim, parameters=parameters, exclude=exclude, workspace=workspace,
+        layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
+        workspace=workspace,
     )  # fmt: skip
     path = folder_path(out)
-    data = Data(loader, "training", ids, batch_dim)
+    data = Data(loader, "training", ids, work.layout)
     folder = None
     if path is not None:
         description = {
@@ -115,7 +120,7 @@ def self_influence(
         }
         folder = open_folder(path, description, {"ids": data.ids}, resume)
     watch = CrossEntropyWatch()
-    measure = _Measurement(work, watch, Halving("examples", batch_dim))
+    measure = _Measurement(work, watch, Halving("examples", work.layout))
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
     columns = [slice(0, len(FIELDS))]
@@ -169,8 +174,9 @@ class _Measurement:
         """Return one row of FIELDS for each example."""
 
         def part(batch: Any) -> np.ndarray:
+            options = self._work.options_of(batch)
             stats = per_example_norms(
-                self._work.model, batch, self._loss_fn, nonfinite="keep", **self._work.options
+                self._work.model, batch, self._loss_fn, nonfinite="keep", **options
             )
             return self._rows(stats, checkpoint.rates)
 

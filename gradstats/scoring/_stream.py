@@ -73,9 +73,8 @@ class Stream:
     def __init__(self, work: Work, train: Data, query: Data, budget: int):
         self._work = work
         self.train, self.query, self.budget = train, query, budget
-        batch_dim = work.options["batch_dim"]
-        self._keeping = Halving("query examples", batch_dim)
-        self._passing = Halving("training examples", batch_dim)
+        self._keeping = Halving("query examples", work.layout)
+        self._passing = Halving("training examples", work.layout)
         self._loaded: Checkpoint | None = None
         self._train_at: Checkpoint | None = None
         self._query_at: Checkpoint | None = None
@@ -154,7 +153,8 @@ class Stream:
         work = self._work
 
         def part(batch: Any) -> KeptGradients:
-            return keep(work.model, batch, work.loss_fn, nonfinite="keep", **work.options)
+            options = work.options_of(batch)
+            return keep(work.model, batch, work.loss_fn, nonfinite="keep", **options)
 
         batch = to_device(batch, work.device)
         size = int(self.query.sizes[number])
@@ -175,7 +175,7 @@ class Stream:
         def part(batch: Any) -> list[Products]:
             return products(
                 kept, work.model, batch, work.loss_fn,
-                nonfinite="keep", per_parameter=isinstance(rates, dict), **work.options,
+                nonfinite="keep", per_parameter=isinstance(rates, dict), **work.options_of(batch),
             )  # fmt: skip
 
         batch = to_device(batch, work.device)

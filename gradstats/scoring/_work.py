@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,10 @@ from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
+from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
-from gradstats.statistics._loss import check_batch_dim
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,8 @@ class Work:
         model: without the wrapper of DistributedDataParallel, whose collectives would wait for
             processes that have fewer batches.
         names: of the parameters that count.
-        options: batch_dim, parameters, exclude and workspace, for the core's calls.
+        layout: where the examples of batches lie.
+        options: parameters, exclude and workspace, for the core's calls.
         device: of the parameters.
         nonfinite: "raise" or "keep".
         progress: whether to report.
@@ -48,6 +46,7 @@ class Work:
     model: nn.Module
     loss_fn: LossFunction
     names: tuple[str, ...]
+    layout: BatchLayout
     options: Options
     device: torch.device
     nonfinite: str
@@ -61,22 +60,29 @@ class Work:
         *,
         nonfinite: str,
         progress: bool,
-        **options: Unpack[Options],
+        layout: BatchLayout,
+        parameters: Sequence[str] | str | None,
+        exclude: Sequence[str] | str,
+        workspace: int | None,
     ) -> Work:
         """Return the work of a call, its options checked."""
         check_call(model, loss_fn)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         check_choice("nonfinite", nonfinite, ("raise", "keep"))
-        check_batch_dim(options["batch_dim"])
-        selected = select_parameters(model, options["parameters"], options["exclude"])
+        selected = select_parameters(model, parameters, exclude)
+        options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
         device = next(iter(selected.values())).device
-        return cls(model, loss_fn, tuple(selected), options, device, nonfinite, progress)
+        return cls(model, loss_fn, tuple(selected), layout, options, device, nonfinite, progress)
 
     @property
     def dtype(self) -> np.dtype:
         """Of results: float64 for float64 models, else float32."""
         return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
+
+    def options_of(self, batch: Any) -> Options:
+        """Return the options of the core's calls with a batch."""
+        return {**self.options, **self.layout.options(batch)}
 
     def description(self) -> dict[str, Any]:
         """Return what results depend on, for a manifest."""
@@ -85,7 +91,7 @@ class Work:
             "model": architecture_hash(self.model),
             "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
             "parameters": list(self.names),
-            "batch_dim": self.options["batch_dim"],
+            "batch_dim": self.layout.batch_dim,
             "dtype": str(self.dtype),
         }
 

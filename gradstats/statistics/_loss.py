@@ -109,17 +109,8 @@ def examples_in(
     return len(segments.counts), segments
 
 
-def packed_segments(
-    cu_seqlens: Tensor, model: nn.Module, batch_size: int | None = None
-) -> Segments:
-    """Return whose each row of packed examples is, or raise.
-
-    Args:
-        cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
-            of rows.
-        model: the data are where its parameters are.
-        batch_size: B as the caller has it, if that is given beside the bounds.
-    """
+def checked_bounds(cu_seqlens: Tensor) -> Tensor:
+    """Return the bounds of packed examples as a tensor, or raise where they are none."""
     try:
         bounds = torch.as_tensor(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -134,12 +125,27 @@ def packed_segments(
             "vector of B + 1 integers: 0, the ends of the first B − 1 examples, and the number of "
             "rows."
         )
-    lengths = bounds.diff()
-    if int(bounds[0]) != 0 or bool((lengths < 0).any()) or int(bounds[-1]) == 0:
+    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()) or int(bounds[-1]) == 0:
         raise ExampleAxisError(
             f"cu_seqlens is {bounds.tolist()[:8]}…, expected bounds that begin with 0, never "
             "decrease, and end with the number of packed rows."
         )
+    return bounds
+
+
+def packed_segments(
+    cu_seqlens: Tensor, model: nn.Module, batch_size: int | None = None
+) -> Segments:
+    """Return whose each row of packed examples is, or raise.
+
+    Args:
+        cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
+            of rows.
+        model: the data are where its parameters are.
+        batch_size: B as the caller has it, if that is given beside the bounds.
+    """
+    bounds = checked_bounds(cu_seqlens)
+    lengths = bounds.diff()
     if batch_size not in (None, len(lengths)):
         raise ExampleAxisError(
             f"cu_seqlens bounds {len(lengths)} examples, but batch_size is {batch_size}: expected "

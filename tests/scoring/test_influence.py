@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tqdm import tqdm
 
 import gradstats as gs
+from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._memory import Halving
 from tests.oracle import assert_unchanged, snapshot
 from tests.scoring import processes
@@ -519,7 +520,9 @@ def test_a_batch_that_cannot_be_divided_says_so():
         raise MemoryError
 
     with pytest.raises(gs.LoaderError, match=r"of 4 examples cannot be divided: .* shape \(7,\)"):
-        Halving("examples", 0).run(work, {"x": torch.zeros(4, 2), "shared": torch.zeros(7)}, 4)
+        Halving("examples", BatchLayout()).run(
+            work, {"x": torch.zeros(4, 2), "shared": torch.zeros(7)}, 4
+        )
 
 
 def test_lists_that_hardly_differ_are_warned_about():

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import gradstats as gs
+from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from tests.scoring.setting import batches, loss_fn, make_setting
 
@@ -426,7 +427,7 @@ def test_ids_in_every_kind_of_sequence(setting, kind):
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
     def fingerprint(batches, ids=None):
-        return Data(batches, "train", ids, 0).description()["hash"]
+        return Data(batches, "train", ids, BatchLayout()).description()["hash"]
 
     first = fingerprint(setting.train_batches)
     assert first == fingerprint(setting.train_batches)
@@ -443,13 +444,13 @@ def test_every_example_of_a_tensor_dataset_counts(setting):
     for change in (0.0, 1e-12):
         x, y = setting.train
         x[6, 1] += change
-        data = Data(DataLoader(TensorDataset(x, y), 2), "train", None, 0)
+        data = Data(DataLoader(TensorDataset(x, y), 2), "train", None, BatchLayout())
         prints.append(data.description()["hash"])
     assert prints[0] != prints[1]
 
 
 def test_an_example_is_found_again(setting):
-    data = Data(DataLoader(TensorDataset(*setting.train), 4), "train", None, 0)
+    data = Data(DataLoader(TensorDataset(*setting.train), 4), "train", None, BatchLayout())
     for position in range(11):
         batch, place = data.example(position)
         assert torch.equal(batch[0][place], setting.train[0][position])

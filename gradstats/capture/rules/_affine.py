@@ -19,7 +19,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, derived
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.contractions import Contraction, _triton
+from gradstats.contractions import Contraction, _triton, _vector
 from gradstats.contractions._triton_layers import NormGradients, Wanted
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -70,12 +70,16 @@ class AffineFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
+        if not self._on_chip(grad, x):
+            return self._formed(grad, x, *statistics)
+        # (B, features) is what uses or batches that meet must hold: the factor itself.
+        both = self.normalise.sums(*self._operands(x, grad), *statistics)
+        values = zip((self.scale, self.shift), both, strict=True)
+        return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
+
+    def _formed(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Vector]:
+        """Return the factors by PyTorch's own operations."""
         dtype = compute_dtype(grad)
-        if self._on_chip(grad, x):
-            # (B, features) is what uses or batches that meet must hold: the factor itself.
-            both = self.normalise.sums(*self._operands(x, grad), *statistics)
-            values = zip((self.scale, self.shift), both, strict=True)
-            return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
         grad, x = self.examples.lead(grad), self.examples.lead(x)
         offsets = self._offsets()
         # x̂ and its product with the gradient are used at once and dropped.
@@ -96,10 +100,11 @@ class AffineFactors:
             if values
         ]
 
-    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Contraction] | None:
-        """Return squared norms where the kernels take them without writing a gradient."""
+    def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Contraction]:
+        """Return squared norms; the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
-            return None
+            formed = self._formed(grad, x, *statistics)
+            return [_vector.sqnorm(factor, 0, guarded=True) for factor in formed]
         found = self.backward(grad, x, None, (False, None), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [norms for wanted, norms in both if wanted]

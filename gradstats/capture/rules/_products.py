@@ -106,7 +106,7 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
 
 def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
-    return x.dtype == torch.float32 and _multiply.pays(len(x) * weight.numel())
+    return x.dtype == torch.float32 and _multiply.pays(x.shape[0] * weight.numel())
 
 
 def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):

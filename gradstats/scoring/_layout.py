@@ -1,0 +1,90 @@
+"""Where the examples of a loader's batches lie: a slice for each, or all packed into one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradstats.errors import LoaderError
+from gradstats.scoring._batches import Source, look_up
+from gradstats.statistics._arguments import Options
+from gradstats.statistics._batches import Division, map_tensors
+from gradstats.statistics._loss import check_batch_dim, checked_bounds, infer_batch_size
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the examples of all batches of a call lie.
+
+    Attributes:
+        batch_dim: the axis of their slices, or of packed rows.
+        cu_seqlens: where a batch holds the bounds of packed examples; None where each has a slice.
+    """
+
+    batch_dim: int = 0
+    cu_seqlens: Source = None
+
+    def __post_init__(self):
+        check_batch_dim(self.batch_dim)
+        source = self.cu_seqlens
+        if not (source is None or isinstance(source, (str, int)) or callable(source)):
+            raise LoaderError(
+                f"cu_seqlens is {type(source).__name__}, expected where each batch holds "
+                "the bounds of its own examples: a key of the batch, a position in it, or a "
+                "function of it."
+            )
+
+    @property
+    def packed(self) -> bool:
+        """Whether examples are packed."""
+        return self.cu_seqlens is not None
+
+    def bounds(self, batch: Any) -> Tensor | None:
+        """Return the rows at which a batch's examples begin, and their number; None if unpacked."""
+        if self.cu_seqlens is None:
+            return None
+        return checked_bounds(look_up(batch, self.cu_seqlens, "cu_seqlens"))
+
+    def count(self, batch: Any) -> int:
+        """Return the number of a batch's examples."""
+        bounds = self.bounds(batch)
+        return infer_batch_size(batch, self.batch_dim) if bounds is None else len(bounds) - 1
+
+    def options(self, batch: Any) -> Options:
+        """Return what says where a batch's examples lie, for the core's calls."""
+        return {"batch_dim": self.batch_dim, "cu_seqlens": self.bounds(batch)}
+
+    def part(self, batch: Any, start: int, stop: int, size: int) -> Any:
+        """Return some of a batch's examples.
+
+        Args:
+            batch: of ``size`` examples.
+            start, stop: which of them.
+            size: number of examples in the batch.
+
+        Raises:
+            LoaderError: for a batch that cannot be divided.
+        """
+        bounds = self.bounds(batch)
+        if bounds is None:
+            return map_tensors(batch, lambda tensor: self._cut(tensor, start, stop, size))
+        division = Division(size, self.batch_dim, tuple(bounds.tolist()))
+        obstacle = division.obstacle(batch)
+        if obstacle is not None:
+            raise LoaderError(
+                f"a batch of {size} packed examples cannot be divided: {obstacle}. Let the loader "
+                "pack fewer."
+            )
+        return division.take(batch, list(range(start, stop)))
+
+    def _cut(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
+        axis = min(self.batch_dim, tensor.dim() - 1)
+        if tensor.dim() == 0 or tensor.shape[axis] != size:
+            raise LoaderError(
+                f"a batch of {size} examples cannot be divided: it holds a tensor of shape "
+                f"{tuple(tensor.shape)} without an axis of {size} at {self.batch_dim}. Let the "
+                "loader give smaller batches."
+            )
+        return tensor.narrow(axis, start, stop - start)
