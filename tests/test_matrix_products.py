@@ -202,6 +202,24 @@ def test_norms_and_gradients(make, products):
 
 
 @pytest.mark.parametrize("make", [blocks, rows])
+def test_gradients_of_data_are_pytorchs_beside_training(make, products):
+    """Other bits of one layer's would be more in the next, down to the first weight gradient."""
+    model, (x, labels) = make()
+    x.requires_grad_()
+    losses_of(model, (x, labels)).mean().backward()
+    plain, x.grad = x.grad, None
+    with gs.track(model, batch_size=len(x)) as tracker:
+        tracker.backward(losses_of(model, (x, labels)))
+    assert products and torch.equal(x.grad, plain)
+    del products[:]
+    gs.per_example_norms(model, (x, labels), losses_of)
+    first = model.embed if make is blocks else model[0]
+    size = (x[..., 0].numel(), first.out_features, first.in_features)
+    assert size in products  # for norms alone they may be anyone's
+    assert (len(labels) * 5, 24, 12) in products or (len(labels), 30, 12) in products
+
+
+@pytest.mark.parametrize("make", [blocks, rows])
 def test_inner_products(make, products):
     model, batch = make()
     gradients = flat(oracle_gradients(model, batch, losses_of))

@@ -163,7 +163,9 @@ class LinearUse(torch.autograd.Function):
         if want_x:
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if layer.inputs_first else weight
-            grad_x = multiply(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
+            # Other bits of it would grow from layer to layer in what a training step leaves.
+            product = torch.mm if settings.weight_gradients else multiply
+            grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 

@@ -176,8 +176,8 @@ class track:
             it cannot be detected.
         weights: (B,) instead, scalar = Σ weights_i ℓ_i.
         scaler: the torch.amp.GradScaler that scales the loss; its scale is divided out.
-        fused: let weight gradients come from the same pass over the data as the norms, and large
-            products from whichever of PyTorch's libraries is faster.
+        fused: let weight gradients come from the same pass over the data as the norms, and from
+            whichever of PyTorch's libraries is faster.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "keep", the default here since a scaled step may overflow, or "raise" when the
