@@ -175,25 +175,11 @@ def rows():
     return nn.Sequential(*model, nn.Linear(20, 6)), (torch.randn(9, 12), torch.randint(6, (9,)))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.LSTM(6, 4, 2, batch_first=True)
-        self.head = nn.Linear(4, 6)
-
-    def forward(self, x):
-        return self.head(self.layers(x)[0].mean(1))
-
-
-def recurrent():
-    return Recurrent(), (torch.randn(7, 5, 6), torch.randint(6, (7,)))
-
-
 def losses_of(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("make", [blocks, rows, recurrent])
+@pytest.mark.parametrize("make", [blocks, rows])
 def test_norms_and_gradients(make, products):
     model, batch = make()
     check_model(model, batch, losses_of, rtol=2e-5, gradient_rtol=1e-6)

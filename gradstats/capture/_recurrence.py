@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.contractions._multiply import multiply, pays
 
 # grad, y → grad · y (1 − y) and grad · (1 − y²)
 sigmoid_backward = torch.ops.aten.sigmoid_backward.default
@@ -350,12 +349,8 @@ class Sweep:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype, x = compute_dtype(x), cast(x, weight.dtype)
-    if not pays(x.shape[0] * weight.numel(), x, weight):
-        return cast(functional.linear(x, weight, bias), dtype)
-    result = multiply(x, weight.t())
-    return result if bias is None else result.add_(bias)
+    return cast(functional.linear(cast(x, weight.dtype), weight, bias), compute_dtype(x))
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return cast(multiply(cast(x, weight.dtype), weight), x.dtype)
+    return cast(torch.mm(cast(x, weight.dtype), weight), x.dtype)
