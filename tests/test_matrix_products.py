@@ -128,7 +128,7 @@ def test_small_products_are_pytorchs(monkeypatch):
     work = 256 * threads * 256 * 256
     assert _multiply.pays(work, large) and not _multiply.pays(work - 1, large)
     # What is asked for often repays its preparation sooner, but never where it is tiny.
-    assert _multiply.pays(work // 2, large, times=2 * threads)
+    assert _multiply.pays(_multiply.WORTH_CALLING, large, times=threads)
     assert not _multiply.pays(_multiply.WORTH_CALLING - 1, large, times=10**6)
     monkeypatch.setattr(_multiply, "has_faster_products", lambda: False)
     assert not _multiply.pays(work, large)

@@ -15,8 +15,8 @@ from torch import Tensor
 # never come again: for each new size it writes code first, in a quarter of a millisecond.
 WORTH_PREPARING = 2**24
 
-# Multiply-adds below which calling oneDNN takes longer than multiplying.
-WORTH_CALLING = 2**23
+# Multiply-adds below which oneDNN gains nothing on what calling it and its copies take.
+WORTH_CALLING = 2**24
 
 # Bytes of the copies that oneDNN may make, of operands in an order of its own.
 SCRATCH = 16 * 1024 * 1024
