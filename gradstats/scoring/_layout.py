@@ -43,9 +43,8 @@ class BatchLayout:
 
     def bounds(self, batch: Any) -> Tensor | None:
         """Return the rows at which a batch's examples begin, and their number; None if unpacked."""
-        if self.cu_seqlens is None:
-            return None
-        return checked_bounds(look_up(batch, self.cu_seqlens, "cu_seqlens"))
+        found = self._found(batch)
+        return None if found is None else checked_bounds(found)
 
     def count(self, batch: Any) -> int:
         """Return the number of a batch's examples."""
@@ -53,8 +52,8 @@ class BatchLayout:
         return infer_batch_size(batch, self.batch_dim) if bounds is None else len(bounds) - 1
 
     def options(self, batch: Any) -> Options:
-        """Return what says where a batch's examples lie, for the core's calls."""
-        return {"batch_dim": self.batch_dim, "cu_seqlens": self.bounds(batch)}
+        """Return what says where a batch's examples lie, for the core's calls, which check it."""
+        return {"batch_dim": self.batch_dim, "cu_seqlens": self._found(batch)}
 
     def part(self, batch: Any, start: int, stop: int, size: int) -> Any:
         """Return some of a batch's examples.
@@ -78,6 +77,12 @@ class BatchLayout:
                 "pack fewer."
             )
         return division.take(batch, list(range(start, stop)))
+
+    def _found(self, batch: Any) -> Any:
+        """Return what a batch holds for its bounds; None where examples are not packed."""
+        if self.cu_seqlens is None:
+            return None
+        return look_up(batch, self.cu_seqlens, "cu_seqlens")
 
     def _cut(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
         axis = min(self.batch_dim, tensor.dim() - 1)
