@@ -36,6 +36,10 @@ RESULTS = Path(__file__).parent / "results"
 # not, as chance has laid the heap out: a step of the same work then takes up to a fifth longer.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
+# Seconds for which a process that has had its turn may keep the cores: threads that found no more
+# work look for some before they sleep, and a step of a millisecond waited for five until they did.
+SPINNING = 0.05
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -140,6 +144,7 @@ def take_turns(
             stack.callback(ends[name].close)
             ends[name].recv()
         for _, name in turns(variants, rounds):
+            time.sleep(SPINNING)
             ends[name].send("go")
             seconds[name].append(ends[name].recv())
     return {name: numpy.array(each) for name, each in seconds.items()}
