@@ -110,7 +110,7 @@ def convolution_gram_kernel(
         terms = products * g_products
         total = tl.sum(terms)
         magnitude = tl.sum(tl.abs(terms))
-        size += row_sizes(terms, rows, columns)
+        size += row_sizes(products, g_products, rows, columns)
     else:
         products = patch_products(
             x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,

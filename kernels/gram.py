@@ -12,6 +12,12 @@ from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import dot, example_base, load_tile, multiple, segment, triangle
 
+# What counts at least of a product of squared norms of two rows, and of such a square, in bounds of
+# rounding errors: one rounding of it, 2^-24, is what may be lost below the range of normal numbers
+# of one product, and of 2^17 that are added.
+LEAST_PRODUCT = tl.constexpr(2.0**-125)
+LEAST_SQUARE = tl.constexpr(2.0**-107)
+
 
 @triton.jit
 def gram_tile(
@@ -63,10 +69,17 @@ def own_gram_tile(
 
 
 @triton.jit
-def row_sizes(terms, rows, columns):
-    """The sum over positions t of a tile of sqrt of its term (t, t), which is |a_t| |g_t|."""
-    own = tl.where(rows[:, None] == columns[None, :], terms, 0.0)
-    return tl.sum(tl.sqrt(tl.sum(own, axis=1)))
+def row_sizes(a_products, g_products, rows, columns):
+    """The sum over positions t of a tile of |a_t| |g_t|, for a bound of rounding errors.
+
+    Of rows so small that products of theirs leave the range of normal numbers, so much that the
+    bound holds what is lost. Of rows that are zero nothing is lost.
+    """
+    diagonal = rows[:, None] == columns[None, :]
+    a_squares = tl.sum(tl.where(diagonal, a_products, 0.0), axis=1)
+    g_squares = tl.sum(tl.where(diagonal, g_products, 0.0), axis=1)
+    sizes = tl.sqrt((a_squares + LEAST_SQUARE) * (g_squares + LEAST_SQUARE) + LEAST_PRODUCT)
+    return tl.sum(tl.where(a_squares * g_squares != 0.0, sizes, 0.0))
 
 
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "pairs"])
@@ -127,7 +140,7 @@ def gram_kernel(
             terms = a_products * g_products
             total += tl.sum(terms)
             magnitude += tl.sum(tl.abs(terms))
-            size += row_sizes(terms, rows, columns)
+            size += row_sizes(a_products, g_products, rows, columns)
         else:
             a_products = gram_tile(
                 a_base, a_base, rows, columns, stride_at, stride_ad, stride_at, stride_ad,
@@ -162,7 +175,8 @@ def gram_sqnorm(
     The sum can cancel: adding terms rounds by about eps * magnitude_i, and the inner products of
     rows, however small they come out, by eps * |a_it| |a_is|, which is eps * size_i^2 in all. Where
     that is large beside sqnorm_i use `direct_sqnorm`. A result may be slightly negative for the
-    same reason.
+    same reason. Rows of norms below 1e-16 count for more in size_i than they are, because their
+    products may leave the range of float32.
 
     Args:
         a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,

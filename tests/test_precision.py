@@ -122,6 +122,30 @@ def test_products_of_low_precision_operands_accumulate_in_float32(dtype):
     )
 
 
+@pytest.mark.parametrize("positions", [3, 64, 70, 250])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gram_form_below_the_range_of_normal_numbers(dtype, positions):
+    """Products of gradients of 1e-22 are gone before those of inputs make them large again."""
+    torch.manual_seed(0)
+    scale = 10.0 ** -torch.arange(10, 30)[:, None, None, None]
+    left = (torch.randn(len(scale), 1, positions, 40) * scale).to(dtype)
+    right = (300 * torch.randn(len(scale), 1, positions, 40)).to(dtype)
+    left[0] = left[1, 0, 0] = 0
+    for swapped in (False, True):
+        sides = (right, left) if swapped else (left, right)
+        factor = Outer(*sides, (40, 40))
+        exact = defined(Outer(*(side.double() for side in sides), (40, 40)))
+        result = _outer.gram(factor, WORKSPACE)
+        error, bound = (result.value - exact).abs(), result.bound
+        seen = result.value != 0
+        assert bool((error <= bound + 1e-6 * exact)[seen].all())
+        # Of gradients all of whose products are lost nothing is known, as of those that are zero.
+        assert bool((scale.flatten()[~seen][1:] < 1e-22).all()) and bool((bound[~seen] == 0).all())
+        assert bool((bound[1:4] < _cost.GUARD_TOLERANCE * exact[1:4]).all())
+        guarded = _outer.guarded_gram(factor, WORKSPACE)
+        torch.testing.assert_close(guarded.value[:10], exact[:10], rtol=1e-5, atol=0)
+
+
 def tiny_losses(model, batch):
     """Losses whose gradients are sigmoid(−z): the smaller, the more certain the model is."""
     x, z = batch

@@ -19,6 +19,8 @@ from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
 from gradstats.contractions._result import (
+    LEAST_PRODUCT,
+    LEAST_SQUARE,
     Contraction,
     WellConditioned,
     product_roundoff,
@@ -181,13 +183,24 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
         apart = part if apart is None else apart + part
     blocks = count << halvings, positions >> halvings
     a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
-    products = torch.bmm(a, a.mT).mul_(torch.bmm(b, b.mT))
-    total = products.view(count, -1).sum(1).double()
+    products, others = torch.bmm(a, a.mT), torch.bmm(b, b.mT)
+    sizes = _row_sizes(products, others)
+    total = products.mul_(others).view(count, -1).sum(1).double()
     if apart is not None:
         total.add_(apart, alpha=2)
-    # On the diagonal stand ‖left_t‖²‖right_t‖².
-    lengths = products.diagonal(dim1=1, dim2=2).sqrt().view(count, -1)
-    return total, lengths.sum(1)
+    return total, sizes.view(count, -1).sum(1)
+
+
+def _row_sizes(left: Tensor, right: Tensor) -> Tensor:
+    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
+
+    Of rows so small that products of theirs leave the range of normal numbers, so much that the
+    bound holds what is lost. Of rows that are zero nothing is lost.
+    """
+    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
+    square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
+    sizes = (left + square).mul_(right + square).add_(product).sqrt_()
+    return sizes.mul_(left * right != 0)
 
 
 def _evenly_spaced(rows: Tensor) -> Tensor:
@@ -200,19 +213,20 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """As ``_gram_halves``, of a few positions with all that follow them at once."""
     count, positions, _ = left.shape
     block = _cost.GRAM_BLOCK
-    lengths = left.new_empty(count, positions)
+    sizes = left.new_empty(count, positions)
     rows = range(0, positions, block)
     wholes, tiles = left.new_empty(2, len(rows), count).unbind()
     for row, whole, tile in zip(rows, wholes.unbind(), tiles.unbind(), strict=True):
         here = slice(row, row + block)
         products = torch.bmm(left[:, here], left[:, row:].mT)
-        products.mul_(torch.bmm(right[:, here], right[:, row:].mT))
-        lengths[:, here] = products.diagonal(dim1=1, dim2=2)
+        others = torch.bmm(right[:, here], right[:, row:].mT)
+        sizes[:, here] = _row_sizes(products, others)
+        products.mul_(others)
         torch.sum(products, (1, 2), out=whole)
         torch.sum(products[:, :, :block], (1, 2), out=tile)
     # What stands right of the diagonal tile stands for its mirror image too.
     total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
-    return total, lengths.sqrt_().sum(1)
+    return total, sizes.sum(1)
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:

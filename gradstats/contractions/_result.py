@@ -18,6 +18,12 @@ SMALLEST = {
     dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
 }
 
+# What counts at least of a product of squared norms of two rows, and of such a square, in bounds of
+# rounding errors: one rounding of it is what may be lost below the range of normal numbers of one
+# product, and of 2^17 that are added.
+LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
+LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
+
 # TF32 keeps 11 digits of either factor.
 TF32_ROUNDOFF = 2.0**-11
 # Where TF32 is not allowed the tensor cores may form a product of two such parts of either factor:

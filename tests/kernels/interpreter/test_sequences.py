@@ -91,6 +91,21 @@ def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
     assert bool((error <= bounded((value, magnitude, size), (a, g)).bound).all())
 
 
+def test_the_bound_holds_what_leaves_the_range_of_normal_numbers():
+    scale = 10.0 ** -torch.arange(14, 30)[:, None, None]
+    a, g = 300 * torch.randn(len(scale), 40, 24), torch.randn(len(scale), 40, 24) * scale
+    g[0] = g[1, 0] = 0
+    for operands in ((a, g), (g, a)):
+        exact = reference.sqnorm_reference(*operands)
+        found = bounded(gram.gram_sqnorm(*operands, config=TILE), operands)
+        seen = found.value != 0
+        error = (found.value - exact).abs()
+        assert bool((error <= found.bound + 1e-6 * exact)[seen].all())
+        assert bool((scale.flatten()[~seen][1:] < 1e-22).all())
+        assert bool((found.bound[~seen] == 0).all())
+        assert found.suspect[6:10].all() and not found.suspect[:4].any()
+
+
 def test_direct(case):
     a, g, cu_seqlens = case
     got = direct.direct_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
