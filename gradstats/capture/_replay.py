@@ -124,7 +124,7 @@ class FunctionReplay(Replay):
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(pulled)
         expected = torch.tensordot(weights, pulled, 1)
         together = self.pull(torch.tensordot(weights.to(cotangents), cotangents, 1))
-        size = (weights * pulled.flatten(1).norm(dim=1)).sum()
+        size = (weights * pulled.reshape(count, -1).norm(dim=1)).sum()
         difference = (together - expected).norm() / size.clamp(min=1e-300)
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
         if bool(difference > tolerance):  # not so where it is not a number
