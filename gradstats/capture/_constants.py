@@ -139,6 +139,8 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
             if func is GRADIENT_GETTER:
                 return result
+            if self.tracker.seen is not None:
+                self.tracker.note_seen(result)
             if transform_level() is not None:
                 check_hidden(self.tracker, func, args, kwargs, result)
             else:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import MIXED, Examples, Whole, candidates
+from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
+from gradstats.capture._nested import flatten
+from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 
@@ -25,11 +27,13 @@ class Data(Following):
     Attributes:
         followed: what a rule returned last, if where its examples lie has been noted: operation by
             operation, as far as they are out of the ordinary.
+        seen: while an autograd Function runs, the numbers of what its operations returned.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         super().__init__(batch_size, batch_dim, segments)
         self.followed: Any = None
+        self.seen: set[int] | None = None
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         """Note where the examples lie in a tensor that data were written into.
@@ -48,7 +52,8 @@ class Data(Following):
         if before and (one := self.sole_example([target, *values])):
             self.place(after, one)
             return
-        if before and write.read is None and not self.follows_layouts:
+        fresh = not before or self._shows_unknown(target)
+        if not fresh and write.read is None and not self.follows_layouts:
             if all(value.shape == target.shape for value in values):
                 return
         owned = []
@@ -62,7 +67,7 @@ class Data(Following):
                     self._note_base(target, None, first=False)
                 return
         known = self.layout_of(target) if before else None
-        if not owned or (before and known is None):
+        if not owned or (before and known is None and self.is_marked(target)):
             if not before and not self.is_distinct(after):
                 self.place(after, None)
             elif self.is_marked(target):
@@ -72,6 +77,8 @@ class Data(Following):
                 first = owned[0][1] if write.read is None else None
                 same = isinstance(first, Whole) and all(own == first for _, own in owned)
                 self._note_base(target, first if same else None, first=False)
+            elif before and fresh and after is target and target.requires_grad:
+                self._note_base(target, known, first=True)
             return
         found: Examples | Whole | None = None
         first = owned[0][1]
@@ -91,8 +98,18 @@ class Data(Following):
         if packed and found is None and any(value.requires_grad for value, _ in owned):
             # Nothing else would say it: losses of packed rows are taken as they come.
             self.note_meeting(after)
-        if after is target and (found is None or not before):
-            self._note_base(target, found, first=not before)
+        if after is target and (found is None or fresh):
+            self._note_base(target, found, first=fresh)
+
+    def _shows_unknown(self, view: Tensor) -> bool:
+        """Whether a tensor is a view of data of which nothing is known, not even that it is lost.
+
+        As inputs are that have no example axis by contract.
+        """
+        base = view._base
+        if base is None or node_of(base) is not None or not self.is_data(base):
+            return False
+        return not self.is_marked(base) and self.layout_of(base) is None
 
     def candidates(self, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
         """Yield the layouts that a tensor may have which held nothing of any example.
@@ -109,7 +126,7 @@ class Data(Following):
         Args:
             view: what was written into.
             owned: whose it is now.
-            first: the tensor held nothing of any example before.
+            first: the tensor held nothing of any example before, or nothing that is known.
         """
         base = view._base
         if base is None or node_of(base) is not None:
@@ -123,6 +140,54 @@ class Data(Following):
         if found is None and isinstance(owned, Whole) and (first or self.owned(base) == owned):
             found = owned  # such as a batch of one example
         self.place(base, found)
+
+    def run_function(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        data: list[Tensor],
+    ) -> Any:
+        """Run an autograd Function, and note where the examples lie in what it returns.
+
+        Where its operations were seen that is known. Its results may also be filled by a kernel
+        that nobody sees, which is taken to leave the examples where they are.
+
+        Args:
+            function: its ``apply``.
+            args, kwargs: what it is called with.
+            data: its operands of data.
+        """
+        outer, self.seen = self.seen, set()
+        try:
+            returned = function(*args, **kwargs)
+            seen = self.seen
+        finally:
+            self.seen = outer
+        trained = [tensor for tensor in data if tensor.requires_grad] or data
+        marked = any(map(self.is_marked, trained))
+        owned = [self.owned(tensor) for tensor in trained] if marked else []
+        first = owned[0] if owned else None
+        same = first is not None and all(
+            other is not None and same_layout(first, other) for other in owned[1:]
+        )
+        for tensor in flatten((returned,)):
+            if not isinstance(tensor, Tensor) or any(tensor is item for item in data):
+                continue
+            if not self.is_data(tensor):
+                self.take_batch([tensor])  # made without data, and filled with them
+            elif id(tensor) in seen:
+                continue
+            if marked:
+                fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
+                self.place(tensor, first if fits else None, function_name(function))
+        self.note_seen(returned)
+        return returned
+
+    def note_seen(self, result: Any) -> None:
+        """Note, inside an autograd Function, that it was seen how a result came about."""
+        if self.seen is not None:
+            self.seen.update(map(id, flatten((result,))))
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
@@ -230,6 +295,7 @@ def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Ex
     seen = owners.as_strided(view.shape, view.stride(), offset)
     if isinstance(owned, Whole):
         return bool((seen == owned.example).all())
-    return isinstance(owned, Examples) and bool(
-        (owned.lead(seen).flatten(1) == owned.owner(base.device)[:, None]).all()
-    )
+    if not isinstance(owned, Examples):
+        return False
+    expected = owned.owner(base.device).view(-1, *(1 for _ in seen.shape[1:]))
+    return bool((owned.lead(seen) == expected).all())

@@ -93,12 +93,16 @@ class Following(Marks):
             # Whatever happens to values of one example alone, they stay its own.
             self.coupled.pop(result.grad_fn, None)
             after = one
-        at = None
-        if after is None and func is not None:
-            # Of several operations that nobody follows the first is to blame.
-            lost = [tensor for tensor in data if self.is_lost(tensor)]
-            at = self.lost_at(lost[0]) if lost else function_name(func)
-        self.place(result, after, at)
+        if after is not None:
+            self.place(result, after)
+            return
+        at = function_name(func) if func is not None else None
+        lost = [tensor for tensor in data if self.is_lost(tensor)]
+        if not lost:
+            self.place(result, None, at)
+            return
+        # Of several operations that nobody follows the first is to blame.
+        self._mark(result, None, self.lost_at(lost[0]) if self.is_marked(lost[0]) else at)
 
     def is_trained(self, item: Any) -> bool:
         """Whether an operand was computed from data and has a gradient to pass on."""
@@ -233,7 +237,8 @@ class Following(Marks):
             changes = lost = True  # broadcast perhaps, so that axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
             changes = lost = True  # the axis that a product sums
-        if not self.is_marked(source) and (not changes or layout is None):
+        same = not changes if layout is not None else not self.is_lost(source)
+        if same and not self.is_marked(source):
             return UNCHANGED
         after: Examples | Whole | None
         if lost or layout is None:
@@ -350,7 +355,7 @@ class Following(Marks):
             if layout is not None:
                 layout = layout.along(layout.axis + result.dim() - tensor.dim())
                 aligned.append((tensor, layout))
-            elif tensor.requires_grad and self.is_marked(tensor):
+            elif tensor.requires_grad and (self.is_marked(tensor) or self.is_lost(tensor)):
                 return None
         if not aligned:
             return self.by_contract(result)

@@ -1,16 +1,17 @@
-"""Custom autograd Functions of parameters and constants alone, made visible as operations.
+"""Custom autograd Functions, made visible.
 
 PyTorch shows no mode and no subclass what is handed to a ``torch.autograd.Function``. From the
 first context on every ``apply`` comes by here: one whose tensors are tracked parameters, what was
 made of them and constants is an operation like others, whose result is derived. It is pulled back
-by the Function's own backward (see ``_replay``). A Function that takes data as well runs as
-always, and shows in the autograd graph as a use that was not seen (see ``_coverage``).
+by the Function's own backward (see ``_replay``). One that takes data is taken to leave the examples
+where they are (see ``Data.run_function``); if it takes parameters as well, it shows in the autograd
+graph as a use that was not seen (see ``_coverage``).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -20,8 +21,12 @@ from torch.overrides import handle_torch_function
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Derived, Node, function_name
-from gradstats.capture._tensors import TRACKED_TYPES, node_of
+from gradstats.capture._tensors import node_of
+from gradstats.capture._transforms import innermost_mode
 from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
 
 # What ``Function.apply`` hands over to, also where somebody kept it from before all contexts.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
@@ -37,10 +42,10 @@ OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
 @cache
 def show_functions() -> None:
-    """Let custom Functions of tracked parameters alone be seen.
+    """Let custom Functions be seen.
 
-    For good: Python looks up what it knows of all subclasses anew whenever this changes, and with
-    nothing tracked ``apply`` takes a third of a microsecond longer.
+    For good: Python looks up what it knows of all subclasses anew whenever this changes, and
+    outside of contexts ``apply`` takes a third of a microsecond longer.
     """
     HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
@@ -51,12 +56,8 @@ def show_function(cls, *args, **kwargs):
     It stands in the place of ``apply``.
     """
     inner = super(SHARED_APPLY, cls).apply
-    if (
-        TRACKED_TYPES.isdisjoint(map(type, args))
-        or not torch.is_grad_enabled()
-        # Within a rule, whose own Functions take parameters as they are.
-        or not torch._C._is_torch_function_enabled()
-    ):
+    # Within a rule, whose own Functions take parameters as they are, no mode is on.
+    if not (torch._C._is_torch_function_enabled() and torch._C._len_torch_function_stack()):
         return inner(*args, **kwargs)
     # Between graphs the compiler looks at every call; in here there is nothing to trace.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
@@ -64,15 +65,22 @@ def show_function(cls, *args, **kwargs):
 
 
 def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    mode = innermost_mode()
+    if mode is None:
+        return inner(*args, **kwargs)
+    tracker: Tracker = mode.tracker
     operands = operands_of(args, kwargs)
     nodes = [node for node in map(node_of, operands) if node is not None]
-    tracker = nodes[0].tracker if nodes else None
-    if tracker is None or tracker.closed:
-        return inner(*args, **kwargs)
-    if tracker.registered(cls.apply) is not None:  # and somebody kept what was there before
+    tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
+    if tracked and nodes[0].tracker.registered(cls.apply) is not None:
+        # And somebody kept what was there before.
         return handle_torch_function(cls.apply, args, *args, **kwargs)
-    own = cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION)
-    if own or any(node_of(item) is None and tracker.is_data(item) for item in operands):
+    if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
+        return inner(*args, **kwargs)
+    data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
+    if data:
+        return tracker.run_function(inner, args, kwargs, data)
+    if not tracked:
         return inner(*args, **kwargs)
     before = [node.value._version for node in nodes]
     result = handle_torch_function(inner, args, *args, **kwargs)

@@ -44,10 +44,11 @@ def joined_layout(
 
 
 def _owners(marks: Marks, tensors: Sequence[Tensor]) -> Owners:
-    return [
-        marks.owned(tensor) if node_of(tensor) is None and marks.is_data(tensor) else None
-        for tensor in tensors
-    ]
+    return [marks.owned(tensor) if _is_data(marks, tensor) else None for tensor in tensors]
+
+
+def _is_data(marks: Marks, tensor: Tensor) -> bool:
+    return node_of(tensor) is None and marks.is_data(tensor)
 
 
 def _in_line(
@@ -60,7 +61,8 @@ def _in_line(
     stacked: bool,
 ) -> Examples | None:
     """Return the layout of tensors joined of which each has rows of its examples."""
-    if any(tensor.requires_grad and marks.is_lost(tensor) for tensor in tensors):
+    trained = [tensor for tensor in tensors if tensor.requires_grad and _is_data(marks, tensor)]
+    if any(map(marks.is_lost, trained)):
         return None
     known = [owned for owned in owners if isinstance(owned, Examples)]
     if not known:

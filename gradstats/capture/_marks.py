@@ -271,8 +271,13 @@ class Marks:
         return sum(size == self.batch_size for size in tensor.shape) == 1
 
     def is_lost(self, tensor: Tensor) -> bool:
-        """Whether an operation left a tensor of data of which nobody knows whose it is."""
-        return self.is_marked(tensor) and self.owned(tensor) is None
+        """Whether an operation left a tensor of data of which nobody knows whose it is.
+
+        One that was trained unseen, in an autograd Function, carries no mark that says so.
+        """
+        if self.owned(tensor) is not None:
+            return False
+        return self.is_marked(tensor) or tensor.grad_fn is not None
 
     def lost_at(self, tensor: Tensor) -> str | None:
         """Return the operation after which nobody knew whose a tensor of data is, if one is."""

@@ -188,6 +188,16 @@ def test_a_weight_made_by_a_function(function, positions):
     check_operation(function, used, data)
 
 
+def test_a_parameter_that_is_one_number():
+    """As the step of a quantisation is."""
+    shapes = {"w": (2, WIDTH), "step": ()}
+    check_operation(
+        lambda m, x: functional.linear(x, LearnedStep.apply(m.w, m.step, 1, -8, 7)),
+        shapes,
+        normal(BATCH, WIDTH),
+    )
+
+
 def test_an_apply_that_was_kept_from_before_all_contexts():
     """From PyTorch 2.14 on it is PyTorch's innermost, in which nothing can be seen: refused."""
     seen = HOST is SHARED_APPLY
@@ -492,6 +502,96 @@ def test_what_a_function_does_without_gradients_is_constant():
         return functional.linear(x * steps, m.w)
 
     check_operation(function, {"w": (2, WIDTH)}, normal(WIDTH, WIDTH))
+
+
+def unseen_sine(allocate):
+    """Return a Function of data that fills its result as a kernel does, which nobody sees."""
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            result = allocate(x)
+            result.numpy()[...] = x.detach().sin().numpy()
+            return result
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * x.cos()
+
+    return Sine
+
+
+def by_nobody(x):
+    """Return memory as a library's own code makes it."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(x.shape, dtype=x.dtype)
+
+
+ALLOCATIONS = {
+    "empty": lambda x: torch.empty(x.shape, dtype=x.dtype),
+    "new_zeros": lambda x: x.new_zeros(*x.shape),
+    "empty_like": torch.empty_like,
+    "a view": lambda x: torch.empty(x.numel(), dtype=x.dtype).view(x.shape),
+    "by nobody": by_nobody,
+}
+PLACES = {
+    "in order": lambda f, h: f(h),
+    "positions first": lambda f, h: f(h.transpose(0, 1).contiguous()).transpose(0, 1),
+    "layer between": lambda f, h: f(h.transpose(0, 1)),
+    "flat": lambda f, h: f(h.flatten(0, 1)).view(h.shape),
+    "one by one": lambda f, h: torch.stack([f(row) for row in h]),
+    "in another order": lambda f, h: f(h[[2, 0, 3, 1]])[[1, 3, 0, 2]],
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
+def test_functions_leave_the_examples_of_their_data_where_they_are(allocate, place):
+    """With as many positions as examples shape does not tell."""
+    sine = unseen_sine(allocate)
+
+    def function(m, x):
+        result = place(sine.apply, m.first(x))
+        return m.last(result.transpose(0, 1) if place is PLACES["layer between"] else result)
+
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, layers, normal(BATCH, BATCH, WIDTH))
+
+
+def test_a_function_that_moves_the_examples_where_it_is_seen():
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            return (x * scale).transpose(0, 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad.transpose(0, 1), None
+
+    def function(m, x):
+        scale = torch.full((), 2.0, dtype=x.dtype)
+        return m.last(Turned.apply(Turned.apply(m.first(x), scale), scale))
+
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, layers, normal(BATCH, BATCH, WIDTH))
+
+
+def test_a_function_of_data_whose_examples_were_lost_does_not_find_them():
+    squared = unseen_sine(lambda x: x * x)
+
+    def function(m, x):
+        lost = functional.interpolate(m.first(x)[None], scale_factor=2)  # over channels, it seems
+        return squared.apply(lost).movedim(3, 0) * m.scale
+
+    check_refused(
+        function,
+        {"first": nn.Linear(WIDTH, BATCH // 2), "scale": (1,)},
+        normal(BATCH, 3, WIDTH),
+        error=gs.ExampleAxisError,
+        match="interpolate",
+    )
 
 
 def test_a_direction_needs_no_second_derivative():

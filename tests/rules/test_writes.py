@@ -326,6 +326,55 @@ def test_elements_that_fall_on_other_examples_are_refused():
         )  # fmt: skip
 
 
+def added_elsewhere(m, x):
+    hidden = x * m.w
+    places = (7 * hidden.detach().abs()).long() % 2
+    return x.reshape(2, BATCH, WIDTH).scatter_add(0, places, hidden).transpose(0, 1)
+
+
+def scaled_in_a_table(m, x):
+    table = (x + x.unsqueeze(1)).expand(2, -1, -1, -1, -1).clone()
+    table[0].mul_(m.w)
+    return table.movedim(2, 0)
+
+
+@pytest.mark.parametrize("function", [added_elsewhere, scaled_in_a_table])
+def test_trained_values_written_into_inputs_whose_order_nobody_knows(function):
+    check_refused(
+        function,
+        {"w": (WIDTH,)},
+        normal(BATCH, 2, WIDTH),
+        error=gs.ExampleAxisError,
+        match="example",
+    )
+
+
+def assigned(m, x, states):
+    states[0] = m.first(x)
+
+
+def scaled(m, x, states):
+    states[0].mul_(m.scale)
+
+
+@pytest.mark.parametrize("write", [assigned, scaled])
+def test_trained_values_written_into_inputs_with_the_examples_elsewhere(write):
+    """As in states of recurrent layers: the view's axis says which is the whole's."""
+
+    def function(m, x, states):
+        states = states.clone()
+        write(m, x, states)
+        return m.last(states.permute(2, 0, 1)).transpose(0, 2)
+
+    parameters = {
+        "first": nn.Linear(WIDTH, BATCH), "scale": (BATCH,), "last": nn.Linear(BATCH, BATCH),
+    }  # fmt: skip
+    check_refused(
+        function, parameters, normal(BATCH, WIDTH), normal(2, BATCH, BATCH),
+        error=gs.ExampleAxisError, match="'last.weight'",
+    )  # fmt: skip
+
+
 def test_masks_made_by_vmap_after_a_write():
     """As models make masks of a function of positions; what vmap shows has no memory to ask for."""
 
