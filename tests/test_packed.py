@@ -243,11 +243,17 @@ def largest(hidden, graphs):
     return none.scatter_reduce(0, places, hidden, "amax", include_self=False)
 
 
+def filled_up(hidden, graphs):
+    parts = hidden.split(graphs.bounds.diff().tolist())
+    squares = nn.utils.rnn.pad_sequence(parts, batch_first=True).square().sum(1)
+    return squares + nn.utils.rnn.pad_sequence(parts).sin().sum(0)
+
+
 def last_first(hidden, graphs):
     return sums(hidden, graphs).flip(0)
 
 
-@pytest.mark.parametrize("pool", [sums, largest, last_first])
+@pytest.mark.parametrize("pool", [sums, largest, filled_up, last_first])
 @pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 2, 2), (1, 1, 1)], ids=str)
 def test_graphs_in_one_batch(sizes, pool):
     torch.manual_seed(0)

@@ -23,7 +23,8 @@ def joined_layout(
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
     if func is PAD_SEQUENCE:
         place = 0 if len(args) > 1 and args[1] else 1  # batch_first
-        return _side_by_side(marks, args[0], _owners(marks, args[0]), place, stacked=True)
+        owners = [sole_of(owned) for owned in _owners(marks, args[0])]
+        return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(args[0] if args else kwargs["tensors"])
     # What is empty, as the list that a loop begins with is, holds nothing of any example.
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
