@@ -300,3 +300,51 @@ def test_rows_that_fall_on_other_examples_are_refused():
         gs.per_example_norms(
             nn.Linear(3, 4), torch.randn(6, 3), loss_fn, cu_seqlens=torch.tensor([0, 4, 6])
         )
+
+
+@pytest.mark.parametrize("product", [torch.sparse.mm, torch.matmul, torch.spmm])
+def test_products_with_a_sparse_matrix_of_edges(product):
+    """As many graphs in one have it: blocks along the diagonal."""
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 3, 4, 8])
+    blocks = torch.block_diag(*(torch.rand(n, n).double() for n in bounds.diff().tolist()))
+    owner = torch.arange(3).repeat_interleave(bounds.diff())
+    model = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 2)]).double()
+
+    def loss_fn(model, batch):
+        nodes, edges = batch
+        hidden = product(edges, model[0](nodes)).relu()
+        outputs = model[1](product(edges, hidden))
+        return torch.zeros(3, 2).to(outputs).index_add(0, owner, outputs.sin()).sum(1)
+
+    nodes = torch.randn(8, 3).double()
+    expected = oracle_sqnorms(model, (nodes, blocks), loss_fn)
+    batch = (nodes, blocks.to_sparse())
+    got = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
+    assert_sqnorms(got, expected, 1e-9)
+
+
+def test_nested_tensors():
+    """Refused where they meet parameters; where the packed rows are nested, they are followed."""
+    torch.manual_seed(0)
+    model, bounds = nn.Linear(3, 2).double(), torch.tensor([0, 2, 6])
+    rows = torch.randn(6, 3).double()
+
+    def loss_fn(model, rows):
+        hidden = torch.nested.nested_tensor_from_jagged(model(rows).tanh(), bounds)
+        return torch.stack([part.sum() for part in hidden.sin().unbind()])
+
+    got = gs.per_example_norms(model, rows, loss_fn, cu_seqlens=bounds)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
+
+    nested = torch.nested.nested_tensor_from_jagged(rows, bounds)
+
+    def loss(model, batch):
+        return torch.stack([part.sum() for part in model(batch).unbind()])
+
+    with pytest.raises(gs.ExampleAxisError, match=r"nested tensor.*cu_seqlens=x\.offsets"):
+        gs.per_example_norms(model, nested, loss)
+    with pytest.raises(gs.UnsupportedOperationError, match=r"linear of nested.*'weight'.*offsets"):
+        with gs.track(model, batch_size=2):
+            loss(model, nested)
+    assert type(model.weight) is nn.Parameter

@@ -30,6 +30,7 @@ from gradstats.capture._dispatch import (
     MOVES_IN_PLACE,
     READS_ONLY_FIRST,
     TRANSPOSING_GETTERS,
+    check_nested,
 )
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
@@ -44,6 +45,7 @@ from gradstats.capture._layout import (
     stays,
 )
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import function_name
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -135,6 +137,8 @@ class ConstantTracking(TorchFunctionMode):
             if followed is not None and followed is result:
                 return result
         else:
+            if tracked and not ORDINARY_TYPES.issuperset(types):
+                check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
             if func is GRADIENT_GETTER:
@@ -211,6 +215,11 @@ class ConstantTracking(TorchFunctionMode):
         elif func in READS_ONLY_FIRST or func in RESHAPES:
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
+        if any(tensor.is_nested for tensor in data):
+            for tensor in results:
+                if isinstance(tensor, Tensor):
+                    tracker.place(tensor, None, function_name(func))
+            return
         if data:
             if type(func) in OPAQUE and not torch.is_grad_enabled():
                 return  # inside a graph that was compiled, which keeps examples as it found them

@@ -18,7 +18,7 @@ from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import CONSTANTS, leave_graph, unwrapped
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Derived, Node, function_name, same_storage, unique_roots
-from gradstats.capture._operations import COMPLEX
+from gradstats.capture._operations import ADDED_PRODUCTS, COMPLEX, PRODUCTS
 from gradstats.capture._tensors import (
     TRACKED_TYPES,
     DerivedTensor,
@@ -72,6 +72,15 @@ READS_ONLY_FIRST = frozenset(
 )
 
 
+# What to do instead of nesting tensors.
+PACK = (
+    "Pack the examples into one row: a jagged tensor's values() as the batch, with "
+    "cu_seqlens=x.offsets()."
+)
+
+# Operations of sparse data and a parameter whose results are dense.
+OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
+
 # Operations that change their first operand.
 IN_PLACE = frozenset(
     getattr(Tensor, name)
@@ -110,9 +119,10 @@ def dispatch(
             # The forward of an autograd Function perhaps, whose use of a parameter no graph shows.
             leave_graph("a parameter where gradients are not recorded")
             return _note_alias(func(*args, **kwargs), args, kwargs)
-        nodes, data, is_complex = [], False, False
+        nodes, data, is_complex, is_sparse = [], False, False, False
         for item in operands:
             is_complex = is_complex or item.dtype.is_complex
+            is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
             node = getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
             if node is None:
                 data = data or tracker.is_data(item)
@@ -145,6 +155,14 @@ def dispatch(
                 return change(tracker, func, args, kwargs, nodes[0])
             return derive(tracker, func, args, kwargs)
         rule = rules.get(func)
+        if is_sparse:
+            check_nested(func, operands)
+            if func not in OF_SPARSE_DATA:
+                refuse(
+                    func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
+                )
+            # Its result is dense as well.
+            args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
         if is_complex:
             leave_graph(f"complex numbers with {nodes[0].describe()}")
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
@@ -152,6 +170,17 @@ def dispatch(
         if rule is not None:
             return rule(tracker, func, *args, **kwargs)
         return _without_rule(func, nodes, args, kwargs)
+
+
+def check_nested(func, operands: Sequence[Tensor]) -> None:
+    """Refuse an operation of nested tensors and parameters."""
+    if any(item.is_nested for item in operands):
+        refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
+
+
+def _dense(item):
+    sparse = isinstance(item, Tensor) and item.layout is not torch.strided
+    return item.to_dense() if sparse else item
 
 
 def _reads_property(func) -> bool:

@@ -88,6 +88,9 @@ PRODUCTS = frozenset(
         torch.mv,
         Tensor.mv,
         torch.linalg.matmul,
+        torch.sparse.mm,
+        torch.spmm,
+        torch.dsmm,
     }
 )
 

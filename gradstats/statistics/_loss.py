@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._coverage import check_data
+from gradstats.capture._dispatch import PACK
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nested import tensors_in
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
@@ -102,6 +103,8 @@ def examples_in(
 ) -> tuple[int, Segments | None]:
     """Return the number of examples of a batch and, of packed ones, whose each row is."""
     batch_dim = check_batch_dim(batch_dim)
+    if any(tensor.is_nested for tensor in tensors_in(batch)):
+        raise ExampleAxisError(f"the batch holds a nested tensor, expected plain ones. {PACK}")
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
     segments = packed_segments(cu_seqlens, model)

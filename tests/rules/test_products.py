@@ -8,7 +8,14 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.rules.operation import check_operation, check_refused, normal
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.rules.operation import (
+    Operation,
+    check_operation,
+    check_refused,
+    normal,
+    uneven_loss,
+)
 
 size = st.integers(1, 4)
 
@@ -380,3 +387,41 @@ def test_vectors_times_vectors():
         {"v": (4,), "layer": nn.Linear(2, 3)},
         normal(3, 4),
     )
+
+
+SPARSE_PRODUCTS = {
+    "matmul": lambda m, x: x @ m.w,
+    "mm": lambda m, x: torch.mm(x, m.w) * m.b,
+    "sparse.mm": lambda m, x: torch.sparse.mm(x, m.w) + m.b,
+    "addmm": lambda m, x: torch.addmm(m.b, x, m.w),
+    "linear": lambda m, x: functional.linear(x, m.w.t(), m.b),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("function", SPARSE_PRODUCTS.values(), ids=SPARSE_PRODUCTS)
+def test_sparse_data(function, layout):
+    """As counts of words are."""
+    torch.manual_seed(0)
+    data = normal(5, 6)
+    data[torch.rand(5, 6) < 0.6] = 0
+    model = Operation(function, {"w": (6, 3), "b": (3,)}, upstream=False)
+    expected = oracle_sqnorms(model, (data,), uneven_loss)
+    sparse = (data.to_sparse(layout=layout),)
+    assert_sqnorms(gs.per_example_norms(model, sparse, uneven_loss), expected, 1e-9)
+    with gs.track(model, batch_size=5) as tracker:
+        tracker.backward(uneven_loss(model, sparse))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    uneven_loss(model, sparse).mean().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_operations_of_sparse_data_without_a_rule():
+    check_refused(
+        lambda m, x: (x * m.w).to_dense(), {"w": (6,)}, normal(5, 6).to_sparse(),
+        match=r"mul of sparse data has no rule.*'w'.*x\.to_dense\(\)",
+    )  # fmt: skip
