@@ -12,7 +12,7 @@ from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
-from gradstats.capture._nested import flatten
+from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
@@ -171,8 +171,13 @@ class Data(Following):
         same = first is not None and all(
             other is not None and same_layout(first, other) for other in owned[1:]
         )
+        given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
         for tensor in flatten((returned,)):
-            if not isinstance(tensor, Tensor) or any(tensor is item for item in data):
+            if not isinstance(tensor, Tensor) or any(tensor is item for item in given):
+                continue
+            source = next((item for item in given if _is_alias(tensor, item)), None)
+            if source is not None:
+                self.place_like(tensor, source)
                 continue
             if not self.is_data(tensor):
                 self.take_batch([tensor])  # made without data, and filled with them
@@ -283,6 +288,13 @@ class Data(Following):
     def _lost_where(self, losses: Tensor) -> str:
         operation = self.lost_at(losses)
         return f"at {operation}" if operation else "on the way"
+
+
+def _is_alias(tensor: Tensor, operand: Tensor) -> bool:
+    """Whether a tensor is what PyTorch makes of an operand that a Function returns as it is."""
+    if tensor._base is not operand or tensor.shape != operand.shape:
+        return False
+    return tensor.stride() == operand.stride()
 
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:

@@ -578,6 +578,25 @@ def test_a_function_that_moves_the_examples_where_it_is_seen():
     check_operation(function, layers, normal(BATCH, BATCH, WIDTH))
 
 
+def test_a_function_that_returns_a_constant_as_it_is():
+    class WithTable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, table):
+            ctx.mark_non_differentiable(table)
+            return 2 * x, table
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return 2 * grad, None
+
+    def function(m, x):
+        doubled, table = WithTable.apply(m.first(x), torch.arange(float(BATCH)).to(x))
+        return m.last(doubled) + functional.linear(m.w * table, m.last.weight[:, :BATCH])
+
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2), "w": (BATCH,)}
+    check_operation(function, layers, normal(BATCH, WIDTH))
+
+
 def test_a_function_of_data_whose_examples_were_lost_does_not_find_them():
     squared = unseen_sine(lambda x: x * x)
 
