@@ -95,7 +95,8 @@ QUESTIONS = frozenset(
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")}
 )
 
-GRADIENT_GETTER = Tensor.grad.__get__  # type: ignore[union-attr]
+# What gives a tensor that there was already.
+FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
 
 class ConstantTracking(TorchFunctionMode):
@@ -141,7 +142,7 @@ class ConstantTracking(TorchFunctionMode):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
         if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
-            if func is GRADIENT_GETTER:
+            if func in FINDS:
                 return result
             if self.tracker.seen is not None:
                 self.tracker.note_seen(result)

@@ -164,30 +164,48 @@ class Data(Following):
             seen = self.seen
         finally:
             self.seen = outer
-        trained = [tensor for tensor in data if tensor.requires_grad] or data
-        marked = any(map(self.is_marked, trained))
-        owned = [self.owned(tensor) for tensor in trained] if marked else []
-        first = owned[0] if owned else None
-        same = first is not None and all(
-            other is not None and same_layout(first, other) for other in owned[1:]
-        )
-        given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
-        for tensor in flatten((returned,)):
-            if not isinstance(tensor, Tensor) or any(tensor is item for item in given):
-                continue
-            source = next((item for item in given if _is_alias(tensor, item)), None)
-            if source is not None:
-                self.place_like(tensor, source)
-                continue
-            if not self.is_data(tensor):
-                self.take_batch([tensor])  # made without data, and filled with them
-            elif id(tensor) in seen:
-                continue
-            if marked:
-                fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
-                self.place(tensor, first if fits else None, function_name(function))
+        with torch._C.DisableTorchFunction():
+            given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
+            for tensor in flatten((returned,)):
+                if isinstance(tensor, Tensor) and not any(tensor is item for item in given):
+                    self._note_returned(function, tensor, given, data, seen=id(tensor) in seen)
         self.note_seen(returned)
         return returned
+
+    def _note_returned(
+        self,
+        function: Callable[..., Any],
+        tensor: Tensor,
+        given: list[Tensor],
+        data: list[Tensor],
+        *,
+        seen: bool,
+    ) -> None:
+        """Note where the examples lie in a result of an autograd Function.
+
+        Args:
+            function: its ``apply``.
+            tensor: the result.
+            given, data: the Function's operands, and those of data.
+            seen: the result came about by operations that were seen.
+        """
+        source = next((item for item in given if _is_alias(tensor, item)), None)
+        if source is not None:
+            self.place_like(tensor, source)
+            return
+        if not self.is_data(tensor):
+            self.take_batch([tensor])  # made without data, and filled with them
+        elif seen:
+            return
+        trained = [item for item in data if item.requires_grad] or data
+        if not any(map(self.is_marked, trained)):
+            return
+        first, *others = map(self.owned, trained)
+        same = first is not None and all(
+            other is not None and same_layout(first, other) for other in others
+        )
+        fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
+        self.place(tensor, first if fits else None, function_name(function))
 
     def note_seen(self, result: Any) -> None:
         """Note, inside an autograd Function, that it was seen how a result came about."""

@@ -1267,3 +1267,13 @@ def test_a_learned_metric():
         return loss.flip(0)
 
     check_operation(function, {"layer": nn.Linear(4, 3), "weight": (3,)}, normal(BATCH, 4))
+
+
+def test_asking_for_the_tensor_that_a_view_shows():
+    def function(m, x):
+        hidden = m.first(x) * 1
+        assert hidden.view_as(hidden)._base is hidden
+        return m.last(hidden)
+
+    layers = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 2)}
+    check_operation(function, layers, normal(3, 4))
