@@ -216,12 +216,12 @@ class ConstantTracking(TorchFunctionMode):
         elif func in READS_ONLY_FIRST or func in RESHAPES:
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
-        if any(tensor.is_nested for tensor in data):
-            for tensor in results:
-                if isinstance(tensor, Tensor):
-                    tracker.place(tensor, None, function_name(func))
-            return
         if data:
+            if any(tensor.is_nested for tensor in data):
+                for tensor in results:
+                    if isinstance(tensor, Tensor):
+                        tracker.place(tensor, None, function_name(func))
+                return
             if type(func) in OPAQUE and not torch.is_grad_enabled():
                 return  # inside a graph that was compiled, which keeps examples as it found them
             for tensor in flatten((kwargs.get("out"),)):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Segments
+from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
@@ -189,9 +190,9 @@ class Data(Following):
             given, data: the Function's operands, and those of data.
             seen: the result came about by operations that were seen.
         """
-        source = next((item for item in given if _is_alias(tensor, item)), None)
-        if source is not None:
-            self.place_like(tensor, source)
+        base = tensor._base
+        if base is not None and any(item is base for item in given) and same_form(tensor, base):
+            self.place_like(tensor, base)  # an operand that is returned as it is
             return
         if not self.is_data(tensor):
             self.take_batch([tensor])  # made without data, and filled with them
@@ -306,13 +307,6 @@ class Data(Following):
     def _lost_where(self, losses: Tensor) -> str:
         operation = self.lost_at(losses)
         return f"at {operation}" if operation else "on the way"
-
-
-def _is_alias(tensor: Tensor, operand: Tensor) -> bool:
-    """Whether a tensor is what PyTorch makes of an operand that a Function returns as it is."""
-    if tensor._base is not operand or tensor.shape != operand.shape:
-        return False
-    return tensor.stride() == operand.stride()
 
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:

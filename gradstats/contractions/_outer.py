@@ -19,12 +19,11 @@ from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
 from gradstats.contractions._result import (
-    LEAST_PRODUCT,
-    LEAST_SQUARE,
     Contraction,
     WellConditioned,
     product_roundoff,
     recompute_suspects,
+    row_sizes,
     well_conditioned,
 )
 from gradstats.contractions._tensor_cores import cut_off_of
@@ -184,23 +183,11 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
     blocks = count << halvings, positions >> halvings
     a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
     products, others = torch.bmm(a, a.mT), torch.bmm(b, b.mT)
-    sizes = _row_sizes(products, others)
+    sizes = row_sizes(products, others)
     total = products.mul_(others).view(count, -1).sum(1).double()
     if apart is not None:
         total.add_(apart, alpha=2)
     return total, sizes.view(count, -1).sum(1)
-
-
-def _row_sizes(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
-
-    Of rows so small that products of theirs leave the range of normal numbers, so much that the
-    bound holds what is lost. Of rows that are zero nothing is lost.
-    """
-    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
-    square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
-    sizes = (left + square).mul_(right + square).add_(product).sqrt_()
-    return sizes.mul_(left * right != 0)
 
 
 def _evenly_spaced(rows: Tensor) -> Tensor:
@@ -220,7 +207,7 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         here = slice(row, row + block)
         products = torch.bmm(left[:, here], left[:, row:].mT)
         others = torch.bmm(right[:, here], right[:, row:].mT)
-        sizes[:, here] = _row_sizes(products, others)
+        sizes[:, here] = row_sizes(products, others)
         products.mul_(others)
         torch.sum(products, (1, 2), out=whole)
         torch.sum(products[:, :, :block], (1, 2), out=tile)

@@ -250,6 +250,18 @@ def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
     return torch.float32 in dtypes and torch.float64 not in dtypes
 
 
+def row_sizes(left: Tensor, right: Tensor) -> Tensor:
+    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
+
+    Of rows so small that products of theirs leave the range of normal numbers, so much that the
+    bound holds what is lost. Of rows that are zero nothing is lost.
+    """
+    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
+    square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
+    sizes = (left + square).mul_(right + square).add_(product).sqrt_()
+    return sizes.mul_(left * right != 0)
+
+
 def relative_bound(dtype: torch.dtype) -> float:
     """Return what rounding may do to a sum of squares in the accumulation dtype."""
     return 4 * unit_roundoff(dtype)
