@@ -175,16 +175,41 @@ def rows():
     return nn.Sequential(*model, nn.Linear(20, 6)), (torch.randn(9, 12), torch.randint(6, (9,)))
 
 
+class LastState(nn.Module):
+    """Two recurrent layers, the first without biases, and their last state."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower = nn.LSTM(12, 20, bias=False, batch_first=True)
+        self.upper = nn.GRU(20, 6, batch_first=True)
+
+    def forward(self, x):
+        return self.upper(self.lower(x)[0])[0][:, -1]
+
+
+def sequences():
+    return LastState(), (torch.randn(7, 5, 12), torch.randint(6, (7,)))
+
+
 def losses_of(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-@pytest.mark.parametrize("make", [blocks, rows])
+@pytest.mark.parametrize("make", [blocks, rows, sequences])
 def test_norms_and_gradients(make, products):
     model, batch = make()
     check_model(model, batch, losses_of, rtol=2e-5, gradient_rtol=1e-6)
     kinds = {size[:2] for size in products}
     assert len(kinds) > 3  # gradients of the data and of weights, of several layers
+
+
+def test_gates_of_recurrent_layers(products):
+    """Of all steps at once, from what the input and the state before give to them."""
+    model, batch = sequences()
+    gs.per_example_norms(model, batch, losses_of)
+    gates = [(35, 12, 80), (35, 20, 80), (35, 20, 18), (35, 6, 18)]
+    data = (35, 18, 20)
+    assert {*gates, data} <= set(products)
 
 
 @pytest.mark.parametrize("make", [blocks, rows])

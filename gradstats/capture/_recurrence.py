@@ -19,9 +19,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
+from gradstats.contractions._multiply import linear, multiply
 
 # grad, y → grad · y (1 − y) and grad · (1 − y²)
 sigmoid_backward = torch.ops.aten.sigmoid_backward.default
@@ -339,7 +339,8 @@ class Sweep:
 
     def data_gradient(self, passed: Passed) -> Tensor:
         """Return the gradient of the rows, (rows, d_in)."""
-        return _product(passed.inner, self.from_input)
+        inner, weight = passed.inner, self.from_input
+        return cast(multiply(cast(inner, weight.dtype), weight), inner.dtype)
 
     def _inner(self, rows: Tensor) -> Tensor:
         return _linear(rows, self.from_input, self.input_bias)
@@ -349,7 +350,7 @@ class Sweep:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return cast(functional.linear(cast(x, weight.dtype), weight, bias), compute_dtype(x))
+    return cast(linear(cast(x, weight.dtype), weight, bias), compute_dtype(x))
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # Multiply-adds for each thread from which on a product takes no longer in oneDNN even if its sizes
 # never come again: for each new size it writes code first, in a quarter of a millisecond.
@@ -41,6 +42,14 @@ def multiply(left: Tensor, right: Tensor, *, times: int = 1, out: Tensor | None 
     if not left.is_contiguous() and rows * columns * left.itemsize > SCRATCH:
         return torch.mm(left, right, out=out)
     return by_onednn(left, right)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weightᵀ + bias, rows (R, d_in) and weight (d_out, d_in)."""
+    if not pays(x.numel() * len(weight), x, weight):
+        return functional.linear(x, weight, bias)
+    product = multiply(x, weight.t())
+    return product if bias is None else product.add_(bias)
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
