@@ -191,6 +191,17 @@ class Data(Following):
             seen: the result came about by operations that were seen.
         """
         base = tensor._base
+        trained = [item for item in data if item.requires_grad]
+        first, *others = map(self.owned, trained or data)
+        same = first is not None and all(
+            other is not None and same_layout(first, other) for other in others
+        )
+        if self._mixes(trained, tensor):
+            self.place(tensor, MIXED)
+            return
+        if tensor.requires_grad and not same and self._has_others(trained):
+            self._lose(tensor, trained, function_name(function))
+            return
         if base is not None and any(item is base for item in given) and same_form(tensor, base):
             self.place_like(tensor, base)  # an operand that is returned as it is
             return
@@ -198,15 +209,16 @@ class Data(Following):
             self.take_batch([tensor])  # made without data, and filled with them
         elif seen:
             return
-        trained = [item for item in data if item.requires_grad] or data
-        if not any(map(self.is_marked, trained)):
-            return
-        first, *others = map(self.owned, trained)
-        same = first is not None and all(
-            other is not None and same_layout(first, other) for other in others
-        )
-        fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
-        self.place(tensor, first if fits else None, function_name(function))
+        if any(map(self.is_marked, trained or data)):
+            fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
+            self.place(tensor, first if fits else None, function_name(function))
+
+    def _has_others(self, trained: list[Tensor]) -> bool:
+        """Whether some operands belong to one example, or nobody knows to which, as others do not.
+
+        What they pass back may be everybody's, wherever they stand in the forward.
+        """
+        return any(self.is_lost(item) or isinstance(self.owned(item), Whole) for item in trained)
 
     def note_seen(self, result: Any) -> None:
         """Note, inside an autograd Function, that it was seen how a result came about."""

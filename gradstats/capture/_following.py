@@ -96,7 +96,16 @@ class Following(Marks):
         if after is not None:
             self.place(result, after)
             return
-        at = function_name(func) if func is not None else None
+        self._lose(result, data, function_name(func) if func is not None else None)
+
+    def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
+        """Note that nobody knows whose a result of some tensors of data is.
+
+        Args:
+            result: of an operation.
+            data: its operands of data.
+            at: its name.
+        """
         lost = [tensor for tensor in data if self.is_lost(tensor)]
         if not lost:
             self.place(result, None, at)

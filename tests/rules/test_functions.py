@@ -613,6 +613,49 @@ def test_a_function_of_data_whose_examples_were_lost_does_not_find_them():
     )
 
 
+class WithPenalty(torch.autograd.Function):
+    """The identity, whose backward adds a penalty's gradient to that of any loss."""
+
+    passes = staticmethod(lambda x: x)
+
+    @staticmethod
+    def apply_to(passes):
+        return type("Penalty", (WithPenalty,), {"passes": staticmethod(passes)}).apply
+
+    @classmethod
+    def forward(cls, ctx, x, penalty):
+        return cls.passes(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+PASSES = {"as it is": lambda x: x, "seen": lambda x: x + 0, "unseen": unseen_sine(by_nobody).apply}
+PENALTIES = {
+    "mean over the batch": lambda p: p.mean(0).square().sum(),
+    "mean of each example's": lambda p: p.square().sum(-1).mean(),
+    "a sum in Python": lambda p: sum(row.square().sum() for row in p),
+    "one example's": lambda p: p[0].square().sum(),
+    "lost on the way": lambda p: functional.interpolate(p[None, None], scale_factor=2).sum(),
+}
+
+
+@pytest.mark.parametrize("penalise", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
+def test_a_function_that_gives_everybody_the_gradient_of_what_all_share(passes, penalise):
+    """As mixtures of experts have it, which balance the load of a whole batch in training."""
+    with_penalty = WithPenalty.apply_to(passes)
+
+    def function(m, x):
+        h = m.first(x)
+        return m.last(with_penalty(h, penalise(h.softmax(-1))))
+
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_refused(function, layers, normal(BATCH, WIDTH), error=gs.ExampleAxisError, match="last")
+    check_operation(function, layers, normal(1, WIDTH))
+
+
 def test_a_direction_needs_no_second_derivative():
     torch.manual_seed(0)
     model = Operation(FUNCTIONS["numpy, once differentiable"], SHAPES, False)
