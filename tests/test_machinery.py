@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture import _marks
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import follow, stays
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
@@ -556,3 +558,20 @@ def test_views_that_stay_are_those_that_following_leaves_in_place(axis):
                     after = follow(func, (source, *args), {}, source, layout, view)
                     assert after is not None and after.plain and after.axis == axis, func
     assert answers == {True, False}
+
+
+def test_constants_that_outlive_the_library(monkeypatch):
+    """At the end of a program, when modules have lost their names, nothing is complained about."""
+    kept = []
+
+    class Weighted(nn.Linear):
+        def forward(self, x):
+            kept.append(torch.arange(1.0, 1.0 + self.out_features))
+            return super().forward(x) * kept[-1]
+
+    gs.per_example_norms(Weighted(3, 2), torch.randn(4, 3), lambda m, x: m(x).square().sum(1))
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    monkeypatch.setattr(_marks, "CONSTANTS", None)
+    kept.clear()
+    assert complaints == []

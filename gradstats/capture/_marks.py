@@ -35,9 +35,10 @@ class Numbered(ref[Tensor]):
 CONSTANTS: dict[int, Numbered] = {}
 
 
-def _forget(reference: Numbered) -> None:
-    if CONSTANTS.get(reference.number) is reference:
-        del CONSTANTS[reference.number]
+# Given as a default: at the end of a program modules lose their names before the last tensors go.
+def _forget(reference: Numbered, constants: dict[int, Numbered] = CONSTANTS) -> None:
+    if constants.get(reference.number) is reference:
+        del constants[reference.number]
 
 
 # What is raised where it is not known, or not so, that each value is one example's.
