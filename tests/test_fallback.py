@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
+from tests.functions import Recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 B = 5
@@ -115,6 +117,46 @@ def test_what_no_loss_uses_beside_what_has_no_rule(batch, hidden):
     stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
     assert list(stats.by_parameter) == ["unused", "weight"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of nested ones
+@pytest.mark.parametrize("kind", ["reentrant", "nested", "not reentrant", "another library's"])
+def test_inside_checkpoints(batch, kind):
+    """Parameters of reentrant ones appear where torch.autograd.grad does not look."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(3, 3)
+            self.centres = nn.Parameter(torch.randn(3, 4))
+            self.scale = nn.Parameter(torch.rand(3) + 0.5)
+
+        def forward(self, x):
+            return self.last(run(self.inside, self.first(x)))
+
+        def inside(self, x):
+            x = torch.ops.aten.linear(x.tanh(), self.centres)
+            return run(self.innermost, x) if kind == "nested" else self.innermost(x)
+
+        def innermost(self, x):
+            return Doubled.apply(x, self.scale)
+
+    def run(function, x):
+        if kind == "another library's" and not plain:
+            return Recomputing.apply(function, x)
+        reentrant = kind in ("reentrant", "nested") and not plain
+        return checkpoint(function, x, use_reentrant=reentrant)
+
+    model, plain = Inside().double(), True
+    expected = oracle_sqnorms(model, batch, classify)
+    state, plain = snapshot(model), False
+    if kind == "another library's":
+        with pytest.raises(gs.UnsupportedOperationError, match=r"found of \['centres'"):
+            gs.per_example_norms(model, batch, classify, fallback="vmap")
+    else:
+        stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+        assert_sqnorms(stats, expected, 1e-9)
+    assert_unchanged(model, state)
 
 
 def test_patterns_and_frozen_parameters(batch):

@@ -17,6 +17,7 @@ import gradstats as gs
 from gradstats.capture import _marks
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import follow, stays
+from tests.functions import Recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 
 B = 6
@@ -179,6 +180,31 @@ def test_reentrant_checkpoints():
         assert_sqnorms(tracker.stats, expected, 1e-9)
         for got, want in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("frozen", [(), ("first",), ("first", "head")])
+def test_checkpoints_of_other_libraries(frozen):
+    """Where nothing trained lies before them in the graph that shows, they are reached as well."""
+
+    class Others(Checkpointed):
+        def forward(self, x):
+            x = self.first(x)
+            if not x.requires_grad:
+                x = x.clone().requires_grad_()
+            for block in self.blocks:
+                x = x + Recomputing.apply(block, x)
+            return self.head(x)
+
+    model, twin, batch = Others().double(), Checkpointed().double(), vectors()
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        for name in frozen:
+            getattr(each, name).requires_grad_(False)
+    expected = oracle_sqnorms(twin, batch, classify)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
 
 
 def test_a_parameter_shared_by_reentrant_checkpoints_is_refused():

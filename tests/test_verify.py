@@ -6,16 +6,18 @@ import random
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
-from tests.functions import Kernel
+from tests.functions import Kernel, Recomputing
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
@@ -335,6 +337,55 @@ def test_a_loss_that_uses_another_model_than_it_is_given(batch):
     assert report.ok
     assert "does not use the model that it is given" in report.reference
     assert all(row.status == "counted" and row.error < 1e-12 for row in report.rows)
+
+
+class Recomputed(nn.Module):
+    """Layers in nested checkpoints, all of them, on inputs that require grad as hooks make them."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.run = run
+
+    def forward(self, x):
+        x = self.run(self.outer, x.clone().requires_grad_())
+        return self.head(x) if self.head.weight.requires_grad else x[:, :3]
+
+    def outer(self, x):
+        return self.run(self.second, self.first(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of nested ones
+@pytest.mark.parametrize("trained", [True, False])
+def test_reentrant_checkpoints(batch, trained):
+    """Their parameters appear in their backward alone, where torch.autograd.grad does not look."""
+    model = Recomputed(partial(checkpoint, use_reentrant=True))
+    model.head.requires_grad_(trained)
+    report = gs.verify(model, batch, classify)
+    assert report.ok and report.check("exactness").ok
+    assert "float64 on a copy" in report.reference
+    assert all(row.status == "counted" and row.error < 1e-12 for row in report.rows)
+    assert all(row.operations == ("torch.nn.functional.linear",) for row in report.rows)
+    assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
+
+
+def test_a_checkpoint_that_no_gradient_comes_through(batch):
+    """Inputs that do not require grad: PyTorch warns, and trains nothing inside."""
+    model = Recomputed(lambda f, x: checkpoint(f, x.detach(), use_reentrant=True))
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        report = gs.verify(model, batch, classify)
+    assert report.ok
+    assert [row.status for row in report.rows] == ["unused"] * 4 + ["counted"] * 2
+
+
+def test_checkpoints_of_other_libraries(batch):
+    model = Recomputed(Recomputing.apply)
+    report = gs.verify(model, batch, classify)
+    assert report.ok and report.check("exactness").ok is None
+    assert "not compared: ['first.weight'" in report.check("exactness").detail
+    assert [row.status for row in report.rows] == ["counted"] * 6
+    assert [row.error is None for row in report.rows] == [True] * 4 + [False] * 2
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_copy_that_does_not_fit(batch, monkeypatch):

@@ -118,6 +118,8 @@ def dispatch(
         if not torch.is_grad_enabled():
             # The forward of an autograd Function perhaps, whose use of a parameter no graph shows.
             leave_graph("a parameter where gradients are not recorded")
+            if tracker.seen is not None and not _reads_property(func):
+                tracker.reentrant = True  # whose backward perhaps runs one of its own
             return _note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex, is_sparse = [], False, False, False
         for item in operands:

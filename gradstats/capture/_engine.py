@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
+
+
+@contextmanager
+def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Take back for a block what backwards add to the gradients of some tensors."""
+    grads = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in grads:
+            leaf.grad = grad
 
 
 def run_backward(

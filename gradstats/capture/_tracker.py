@@ -17,7 +17,7 @@ from gradstats.capture._attributes import kept_by, restore_attributes, tensors_k
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._engine import run_backward
+from gradstats.capture._engine import gradients_aside, run_backward
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nested import tensors_in
@@ -78,12 +78,13 @@ class Tracker(Repeated):
         self.listener: BackwardListener | None = None
         # Whether any tensor was derived from parameters.
         self.derived = False
+        # Whether there are checkpoints whose own graph appears in their backward only.
+        self.reentrant = False
         # The autograd nodes of derived tensors as the user's code has them.
         self.shown: dict[GraphNode | None, Derived] = {}
         self.backward_ran = False
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
-        self._reentrant = False
         self._modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
@@ -298,26 +299,19 @@ class Tracker(Repeated):
         with torch._C.DisableTorchFunction():
             reporting = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
-        if not self._reentrant:
+        if not self.reentrant:
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
                 with without_autocast():
                     run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
-        # A reentrant checkpoint refuses to be told what to compute: what its backward adds to
-        # other gradients is taken back.
+        # What is to be reached does not show where a checkpoint's own graph appears in its backward
+        # only, and PyTorch's refuse to be told. What is added to other gradients is taken back.
         own = {id(probe) for probe in self.probes}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
-        grads = [(leaf, leaf.grad) for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        try:
-            with without_autocast():
-                run_backward((total,), (one,), in_threads=self.spans_devices)
-        finally:
-            for leaf, grad in grads:
-                leaf.grad = grad
+        with gradients_aside(leaves), without_autocast():
+            run_backward((total,), (one,), in_threads=self.spans_devices)
         self.after_backward()
 
     def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[GraphNode]:
@@ -344,7 +338,7 @@ class Tracker(Repeated):
             check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         coverage = check_coverage(self, nodes)
-        self._reentrant |= coverage.reentrant
+        self.reentrant |= coverage.reentrant
         self.backward_ran = True
         tasks = self._tasks
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import Division, map_tensors
 from gradstats.statistics._loss import check_losses
-from gradstats.statistics._reference import TOLERANCE, Example, Subject, gradients_of
+from gradstats.statistics._reference import TOLERANCE, Example, Subject
 from gradstats.statistics._verify_report import Check, summary
 
 
@@ -44,7 +44,7 @@ class Elsewhere:
         for number in numbers:
             # A forward of its own: restoring buffers spoils the graph of an earlier one.
             losses = self._subject.losses(self._loss_fn)
-            example = self._example(losses, number, number)
+            example = Example(number, losses[number], self._parameters)
             examples.append(example)
             if self._division.batch_size > 1:
                 checks.append(self._coupling(example, random))
@@ -125,11 +125,7 @@ class Elsewhere:
     def _in_batch(self, batch: Any, size: int, place: int, number: int) -> Example:
         """Return the example at a place of another batch of so many."""
         losses = check_losses(self._subject.losses_of(batch, self._loss_fn), size)
-        return self._example(losses, place, number)
-
-    def _example(self, losses: Tensor, place: int, number: int) -> Example:
-        loss = losses[place]
-        return Example(number, loss.detach(), gradients_of(loss, self._parameters))
+        return Example(number, losses[place], self._parameters)
 
 
 def _attention_mask(batch: Any) -> Tensor | None:

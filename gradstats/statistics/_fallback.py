@@ -29,6 +29,7 @@ from gradstats.errors import (
 from gradstats.statistics._arguments import LossFunction, excluding
 from gradstats.statistics._backward import NothingUsedError
 from gradstats.statistics._batches import Division, leaves_of, map_tensors
+from gradstats.statistics._differentiable import checkpoints_differentiable, differentiable
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 from gradstats.statistics._state import State
@@ -87,7 +88,7 @@ def norms_with_fallback(
         others: as for per_example_norms.
     """
     before = State(model)
-    stats, served = _lean_part(lean, model, batch, loss_fn, options, before)
+    stats, served, hidden = _lean_part(lean, model, batch, loss_fn, options, before)
     if stats is not None and not served:
         return stats
     selected = select_parameters(model, options["parameters"], options["exclude"])
@@ -95,8 +96,10 @@ def norms_with_fallback(
     bounds = None if options["segments"] is None else options["segments"].offsets
     division = Division(options["batch_size"], options["batch_dim"], bounds)
     before.restore()
-    with recurrence_differentiable(model):
-        together = gradients_together(model, batch, loss_fn, names, division.batch_size)
+    with differentiable(model):
+        together = gradients_together(
+            model, batch, loss_fn, names, division.batch_size, hidden=hidden
+        )
     after = State(model)
     alone = sqnorms_one_by_one(
         model, batch, loss_fn, names, division, workspace=workspace, state=before
@@ -123,7 +126,7 @@ def _lean_part(
     loss_fn: LossFunction,
     options: dict[str, Any],
     before: State,
-) -> tuple[GradientNorms | None, set[str]]:
+) -> tuple[GradientNorms | None, set[str], bool]:
     """Return the norms over all parameters that have a rule, and the names of those that have none.
 
     Args:
@@ -131,17 +134,19 @@ def _lean_part(
         others: as for ``norms_with_fallback``.
 
     Returns:
-        None for the norms where the losses use no parameter that has a rule.
+        None for the norms where the losses use no parameter that has a rule; the names; whether
+        some of them may be used where torch.autograd.grad does not look.
     """
     selected = set(select_parameters(model, options["parameters"], options["exclude"]))
     served: set[str] = set()
+    hidden = False
     while served != selected:
         exclude = excluding(options["exclude"], sorted(served))
         # What is left to the fallback is differentiated by PyTorch here.
-        native = recurrence_differentiable(model) if served else nullcontext()
+        native = differentiable(model) if served else nullcontext()
         try:
             with native:
-                return lean(**{**options, "exclude": exclude}), served
+                return lean(**{**options, "exclude": exclude}), served, hidden
         except NothingUsedError:
             if not served:
                 raise
@@ -151,9 +156,12 @@ def _lean_part(
             if not new:
                 raise
             before.restore()
-            served |= new | set(survey(model, batch, loss_fn, **options).refused)
+            with checkpoints_differentiable():
+                found = survey(model, batch, loss_fn, **options)
+            served |= new | set(found.refused)
+            hidden |= found.reentrant
             before.restore()
-    return None, served
+    return None, served, hidden
 
 
 def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
@@ -166,12 +174,20 @@ def gradients_together(
     loss_fn: LossFunction,
     names: Sequence[str],
     batch_size: int,
+    *,
+    hidden: bool = False,
 ) -> Gradients:
-    """Return the losses of the whole batch, and the named parameters' gradients of their sum."""
+    """Return the losses of the whole batch, and the named parameters' gradients of their sum.
+
+    Args:
+        hidden: parameters may be used where torch.autograd.grad does not look.
+        others: as for per_example_norms.
+    """
     parameters = _inner(model, names)
     with torch.enable_grad(), SettledFormats():
         losses = check_losses(loss_fn(model, batch), batch_size)
-        return Gradients(losses.detach(), _gradients(losses, parameters, names), {})
+        gradients = _gradients(losses, parameters, names, hidden=hidden)
+        return Gradients(losses.detach(), gradients, {})
 
 
 def sqnorms_one_by_one(
@@ -193,7 +209,7 @@ def sqnorms_one_by_one(
         others: as for per_example_norms.
     """
     arguments = (model, batch, loss_fn, names, division)
-    with recurrence_differentiable(model):
+    with differentiable(model):
         try:
             return _in_chunks(*arguments, workspace=workspace, state=state)
         except Exception:
@@ -201,24 +217,6 @@ def sqnorms_one_by_one(
             # changes of buffers, randomness: torch.func refuses them in many ways. If the fault
             # is the user's own, it shows again below.
             return _singly(*arguments, state=state)
-
-
-@contextmanager
-def recurrence_differentiable(model: nn.Module) -> Iterator[None]:
-    """Have recurrent layers in evaluation mode run without cuDNN, which refuses their gradients.
-
-    Where there are none, cuDNN stays for everything else. torch.backends.cudnn.flags would reset
-    the user's other settings with it, TF32 and deterministic convolutions among them.
-    """
-    refused = any(isinstance(m, nn.RNNBase) and not m.training for m in model.modules())
-    if not (refused and torch.backends.cudnn.enabled):
-        yield
-        return
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = True
 
 
 def check_same(alone: Gradients, together: Gradients) -> None:
@@ -317,12 +315,26 @@ def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> G
 
 
 def _gradients(
-    losses: Tensor, parameters: dict[str, nn.Parameter], names: Sequence[str]
+    losses: Tensor,
+    parameters: dict[str, nn.Parameter],
+    names: Sequence[str],
+    *,
+    hidden: bool = False,
 ) -> dict[str, Tensor]:
     """Return name → gradient of the sum of losses, zeros where they use no parameter."""
     leaves = list(parameters.values())
     with _without_hooks(leaves):
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    missing = [name for name, found in zip(names, gradients, strict=True) if found is None]
+    if missing and hidden:
+        raise UnsupportedOperationError(
+            f"no gradient is found of {missing[:4]}, which has no rule: an autograd Function runs "
+            "a part of the model whose backward runs one of its own, as checkpoints of other "
+            "libraries do. Expected torch.utils.checkpoint.checkpoint there, a rule for the "
+            "operation (gs.register_rule), or the parameters left out by name with "
+            f"exclude={missing!r}.",
+            missing,
+        )
     return {
         name: torch.zeros_like(leaf) if gradient is None else gradient.detach()
         for name, leaf, gradient in zip(names, leaves, gradients, strict=True)

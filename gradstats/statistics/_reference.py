@@ -15,7 +15,8 @@ from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import model_to_float64, to_float64
-from gradstats.statistics._fallback import recurrence_differentiable, sqnorm_of
+from gradstats.statistics._differentiable import differentiable
+from gradstats.statistics._fallback import sqnorm_of
 from gradstats.statistics._state import State
 from gradstats.statistics._verify_report import summary
 
@@ -53,7 +54,7 @@ class Subject:
     def losses_of(self, batch: Any, loss_fn: LossFunction) -> Any:
         """Return the same for another batch."""
         self.state.restore()
-        with SettledFormats(), recurrence_differentiable(self.model):
+        with SettledFormats():
             return loss_fn(self.model, batch)
 
     def parameters(self, names: list[str]) -> list[nn.Parameter]:
@@ -78,10 +79,10 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
                 model_to_float64(inner), to_float64(batch), torch.float64,
                 "float64 on a copy of the model",
             )  # fmt: skip
-            with recurrence_differentiable(subject.model):
-                losses = loss_fn(subject.model, subject.batch)
             copied = list(select_parameters(subject.model, None, ()).values())
-            reached = torch.autograd.grad(losses.sum(), copied, allow_unused=True)
+            with differentiable(subject.model):
+                losses = loss_fn(subject.model, subject.batch)
+                reached = torch.autograd.grad(losses.sum(), copied, allow_unused=True)
             if any(gradient is not None for gradient in reached):
                 subject.state.restore()
                 return subject
@@ -97,18 +98,24 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
 
 
 class Example:
-    """One example's loss and gradient by plain autograd.
+    """One example's loss and gradient by plain autograd, zeros where it uses no parameter.
 
     Attributes:
         number: of the example.
         loss: 0-dim.
+        reached: whether each parameter has a gradient.
         sqnorms: squared norm of each parameter's gradient.
     """
 
-    def __init__(self, number: int, loss: Tensor, gradients: list[Tensor]):
-        self.number, self.loss = number, loss
-        self.sqnorms = [sqnorm_of(gradient).item() for gradient in gradients]
-        self._gradients: list[Tensor] = gradients
+    def __init__(self, number: int, loss: Tensor, parameters: list[nn.Parameter]):
+        self.number, self.loss = number, loss.detach()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        self.reached = [gradient is not None for gradient in gradients]
+        self._gradients: list[Tensor] = [
+            as_real(torch.zeros_like(parameter) if gradient is None else gradient).detach()
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+        ]
+        self.sqnorms = [sqnorm_of(gradient).item() for gradient in self._gradients]
 
     def release(self) -> None:
         """Let go of the gradient and keep its norms."""
@@ -147,15 +154,6 @@ class Example:
             "per-example gradients do not exist. Call model.eval(), or use losses of one example "
             "each"
         )
-
-
-def gradients_of(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return the gradient of one loss by plain autograd, zeros where it uses no parameter."""
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [
-        as_real(torch.zeros_like(parameter) if gradient is None else gradient).detach()
-        for gradient, parameter in zip(gradients, parameters, strict=True)
-    ]
 
 
 def too_large(model: nn.Module) -> str | None:

@@ -21,8 +21,8 @@ from gradstats.statistics._arguments import (
     integer,
 )
 from gradstats.statistics._batches import Division, on_a_copy
+from gradstats.statistics._differentiable import checkpoints_differentiable, differentiable
 from gradstats.statistics._elsewhere import Elsewhere
-from gradstats.statistics._fallback import recurrence_differentiable
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import TOLERANCE, Example, choose_subject
@@ -134,23 +134,28 @@ class Verification:
         self.refused: dict[str, str] = {}
         self.errors: dict[str, float] = {}
         self.operations: dict[str, list[str]] = {}
+        # Parameters used where neither a forward nor torch.autograd.grad shows it.
+        self.hidden: list[str] = []
         self.subject = choose_subject(model, batch, loss_fn, state)
         self.tolerance = TOLERANCE[self.subject.dtype] if tolerance is None else tolerance
 
     def run(self) -> VerifyReport:
         """Run every check that can be run, in order."""
-        losses = self._losses()
-        if losses is None:
-            return self._report(computed=False)
-        random = self._is_random(losses)
+        with differentiable(self.subject.model):
+            losses = self._losses()
+            if losses is None:
+                return self._report(computed=False)
+            random = self._is_random(losses)
         found = self._survey()
         stats = self._stats(found)
         elsewhere = Elsewhere(self.subject, self.loss_fn, self.division, self.selected)
-        examples, coupling = elsewhere.compare(self.examples, random)
+        with differentiable(self.subject.model):
+            examples, coupling = elsewhere.compare(self.examples, random)
+            padding = [] if random else elsewhere.padding()
+        if found is not None and stats is not None and found.reentrant:
+            self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]
-        if not random:
-            self.checks += elsewhere.padding()
-        self.checks += self._runs(stats, random)
+        self.checks += [*padding, *self._runs(stats, random)]
         return self._report(computed=True)
 
     def _report(self, *, computed: bool) -> VerifyReport:
@@ -166,7 +171,8 @@ class Verification:
                 served = self.options["fallback"] is not None and error is not None
                 status, ok = ("fallback", True) if served else ("refused", False)
             else:
-                status, ok = ("counted" if operations else "unused"), True
+                used = operations or name in self.hidden
+                status, ok = ("counted" if used else "unused"), True
             if error is not None:
                 ok = ok and error <= self.tolerance
             rows.append(ParameterRow(name, tuple(parameter.shape), status, operations, error, ok))
@@ -196,8 +202,7 @@ class Verification:
         """Whether another forward, the random generators moved on, gives other losses."""
         subject = self.subject
         subject.state.restore(generators=False)
-        with recurrence_differentiable(subject.model):
-            again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
+        again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
         return not same_bits(losses.detach(), again.detach())
 
     def _survey(self) -> Survey | None:
@@ -207,10 +212,11 @@ class Verification:
         if self.division.bounds is not None:
             options["segments"] = packed_segments(self.options["cu_seqlens"], self.subject.model)
         try:
-            found = survey(
-                self.subject.model, self.subject.batch, self.loss_fn,
-                batch_size=self.batch_size, **options,
-            )  # fmt: skip
+            with checkpoints_differentiable():
+                found = survey(
+                    self.subject.model, self.subject.batch, self.loss_fn,
+                    batch_size=self.batch_size, **options,
+                )  # fmt: skip
         except GradStatsError as error:
             self.refused = dict.fromkeys(self.selected, str(error))
             return None
@@ -236,10 +242,21 @@ class Verification:
         state.restore()
         return per_example_norms(model, batch, self.loss_fn, nonfinite="keep", **options)
 
+    def _not_reached(self, stats: GradientNorms, examples: list[Example]) -> list[str]:
+        """Return the parameters that have gradients, of which plain autograd finds none."""
+        return [
+            name
+            for column, name in enumerate(self.selected)
+            if not any(example.reached[column] for example in examples)
+            and name in stats.by_parameter
+            and bool(stats.by_parameter[name].any())
+        ]
+
     def _coverage(self, stats: GradientNorms | None) -> Check:
         """Whether every parameter is counted, unused or excluded."""
         served = set() if stats is None else set(stats.by_parameter)
-        unused = [n for n in self.selected if n not in self.refused and not self.operations.get(n)]
+        known = {*self.refused, *self.hidden}
+        unused = [n for n in self.selected if n not in known and not self.operations.get(n)]
         left_out = [n for n in self.refused if n not in served]
         excluded = len(select_parameters(self.model, None, ())) - len(self.selected)
         counted = len(self.selected) - len(unused) - len(left_out)
@@ -255,7 +272,7 @@ class Verification:
         if stats is None:
             return Check("exactness", None, NOT_COMPARED)
         for column, name in enumerate(self.selected):
-            if name not in stats.by_parameter:
+            if name not in stats.by_parameter or name in self.hidden:
                 continue
             errors = [
                 _relative_error(
@@ -266,6 +283,13 @@ class Verification:
                 for example in examples
             ]
             self.errors[name] = max(errors)
+        left_out = (
+            f"not compared: {self.hidden[:4]}, of which torch.autograd.grad finds no gradient: an "
+            "autograd Function runs a part of the model whose backward runs one of its own, as "
+            "checkpoints of other libraries do"
+        )
+        if not self.errors:
+            return Check("exactness", None, left_out)
         worst = max(self.errors, key=self.errors.__getitem__)
         error = self.errors[worst]
         detail = f"worst relative error {error:.1e} ({worst}), tolerance {self.tolerance:.0e}"
@@ -278,6 +302,8 @@ class Verification:
                 else f". The examples are not coupled, so gradstats, or a rule registered with it, "
                 f"is wrong here: {worst} is used by {operations}. Exclude it, and please report it"
             )
+        elif self.hidden:
+            return Check("exactness", None, f"{detail}; {left_out}")
         return Check("exactness", error <= self.tolerance, detail)
 
     def _runs(self, reference: GradientNorms | None, random: bool) -> list[Check]:
