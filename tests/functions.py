@@ -21,15 +21,19 @@ class Recomputing(torch.autograd.Function):
     """A checkpoint as other libraries have it: its backward runs the forward, and a backward."""
 
     @staticmethod
-    def forward(ctx, function, x):
+    def forward(ctx, function, *args):
         ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)
+        ctx.save_for_backward(*args)
+        ctx.trained = [item.requires_grad for item in args]
+        return function(*args)
 
     @staticmethod
     def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        args = [
+            item.detach().requires_grad_(trained)
+            for item, trained in zip(ctx.saved_tensors, ctx.trained, strict=True)
+        ]
         with torch.enable_grad():
-            result = ctx.function(x)
+            result = ctx.function(*args)
         torch.autograd.backward(result, grad)
-        return None, x.grad
+        return None, *(item.grad for item in args)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -133,8 +134,12 @@ def test_float64_under_autocast():
 # Activation checkpoints
 
 
+ALONE = partial(checkpoint, use_reentrant=False)
+REENTRANT = partial(checkpoint, use_reentrant=True)
+
+
 class Checkpointed(nn.Module):
-    def __init__(self):
+    def __init__(self, run=ALONE, *, shared=False):
         super().__init__()
         self.first = nn.Linear(4, 8)
         self.blocks = nn.ModuleList(
@@ -142,61 +147,56 @@ class Checkpointed(nn.Module):
             for _ in range(3)
         )
         self.head = nn.Linear(8, 3)
+        self.run = run
+        if shared:
+            self.blocks[2] = self.blocks[0]
 
     def forward(self, x):
         x = self.first(x)
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
         for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
+            x = x + self.run(block, x)
         return self.head(x)
+
+
+def checkpointed(run, **options):
+    """Return a model, and the same with checkpoints of the other kind, which hide nothing."""
+    model, twin = Checkpointed(run, **options).double(), Checkpointed(**options).double()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
 
 
 def test_checkpoints():
     check_model(Checkpointed().double(), vectors(), classify)
 
 
-class Reentrant(Checkpointed):
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=True)
-        return self.head(x)
-
-
-def test_reentrant_checkpoints():
-    """Their part of the graph appears in an inner backward only."""
-    model, twin = Reentrant().double(), Checkpointed().double()
-    batch = vectors()
-    twin.load_state_dict(model.state_dict())
+@pytest.mark.parametrize("shared", [False, True])
+def test_reentrant_checkpoints(shared):
+    """Their part of the graph appears in an inner backward only, where each adds to gradients."""
+    (model, twin), batch = checkpointed(REENTRANT, shared=shared), vectors()
     expected = oracle_sqnorms(twin, batch, classify)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
-    classify(twin, batch).mean().backward()
+    model.zero_grad()
+    classify(model, batch).mean().backward()
+    plain = [parameter.grad for parameter in model.parameters()]
     for fused in (True, False):
         model.zero_grad()
         with gs.track(model, batch_size=B, fused=fused) as tracker:
             tracker.backward(classify(model, batch))
         assert_sqnorms(tracker.stats, expected, 1e-9)
-        for got, want in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-14)
+        for parameter, want in zip(model.parameters(), plain, strict=True):
+            exact = {} if fused else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(parameter.grad, want, **exact)
 
 
 @pytest.mark.parametrize("frozen", [(), ("first",), ("first", "head")])
 def test_checkpoints_of_other_libraries(frozen):
     """Where nothing trained lies before them in the graph that shows, they are reached as well."""
-
-    class Others(Checkpointed):
-        def forward(self, x):
-            x = self.first(x)
-            if not x.requires_grad:
-                x = x.clone().requires_grad_()
-            for block in self.blocks:
-                x = x + Recomputing.apply(block, x)
-            return self.head(x)
-
-    model, twin, batch = Others().double(), Checkpointed().double(), vectors()
-    twin.load_state_dict(model.state_dict())
+    (model, twin), batch = checkpointed(Recomputing.apply), vectors()
     for each in (model, twin):
         for name in frozen:
             getattr(each, name).requires_grad_(False)
@@ -207,14 +207,54 @@ def test_checkpoints_of_other_libraries(frozen):
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
 
 
-def test_a_parameter_shared_by_reentrant_checkpoints_is_refused():
-    class Shared(Reentrant):
-        def __init__(self):
-            super().__init__()
-            self.blocks[1] = self.blocks[0]
-
-    model = Shared().double()
+def test_a_parameter_that_such_checkpoints_share_is_refused():
+    model, _ = checkpointed(Recomputing.apply, shared=True)
     with pytest.raises(gs.CoverageError, match=r"'blocks\.0\..*use_reentrant=False"):
+        gs.per_example_norms(model, vectors(), classify)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# What happens to the examples before, inside of and behind a checkpoint, with T = B.
+INSIDE = {
+    "sequence first": lambda run, f, h: run(f, h.transpose(0, 1)).transpose(0, 1),
+    "turned inside": lambda run, f, h: run(lambda h: f(h).transpose(0, 1), h).transpose(0, 1),
+    "in another order": lambda run, f, h: run(f, h.flip(0)).flip(0),
+    "with a table": lambda run, f, h: run(
+        lambda h, table: f(h) * table, h, torch.arange(B * 8.0).view(B, 8).to(h)
+    ),
+}
+
+
+@pytest.mark.parametrize("place", INSIDE.values(), ids=INSIDE)
+def test_examples_that_are_followed_through_checkpoints(place):
+    """Not through those of other libraries: their backward runs on tensors of its own."""
+
+    class Sequences(nn.Module):
+        def __init__(self, run):
+            super().__init__()
+            self.first, self.inner, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.run = run
+
+        def forward(self, x):
+            h = place(self.run, lambda h: self.inner(h).tanh(), self.first(x))
+            return self.head(h).sum(1)
+
+    batch = torch.randn(B, B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    model = Sequences(lambda f, *args: f(*args)).double()
+    expected = oracle_sqnorms(model, batch, classify)
+    for model.run in (ALONE, REENTRANT):
+        assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    model.run = Recomputing.apply
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"Recomputing.*inner\.weight.*batch_dim"
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
+@pytest.mark.parametrize("run", [ALONE, REENTRANT, Recomputing.apply])
+def test_examples_that_meet_inside_a_checkpoint(run):
+    model, _ = checkpointed(lambda f, x: run(lambda h: f(h) - f(h).mean(0), x))
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError), match="over all examples"):
         gs.per_example_norms(model, vectors(), classify)
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, REENTRANT_CHECKPOINT
+from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES
 from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import node_of
@@ -23,19 +22,6 @@ from gradstats.errors import (
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
-
-
-@dataclass
-class Coverage:
-    """What the walk over the graph found.
-
-    Attributes:
-        reentrant: there is a reentrant checkpoint, whose own graph appears in its backward only.
-        reporting: the nodes that report uses.
-    """
-
-    reentrant: bool
-    reporting: list[GraphNode]
 
 
 def check_data(losses: Iterable[Tensor]) -> None:
@@ -54,8 +40,8 @@ def check_data(losses: Iterable[Tensor]) -> None:
             )
 
 
-def check_coverage(tracker: Tracker, start: list) -> Coverage:
-    """Count the uses in the graph from ``start``; raise for a use that was not seen.
+def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
+    """Return the nodes of the graph from ``start`` that report uses; raise for a use not seen.
 
     Also where losses depend on operations in which examples met.
 
@@ -66,7 +52,8 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
-    uses, hidden, found = [], False, Coverage(False, [])
+    uses, hidden = [], False
+    reporting: list[GraphNode] = []
     others: list[Tensor] = []
     coupled, shown_nodes = tracker.coupled, tracker.shown
     while stack:
@@ -75,8 +62,6 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         partial = kind is COPY_SLICES
         if partial:
             hidden = True
-        elif kind is REENTRANT_CHECKPOINT:
-            found.reentrant = True
         edges: Any = node.next_functions
         use: Any = None
         if kind in KINDS:
@@ -90,7 +75,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
         if tracked:
             uses.append(use)
         if tracked or partial:
-            found.reporting.append(node)
+            reporting.append(node)
         how = coupled.get(node) if coupled else None
         if how is not None:
             raise CoupledExamplesError(
@@ -125,7 +110,7 @@ def check_coverage(tracker: Tracker, start: list) -> Coverage:
     if hidden:
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
-    return found
+    return reporting
 
 
 def where_examples_met(tracker: Tracker, tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
-from gradstats.errors import CoupledExamplesError, ExampleAxisError
+from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._writes import Write
@@ -29,12 +29,15 @@ class Data(Following):
         followed: what a rule returned last, if where its examples lie has been noted: operation by
             operation, as far as they are out of the ordinary.
         seen: while an autograd Function runs, the numbers of what its operations returned.
+        inside: names of the parameters that such Functions use in their forward, whose backwards
+            perhaps run one of their own.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         super().__init__(batch_size, batch_dim, segments)
         self.followed: Any = None
         self.seen: set[int] | None = None
+        self.inside: set[str] = set()
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         """Note where the examples lie in a tensor that data were written into.
@@ -159,19 +162,69 @@ class Data(Following):
             args, kwargs: what it is called with.
             data: its operands of data.
         """
-        outer, self.seen = self.seen, set()
+        outer, self.seen = (self.seen, self.inside), set()
+        self.inside = set()
         try:
             returned = function(*args, **kwargs)
-            seen = self.seen
+            seen, inside = self.seen, self.inside
         finally:
-            self.seen = outer
+            self.seen, self.inside = outer
         with torch._C.DisableTorchFunction():
+            if inside:
+                self._check_inside(function, operands_of(args, kwargs), returned, inside)
             given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
             for tensor in flatten((returned,)):
                 if isinstance(tensor, Tensor) and not any(tensor is item for item in given):
                     self._note_returned(function, tensor, given, data, seen=id(tensor) in seen)
         self.note_seen(returned)
         return returned
+
+    def note_inside(self, operands: Sequence[Tensor]) -> None:
+        """Note the parameters that an operation uses where gradients are not recorded."""
+        nodes = filter(None, map(node_of, operands))
+        self.inside.update(root.name for node in nodes for root in node.roots)
+
+    def _check_inside(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Tensor],
+        returned: Any,
+        inside: set[str],
+    ) -> None:
+        """Raise if a part of the model runs inside an autograd Function and cannot be followed.
+
+        Its backward runs it again, on tensors of its own, of which nothing but the contract says
+        whose they are.
+
+        Args:
+            function: its ``apply``.
+            operands, returned: of the Function.
+            inside: names of the parameters that it uses.
+        """
+        results = [item for item in flatten((returned,)) if isinstance(item, Tensor)]
+        trained = any(item.requires_grad for item in results)
+        if trained or self.seen is not None:
+            self.inside |= inside
+        if not trained or any(node_of(item) is not None for item in operands):
+            return  # nothing comes back, or what does is refused where it shows
+        for item in (*operands, *results):
+            ordinary = self.by_contract(item) is not None
+            if self.is_data(item):
+                plain = not self.is_marked(item) and (ordinary or not item.requires_grad)
+            else:
+                plain = not ordinary
+            if not plain:
+                names = sorted(inside)
+                raise UnsupportedOperationError(
+                    f"{function_name(function)} runs a part of the model, with {names[:4]}, where "
+                    "gradients are not recorded, as checkpoints of other libraries do, and takes "
+                    f"or returns a tensor of shape {tuple(item.shape)} whose examples do not lie "
+                    f"along batch_dim={self.batch_dim}, or that belongs to none. Whose its rows "
+                    "are is then not known in its backward. Expected "
+                    "torch.utils.checkpoint.checkpoint, or the parameters left out by name with "
+                    f"exclude={names!r}.",
+                    names,
+                )
 
     def _note_returned(
         self,

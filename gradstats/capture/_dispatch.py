@@ -119,7 +119,7 @@ def dispatch(
             # The forward of an autograd Function perhaps, whose use of a parameter no graph shows.
             leave_graph("a parameter where gradients are not recorded")
             if tracker.seen is not None and not _reads_property(func):
-                tracker.reentrant = True  # whose backward perhaps runs one of its own
+                tracker.note_inside(operands)
             return _note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex, is_sparse = [], False, False, False
         for item in operands:

@@ -17,7 +17,9 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function
 from torch.overrides import handle_torch_function
+from torch.utils.checkpoint import CheckpointFunction
 
+from gradstats.capture._checkpoints import run_checkpoint
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Derived, Node, function_name
@@ -75,6 +77,8 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if tracked and nodes[0].tracker.registered(cls.apply) is not None:
         # And somebody kept what was there before.
         return handle_torch_function(cls.apply, args, *args, **kwargs)
+    if cls is CheckpointFunction:
+        return run_checkpoint(inner, *args, **kwargs)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         return inner(*args, **kwargs)
     data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointFunction
 
 # Whatever mode and device whoever imports this has chosen.
 with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
@@ -26,5 +25,3 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
 
 # What applies an autograd Function, inside of all that PyTorch has around it in Python.
 INNERMOST = torch._C._FunctionBase.__dict__["apply"]
-
-REENTRANT_CHECKPOINT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]

@@ -78,8 +78,6 @@ class Tracker(Repeated):
         self.listener: BackwardListener | None = None
         # Whether any tensor was derived from parameters.
         self.derived = False
-        # Whether there are checkpoints whose own graph appears in their backward only.
-        self.reentrant = False
         # The autograd nodes of derived tensors as the user's code has them.
         self.shown: dict[GraphNode | None, Derived] = {}
         self.backward_ran = False
@@ -299,15 +297,15 @@ class Tracker(Repeated):
         with torch._C.DisableTorchFunction():
             reporting = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
-        if not self.reentrant:
+        if not self.inside:
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
                 with without_autocast():
                     run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
-        # What is to be reached does not show where a checkpoint's own graph appears in its backward
-        # only, and PyTorch's refuse to be told. What is added to other gradients is taken back.
+        # What is to be reached shows in the backwards of autograd Functions only. What these add to
+        # other gradients is taken back.
         own = {id(probe) for probe in self.probes}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         with gradients_aside(leaves), without_autocast():
@@ -337,8 +335,7 @@ class Tracker(Repeated):
         if not nested:
             check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        coverage = check_coverage(self, nodes)
-        self.reentrant |= coverage.reentrant
+        reporting = check_coverage(self, nodes)
         self.backward_ran = True
         tasks = self._tasks
 
@@ -350,11 +347,11 @@ class Tracker(Repeated):
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
                 self.listener.before_backward(losses)
-        return coverage.reporting
+        return reporting
 
     def after_backward(self) -> None:
         """Contract what waited; let the listener see the gradients before others change them."""
-        # Inside a reentrant checkpoint the backward as a whole is still running.
+        # Inside an autograd Function's the backward as a whole is still running.
         if torch._C._current_graph_task_id() != -1:
             return
         for root in self.roots:

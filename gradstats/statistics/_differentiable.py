@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch import nn
 
+from gradstats.capture._checkpoints import checkpoints_differentiable
 from gradstats.capture._engine import gradients_aside
 
 
@@ -40,28 +40,3 @@ def _recurrence_differentiable(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = True
-
-
-@contextmanager
-def checkpoints_differentiable() -> Iterator[None]:
-    """Have reentrant checkpoints run as those of the other kind.
-
-    Their parameters appear in their backward alone, where torch.autograd.grad does not look.
-    """
-    native = CheckpointFunction.apply
-    own = vars(CheckpointFunction).get("apply")
-
-    def apply(function, preserve, *args):
-        flows = any(isinstance(item, Tensor) and item.requires_grad for item in args)
-        if not (flows and torch.is_grad_enabled()):
-            return native(function, preserve, *args)  # no gradient comes through, to anything
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if own is None:
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = own  # type: ignore[method-assign]

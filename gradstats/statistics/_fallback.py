@@ -29,7 +29,7 @@ from gradstats.errors import (
 from gradstats.statistics._arguments import LossFunction, excluding
 from gradstats.statistics._backward import NothingUsedError
 from gradstats.statistics._batches import Division, leaves_of, map_tensors
-from gradstats.statistics._differentiable import checkpoints_differentiable, differentiable
+from gradstats.statistics._differentiable import differentiable
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 from gradstats.statistics._state import State
@@ -156,10 +156,9 @@ def _lean_part(
             if not new:
                 raise
             before.restore()
-            with checkpoints_differentiable():
-                found = survey(model, batch, loss_fn, **options)
+            found = survey(model, batch, loss_fn, **options)
             served |= new | set(found.refused)
-            hidden |= found.reentrant
+            hidden |= bool(found.inside)
             before.restore()
     return None, served, hidden
 

@@ -21,7 +21,7 @@ from gradstats.statistics._arguments import (
     integer,
 )
 from gradstats.statistics._batches import Division, on_a_copy
-from gradstats.statistics._differentiable import checkpoints_differentiable, differentiable
+from gradstats.statistics._differentiable import differentiable
 from gradstats.statistics._elsewhere import Elsewhere
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
@@ -152,7 +152,7 @@ class Verification:
         with differentiable(self.subject.model):
             examples, coupling = elsewhere.compare(self.examples, random)
             padding = [] if random else elsewhere.padding()
-        if found is not None and stats is not None and found.reentrant:
+        if found is not None and stats is not None and found.inside:
             self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]
         self.checks += [*padding, *self._runs(stats, random)]
@@ -212,11 +212,10 @@ class Verification:
         if self.division.bounds is not None:
             options["segments"] = packed_segments(self.options["cu_seqlens"], self.subject.model)
         try:
-            with checkpoints_differentiable():
-                found = survey(
-                    self.subject.model, self.subject.batch, self.loss_fn,
-                    batch_size=self.batch_size, **options,
-                )  # fmt: skip
+            found = survey(
+                self.subject.model, self.subject.batch, self.loss_fn,
+                batch_size=self.batch_size, **options,
+            )  # fmt: skip
         except GradStatsError as error:
             self.refused = dict.fromkeys(self.selected, str(error))
             return None

@@ -1,6 +1,7 @@
 """Tensors computed from parameters before they meet data, and parameters used more than once."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -327,9 +328,6 @@ class Product(torch.autograd.Function):
 UNSEEN = {
     "autograd Function": lambda x, w: Product.apply(x, w[:WIDTH] * 2),
     "one of several parts": lambda x, w: Product.apply(x, (w * 2).chunk(2, 0)[0]),
-    "reentrant checkpoint": lambda x, w: (
-        x @ checkpoint(torch.exp, w + 1, use_reentrant=True)[:WIDTH]
-    ),
 }
 
 
@@ -343,6 +341,22 @@ def test_a_derived_tensor_used_out_of_sight_is_refused(use):
         error=gs.UnsupportedOperationError,
         match=r"without passing through.*'w'|derived.*'w'.*without passing through",
     )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_derived_tensor_made_in_a_checkpoint(reentrant):
+    def with_exponential(run):
+        def function(m, x):
+            return x @ run(torch.exp, m.w + 1)[:WIDTH] + m.w[0, 0]
+
+        torch.manual_seed(0)
+        return Operation(function, {"w": (2 * WIDTH, 2)}, False)
+
+    batch = (normal(BATCH, POSITIONS, WIDTH),)
+    model = with_exponential(partial(checkpoint, use_reentrant=reentrant))
+    plain = with_exponential(lambda function, w: function(w))
+    stats = gs.per_example_norms(model, batch, uneven_loss)
+    assert_sqnorms(stats, oracle_sqnorms(plain, batch, uneven_loss), 1e-12)
 
 
 def test_a_derived_tensor_used_out_of_sight_with_the_fallback():
