@@ -213,10 +213,7 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 
 
 def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
-    """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero.
-
-    Cosine and sign are averaged over pairs of which neither gradient is zero. All are NaN where a
-    product is not finite.
+    """Return what ``_measured`` keeps of the pairs; all NaN where a product is not finite.
 
     Args:
         gram: (B, B) products of weighted gradients.
@@ -224,20 +221,17 @@ def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
     """
     weight = torch.as_tensor(weight, dtype=torch.float64, device=gram.device).expand(len(gram))
     gram = gram.double() / (weight[:, None] * weight)
-    size = len(gram)
-    if size < 2:
-        return gram.new_full((GRAM_STATISTICS,), torch.nan)
-    apart = ~torch.eye(size, dtype=torch.bool, device=gram.device)
+    apart = ~torch.eye(len(gram), dtype=torch.bool, device=gram.device)
     norm = gram.diagonal().sqrt()
     lengths = norm[:, None] * norm
     known = apart & (lengths > 0)
-    count = known.sum()
     statistics = torch.stack(
         [
-            (gram / lengths).where(known, 0).sum() / count,
-            gram.sign().where(known, 0).sum() / count,
+            (gram / lengths).where(known, 0).sum(),
+            gram.sign().where(known, 0).sum(),
+            known.sum(dtype=torch.float64),
             gram.where(apart, torch.inf).min(),
-            (apart & (gram < 0)).sum(dtype=torch.float64) / (size * (size - 1)),
+            (apart & (gram < 0)).sum(dtype=torch.float64),
         ]
     )
     return statistics.where(gram.isfinite().all(), torch.nan)

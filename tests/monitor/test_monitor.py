@@ -914,3 +914,28 @@ def test_stiffness_is_that_of_pairs_that_have_gradients(model):
         some(model, batch).mean().backward()
     metrics = monitor.metrics()
     assert math.isnan(metrics["stiffness/cos"]) and math.isnan(metrics["stiffness/sign"])
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (5, 1), (1, 1)])
+def test_stiffness_of_unequal_micro_batches(model, sizes):
+    """Over all pairs that share a micro-batch; one example by itself has none."""
+    batch = batch_of(sum(sizes))
+    monitor = gs.Monitor(model, every=1, gram=True)
+    products, cosines = [], []
+    for index, part in enumerate(map(tuple, zip(*(each.split(sizes) for each in batch), strict=True))):
+        rows = gradient_rows(model, part, losses_of)
+        gram, norm = rows @ rows.T, np.linalg.norm(rows, axis=1)
+        apart = ~np.eye(len(rows), dtype=bool)
+        products += gram[apart].tolist()
+        cosines += (gram / np.outer(norm, norm))[apart].tolist()
+        with monitor.step(len(rows), accumulation=(index, 2)):
+            (losses_of(model, part).mean() / 2).backward()
+    metrics = monitor.metrics()
+    expected = dict.fromkeys(
+        ("stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative"),
+        math.nan,
+    )
+    if products:
+        values = np.mean(cosines), np.sign(products).mean(), min(products)
+        expected = dict(zip(expected, (*values, np.less(products, 0).mean()), strict=True))
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, nan_ok=True)
