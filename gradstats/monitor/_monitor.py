@@ -109,7 +109,8 @@ class Monitor:
             optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
             examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
             step: ℓ_i is N / #tokens times the sum of its token losses).
-        optimizer: the optimizer; its learning rates weigh ``self_influence``.
+        optimizer: the optimizer; its learning rates weigh ``self_influence``. Where one of them is
+            None, as Adafactor has it, the step does not count there, and ``cabs`` is NaN.
         scaler: the torch.amp.GradScaler; its scale is divided out.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.

@@ -14,6 +14,7 @@ from gradstats._factors import Segments
 from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
+from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._measured import GRAM_STATISTICS, Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
@@ -80,8 +81,11 @@ class Collector:
             exclude=options.exclude,
         )
         tracker.listener = self
-        if self.layers is None:
-            self.names = [root.name for root in tracker.roots]
+        names = [root.name for root in tracker.roots]
+        if self.layers is not None:
+            self._check_same(names)
+        else:
+            self.names = names
             self._parameters = [root.parameter for root in tracker.roots]
             self.layers = Layers(self.names, options.layers)
             if self.reads_gradients:
@@ -173,6 +177,16 @@ class Collector:
         lost = [name for name in self.names if name in self._used & self._without]
         return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
 
+    def _check_same(self, names: list[str]) -> None:
+        """Raise unless a micro-batch measures the parameters that those before it measured."""
+        changed = sorted(set(names) ^ set(self.names))
+        if changed:
+            raise TrackingError(
+                f"{listed(changed)} began or ceased to require grad between the micro-batches of "
+                "one optimizer step. Expected the same parameters in all of them: freeze and "
+                "unfreeze between steps."
+            )
+
     def _warn_of_hooks(self) -> None:
         """Say which gradients may be changed before they are read."""
         named = zip(self.names, self._parameters, strict=True)
@@ -199,7 +213,9 @@ class Collector:
         """
         members = [set(map(id, group["params"])) for group in groups]
         moves = np.array([[id(p) in group for p in self._parameters] for group in members])
-        rates = [group["lr"] for group in groups]
+        # Adafactor has None where it makes its own.
+        known = (group.get("lr") for group in groups)
+        rates = [math.nan if rate is None else rate for rate in known]
         if not any(isinstance(rate, Tensor) for rate in rates):
             return torch.tensor(rates, dtype=torch.float64), moves
         device = next(rate.device for rate in rates if isinstance(rate, Tensor))

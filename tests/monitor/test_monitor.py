@@ -939,3 +939,44 @@ def test_stiffness_of_unequal_micro_batches(model, sizes):
         values = np.mean(cosines), np.sign(products).mean(), min(products)
         expected = dict(zip(expected, (*values, np.less(products, 0).mean()), strict=True))
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_frozen_or_unfrozen_within_a_step(model, trained, alignment):
+    """The micro-batches of one step measure the same parameters; between steps they may change."""
+    batch = batch_of()
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    weight = model[0].weight.requires_grad_(not trained)
+    with monitor.step(B, accumulation=(0, 2)):
+        (losses_of(model, batch).mean() / 2).backward()
+    weight.requires_grad_(trained)
+    state = snapshot(model)
+    message = r"'0\.weight' .* between the micro-batches of one optimizer step"
+    with pytest.raises(gs.TrackingError, match=message):
+        with monitor.step(B, accumulation=(1, 2)):
+            raise AssertionError("not reached")
+    model.zero_grad()
+    assert_unchanged(model, state)
+    rows = gradient_rows(model, batch, losses_of)
+    with monitor.step(B):
+        losses_of(model, batch).mean().backward()
+    assert_metrics(monitor.metrics(), {"grad_norm": metrics_of(rows)["grad_norm"]})
+
+
+@pytest.mark.parametrize("tensor_rates", [False, True])
+def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
+    """As Adafactor has none where it makes its own: what it would weigh is not known."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    rate = torch.tensor(0.1) if tensor_rates else 0.1
+    optimizer = torch.optim.SGD([
+        {"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 1.0}
+    ])  # fmt: skip
+    optimizer.param_groups[1]["lr"] = None
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer)
+    with monitor.step(B, ids=range(B)):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+    assert math.isnan(metrics["cabs"]) and len(monitor.self_influence) == 0
