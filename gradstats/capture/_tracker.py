@@ -50,7 +50,7 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 class BackwardListener(Protocol):
     """What wants to know when the backward of a context starts and when it has ended."""
 
-    def before_backward(self, losses: Sequence[Tensor]) -> None: ...
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor]) -> None: ...
 
     def after_backward(self) -> None: ...
 
@@ -296,8 +296,8 @@ class Tracker(Repeated):
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         with torch._C.DisableTorchFunction():
-            reporting = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
+            reporting = self.before_backward([total], [one], create_graph=False)
         if not self._reentrant:
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
@@ -320,8 +320,14 @@ class Tracker(Repeated):
                 leaf.grad = grad
         self.after_backward()
 
-    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[GraphNode]:
+    def before_backward(
+        self, losses: Sequence[Tensor], start: Sequence[Tensor], create_graph: bool
+    ) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
+
+        Args:
+            losses, start: tensors, and the gradients that the backward starts from there.
+            create_graph: whether the backward is to be differentiated.
 
         Returns:
             The nodes of the graph that report uses.
@@ -355,7 +361,7 @@ class Tracker(Repeated):
             node.register_prehook(begin)
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
-                self.listener.before_backward(losses)
+                self.listener.before_backward(losses, start)
         return coverage.reporting
 
     def after_backward(self) -> None:

@@ -980,3 +980,21 @@ def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
     metrics = monitor.metrics()
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
     assert math.isnan(metrics["cabs"]) and len(monitor.self_influence) == 0
+
+
+@pytest.mark.parametrize("way", ["two losses", "a vector", "a gradient"])
+def test_the_loss_of_a_backward_that_does_not_start_from_one_scalar(model, way):
+    """It is what the backward differentiates: the sum of losses times what they start from."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1)
+    with monitor.step(B):
+        losses = losses_of(model, batch)
+        if way == "two losses":
+            torch.autograd.backward([losses[:2].sum() / B, losses[2:].sum() / B])
+        elif way == "a vector":
+            losses.backward(torch.full_like(losses, 1 / B))
+        else:
+            losses.sum().backward(torch.tensor(1 / B))
+    expected = {"grad_norm": np.linalg.norm(rows.mean(0)), "batch_loss": losses.mean().item()}
+    assert_metrics(monitor.metrics(), expected, rtol=1e-7)
