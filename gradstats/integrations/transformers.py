@@ -171,6 +171,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     def _before_forward(self, model, args, kwargs) -> None:
         if self._step is not None or not (model.training and torch.is_grad_enabled()):
             return
+        try:
+            self._open(args, kwargs)
+        except BaseException:
+            # Not in _after_forward: hooks may not be removed while others of them run.
+            self.close()
+            raise
+
+    def _open(self, args, kwargs) -> None:
+        """Start measuring a micro-batch, given what the model is called with."""
         assert self.monitor is not None
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
@@ -208,6 +217,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if self._step is not None:
             step, self._step = self._step, None
             step.close(last)
+        elif self._measures:
+            assert self.monitor is not None
+            self._measures = False
+            warn(
+                f"optimizer step {self.monitor.steps} was not measured: no forward of the model in "
+                "training mode was seen in one of its micro-batches. Expected a call of the whole "
+                "model, model(**inputs), with gradients: neither model.forward nor a part of the "
+                "model alone, and not after model.eval().",
+            )
 
     def close(self) -> None:
         """Leave the model as it was, whatever was going on."""

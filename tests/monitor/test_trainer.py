@@ -289,6 +289,47 @@ def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
     assert list(logged(trainer, "gns/tr_sigma")) == [1]
 
 
+class Sometimes(transformers.Trainer):
+    """Calls its model in evaluation mode, or not at all, in the second and third step."""
+
+    way = "evaluation mode"
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step not in (1, 2):
+            return super().training_step(model, inputs, num_items_in_batch)
+        if self.way == "no forward":
+            return torch.zeros(())
+        loss = model.eval()(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("way", ["evaluation mode", "no forward"])
+def test_steps_whose_forward_is_not_seen(tmp_path, monkeypatch, way):
+    """Nothing is logged of them, least of all what an earlier step measured."""
+    monkeypatch.setattr(Sometimes, "way", way)
+    message = "optimizer step [12] was not measured: .* call of the whole model"
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        trainer = trainer_for(
+            Classifier(), [GradStatsCallback(every=1)], tmp_path, Images(14), max_steps=4,
+            gradient_accumulation_steps=1, trainer=Sometimes,
+        )  # fmt: skip
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    assert list(ours) == [1, 4]
+    for step, metrics in ours.items():
+        assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"])
+
+
+def test_two_callbacks_on_one_trainer(tmp_path):
+    """The second finds the model tracked, and says so; nothing is left of either."""
+    model = Classifier()
+    state = snapshot(model)
+    with pytest.raises(gs.TrackingError, match="already tracked by another open context"):
+        trainer_for(model, [GradStatsCallback(1), GradStatsCallback(2)], tmp_path, Images(14))
+    assert_unchanged(model, state)
+    assert not _get_current_function_mode_stack()
+
+
 def test_tensorboard_shows_what_was_measured(tmp_path, monkeypatch):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
