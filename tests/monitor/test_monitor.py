@@ -998,3 +998,30 @@ def test_the_loss_of_a_backward_that_does_not_start_from_one_scalar(model, way):
             losses.sum().backward(torch.tensor(1 / B))
     expected = {"grad_norm": np.linalg.norm(rows.mean(0)), "batch_loss": losses.mean().item()}
     assert_metrics(monitor.metrics(), expected, rtol=1e-7)
+
+
+def test_parameters_that_patterns_name_may_be_frozen(model):
+    """Layers without a trained parameter have no metrics; patterns of nothing are still refused."""
+    batch = batch_of()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    monitor = gs.Monitor(model, every=1, layers=["0", "2"], exclude="0.bias")
+    for trained in (False, True, False):
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(trained)
+        model.zero_grad()
+        rows = gradient_rows(model, batch, losses_of)
+        with monitor.step(B):
+            losses_of(model, batch).mean().backward()
+        metrics = monitor.metrics()
+        assert ("grad_norm/0" in metrics) == trained
+        norms = [np.linalg.norm(rows.mean(0)[part]) for part in (slice(35), slice(-24, None))]
+        expected = {"grad_norm/0": norms[0]} if trained else {}
+        assert_metrics(metrics, {**expected, "grad_norm/2": norms[1]})
+    assert np.isnan(monitor.history["grad_norm/0"]).tolist() == [True, False, True]
+    with pytest.raises(gs.CoverageError, match="'1' matches the beginning of no"):
+        gs.Monitor(model, layers=["0", "1"])
+    with pytest.raises(gs.CoverageError, match="'2' matches the beginning of no"):
+        gs.Monitor(model.requires_grad_(), layers=["0", "2"], exclude="2.*")
+    with pytest.raises(gs.CoverageError, match=r"'1\.\*' matches no parameter"):
+        gs.Monitor(model, exclude="1.*")
