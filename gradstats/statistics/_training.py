@@ -129,14 +129,19 @@ def orthogonality_test(step: StepGradients) -> float:
     return _root(_ratio(above, below))
 
 
+def lengths_along_mean(step: StepGradients) -> np.ndarray:
+    """Return (N,) p_i / Ḡ_k, the length of g_i along ḡ_k; NaN where Ḡ_k is zero."""
+    lengths = []
+    for _, alignment, weight in _batches(step):
+        square = float(weight @ alignment)
+        lengths.append(alignment / (math.sqrt(square) if 0 < square < math.inf else NAN))
+    return np.concatenate(lengths)
+
+
 def cosines_to_mean(step: StepGradients) -> np.ndarray:
     """Return (N,) cos(g_i, ḡ_k) = p_i / (√n_i · Ḡ_k); NaN for gradients of zero."""
-    cosines = []
-    for sqnorm, alignment, weight in _batches(step):
-        square = float(weight @ alignment)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            cosines.append(alignment / np.sqrt(sqnorm * (square if 0 < square < math.inf else NAN)))
-    return np.concatenate(cosines)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return lengths_along_mean(step) / np.sqrt(step.sqnorm)
 
 
 def fraction_against(step: StepGradients) -> float:

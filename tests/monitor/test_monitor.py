@@ -1025,3 +1025,26 @@ def test_parameters_that_patterns_name_may_be_frozen(model):
         gs.Monitor(model.requires_grad_(), layers=["0", "2"], exclude="2.*")
     with pytest.raises(gs.CoverageError, match=r"'1\.\*' matches no parameter"):
         gs.Monitor(model, exclude="1.*")
+
+
+@pytest.mark.parametrize("factors", [(1, 9), (9, 1), (0, 1)])
+def test_examples_in_the_order_of_the_alignments_that_they_show(factors):
+    """Which are lengths along the mean of their own micro-batch."""
+    model = nn.Linear(5, 3, bias=False).double()
+    monitor = gs.Monitor(model, every=1)
+    lengths = []
+    for index, factor in enumerate(factors):
+        inputs, labels = batch_of(4)
+        part = inputs * factor, labels
+        rows = gradient_rows(model, part, losses_of)
+        if factor:
+            lengths += (rows @ rows.mean(0) / np.linalg.norm(rows.mean(0))).tolist()
+        with monitor.step(4, accumulation=(index, 2)):
+            (losses_of(model, part).mean() / 2).backward()
+    found = [record.alignment for record in monitor.examples(8, by="alignment")]
+    # Where a mean is zero nothing lies along it.
+    negative = sum(length < 0 for length in lengths)
+    where = slice(len(found) - negative - 4 * factors.count(0), len(found) - negative)
+    assert all(map(math.isnan, found[where]))
+    del found[where]
+    assert found == pytest.approx(sorted(lengths)[::-1])
