@@ -50,7 +50,7 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 class BackwardListener(Protocol):
     """What wants to know when the backward of a context starts and when it has ended."""
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor]) -> None: ...
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
 
     def after_backward(self) -> None: ...
 
@@ -321,12 +321,14 @@ class Tracker(Repeated):
         self.after_backward()
 
     def before_backward(
-        self, losses: Sequence[Tensor], start: Sequence[Tensor], create_graph: bool
+        self, losses: Sequence[Tensor], start: Sequence[Tensor | None], create_graph: bool
     ) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
 
         Args:
-            losses, start: tensors, and the gradients that the backward starts from there.
+            losses: tensors.
+            start: the gradient that the backward starts from at each; None where a tensor has no
+                graph, which PyTorch will refuse.
             create_graph: whether the backward is to be differentiated.
 
         Returns:

@@ -93,12 +93,13 @@ class Collector:
         tracker.open()
         return tracker
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor]) -> None:
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
         """Note what the backward starts from: the optimizer may step before the context closes."""
         device = losses[0].device
         self._scalar = torch.zeros((), dtype=torch.float64, device=device)
         for loss, gradient in zip(losses, start, strict=True):
-            self._scalar += (loss.detach().double() * gradient).sum().to(device)
+            if gradient is not None:
+                self._scalar += (loss.detach().double() * gradient).sum().to(device)
         self._scale = loss_scale(self.scaler, device)
         if self.optimizer is not None:
             self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)

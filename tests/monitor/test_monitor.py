@@ -1048,3 +1048,12 @@ def test_examples_in_the_order_of_the_alignments_that_they_show(factors):
     assert all(map(math.isnan, found[where]))
     del found[where]
     assert found == pytest.approx(sorted(lengths)[::-1])
+
+
+def test_a_forward_under_no_grad(model):
+    """PyTorch says that there is nothing to differentiate, as it does without the monitor."""
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(RuntimeError, match="does not require grad"), monitor.step(B):
+        with torch.no_grad():
+            loss = losses_of(model, batch_of()).mean()
+        loss.backward()
