@@ -90,6 +90,8 @@ class Collector:
             self.layers = Layers(self.names, options.layers)
             if self.reads_gradients:
                 self._warn_of_hooks()
+            if self.optimizer is not None:
+                self._warn_of_optimizer()
         tracker.open()
         return tracker
 
@@ -207,6 +209,16 @@ class Collector:
                 "Hooks that only look do no harm. Otherwise remove them while measuring; or "
                 "measure with alignment=True, one micro-batch on one process, where the gradient "
                 "is taken before hooks.",
+            )
+
+    def _warn_of_optimizer(self) -> None:
+        """Say where none of its learning rates weighs anything."""
+        moved = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        if moved.isdisjoint(map(id, self._parameters)):
+            warn(
+                "the optimizer that gradstats.Monitor was given holds none of the measured "
+                "parameters, so that their self-influence is zero. Expected the optimizer of this "
+                "model, made of the parameters that it has now.",
             )
 
     def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:

@@ -1057,3 +1057,14 @@ def test_a_forward_under_no_grad(model):
         with torch.no_grad():
             loss = losses_of(model, batch_of()).mean()
         loss.backward()
+
+
+def test_the_optimizer_of_another_model(model):
+    """Its learning rates weigh nothing here: the self-influence of zero has a reason to be told."""
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer)
+    with pytest.warns(gs.GradStatsWarning, match="holds none of the measured parameters") as heard:
+        with monitor.step(B, ids=range(B)):
+            losses_of(model, batch_of()).mean().backward()
+    assert heard[0].filename == __file__
+    assert set(monitor.self_influence.values) == {0}
