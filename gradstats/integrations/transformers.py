@@ -45,7 +45,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
     each micro-batch it is the example's own loss. Examples are the rows of the batch, and those
     that ``DataCollatorWithFlattening`` packs into one row where the model is given
-    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each.
+    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each and no ``attention_mask``.
 
     Args:
         every: measure one optimizer step in so many.
@@ -250,7 +250,9 @@ def _bounds_in(inputs: dict[str, Any]) -> Tensor | None:
     if isinstance(bounds, Tensor):
         return bounds
     positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
+    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
+    masked = inputs.get("attention_mask") is not None
+    if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     starts = (positions[0] == 0).nonzero()[:, 0]
     if len(starts) < 2 or starts[0] != 0:

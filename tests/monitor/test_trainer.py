@@ -22,6 +22,7 @@ pytest.importorskip("accelerate")
 
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
+    IGNORED,
     Lines,
     Recorder,
     assert_close,
@@ -113,6 +114,27 @@ def test_lines_packed_into_one_row(tmp_path, named):
     metrics = logged(trainer, "gns/tr_sigma")[1]
     assert_close(metrics, metrics_of(rows), NAMES, RTOL)
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)), rel=RTOL)
+
+
+def test_one_padded_line_is_one_example(tmp_path):
+    """Its positions begin anew in the padding, which the attention mask leaves out."""
+
+    def collate(rows):
+        batch = transformers.default_data_collator(rows)
+        mask = (batch["labels"] != IGNORED).long()
+        positions = (mask.cumsum(1) - 1) * mask
+        return {**batch, "attention_mask": mask, "position_ids": positions}
+
+    lines = Lines(16)
+    padded = [line for line in map(lines.__getitem__, range(16)) if line["labels"][-1] == IGNORED]
+    callback = GradStatsCallback(every=1, ids="line")
+    trainer = trainer_for(
+        language_model(), [callback], tmp_path, padded, collator=collate, max_steps=1,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    assert len(callback.monitor.histograms()["example_grad_norm"]) == 2
+    ours, own = logged(trainer, "gns/tr_sigma")[1], logged(trainer, "loss")[1]
+    assert ours["grad_norm"] == pytest.approx(own["grad_norm"], rel=RTOL)
 
 
 class Classifier(nn.Module):
