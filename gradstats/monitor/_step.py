@@ -16,7 +16,7 @@ from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import GRAM_STATISTICS, Options, Pending, listed
+from gradstats.monitor._measured import Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale

@@ -922,7 +922,8 @@ def test_stiffness_of_unequal_micro_batches(model, sizes):
     batch = batch_of(sum(sizes))
     monitor = gs.Monitor(model, every=1, gram=True)
     products, cosines = [], []
-    for index, part in enumerate(map(tuple, zip(*(each.split(sizes) for each in batch), strict=True))):
+    inputs, labels = (each.split(sizes) for each in batch)
+    for index, part in enumerate(zip(inputs, labels, strict=True)):
         rows = gradient_rows(model, part, losses_of)
         gram, norm = rows @ rows.T, np.linalg.norm(rows, axis=1)
         apart = ~np.eye(len(rows), dtype=bool)
