@@ -1069,3 +1069,16 @@ def test_the_optimizer_of_another_model(model):
             losses_of(model, batch_of()).mean().backward()
     assert heard[0].filename == __file__
     assert set(monitor.self_influence.values) == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_orthogonal_gradients_are_not_against_each_other(dtype):
+    """As those of factors of users and items are, where no two examples share one."""
+    users, items = (nn.Embedding(99, 7, dtype=dtype) for _ in range(2))
+    monitor = gs.Monitor(nn.ModuleList([users, items]), every=1, gram=True)
+    one, other = torch.randperm(99)[:32], torch.randperm(99)[:32]
+    with monitor.step(32):
+        loss = ((users(one) * items(other)).sum(1).float() - 1).square().mean()
+        loss.backward()
+    metrics = monitor.metrics()
+    assert metrics["confusion/fraction_negative"] == metrics["align/fraction_negative"] == 0
