@@ -37,10 +37,10 @@ def backward(
 ) -> None:
     """Run ``torch.autograd.backward`` of losses, as the backward of the context."""
     tensors = _as_tuple(tensors)
-    reporting = mode.tracker.before_backward(tensors, create_graph)
     given = grad_tensors if grad_tensors is not None else grad_variables
     start = _as_tuple(given) if given is not None else (None,) * len(tensors)
     start = torch.autograd._make_grads(tensors, start, is_grads_batched=False)
+    reporting = mode.tracker.before_backward(tensors, start, create_graph)
     chosen: tuple = ()
     if inputs is not None:
         chosen = (*_as_tuple(inputs), *mode.tracker.targets(reporting))

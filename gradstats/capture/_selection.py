@@ -46,19 +46,21 @@ class Anatomy:
     tied: bool
     compiled: bool
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return every parameter, frozen ones too, by its name in the unwrapped model."""
+        return {clean_name(name, self.prefix): each for name, each in self.parameters.items()}
+
     def select(
         self, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
     ) -> dict[str, nn.Parameter]:
         """Return the parameters to track by name, in the model's order.
 
         Args:
-            parameters, exclude: fnmatch patterns over names of parameters that require grad.
+            parameters: fnmatch patterns over names of parameters that require grad.
+            exclude: fnmatch patterns over names, those of frozen parameters too.
         """
-        trainable = {
-            clean_name(name, self.prefix): parameter
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad
-        }
+        named = self.named()
+        trainable = {name: each for name, each in named.items() if each.requires_grad}
         if not trainable:
             raise CoverageError(
                 "the model has no parameter that requires grad, so there is no gradient to "
@@ -68,12 +70,16 @@ class Anatomy:
             return trainable
         include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
         leave_out = patterns_of("exclude", exclude)
-        for pattern in (*include, *leave_out):
-            if not any(fnmatchcase(name, pattern) for name in trainable):
-                raise CoverageError(
-                    f"the pattern {pattern!r} matches no parameter that requires grad. Expected a "
-                    f"pattern of one of {list(trainable)[:8]}{' …' if len(trainable) > 8 else ''}."
-                )
+        for patterns, own, which in (
+            (include, trainable, "parameter that requires grad"),
+            (leave_out, named, "parameter"),
+        ):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in own):
+                    raise CoverageError(
+                        f"the pattern {pattern!r} matches no {which}. Expected a pattern of one "
+                        f"of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
+                    )
         selected = {
             name: parameter
             for name, parameter in trainable.items()

@@ -50,7 +50,7 @@ DEFAULT_WORKSPACE = 256 * 1024 * 1024
 class BackwardListener(Protocol):
     """What wants to know when the backward of a context starts and when it has ended."""
 
-    def before_backward(self, losses: Sequence[Tensor]) -> None: ...
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
 
     def after_backward(self) -> None: ...
 
@@ -295,8 +295,8 @@ class Tracker(Repeated):
     def backward_without_gradients(self, total: Tensor) -> None:
         """Run a backward that computes the reports and nothing else: no weight gradient."""
         with torch._C.DisableTorchFunction():
-            reporting = self.before_backward([total], create_graph=False)
             one = torch.ones_like(total)
+            reporting = self.before_backward([total], [one], create_graph=False)
         if not self.inside:
             targets = self.targets(reporting)
             if targets:  # with none to reach, the engine would reach every leaf
@@ -312,8 +312,16 @@ class Tracker(Repeated):
             run_backward((total,), (one,), in_threads=self.spans_devices)
         self.after_backward()
 
-    def before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> list[GraphNode]:
+    def before_backward(
+        self, losses: Sequence[Tensor], start: Sequence[Tensor | None], create_graph: bool
+    ) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
+
+        Args:
+            losses: tensors.
+            start: the gradient that the backward starts from at each; None where a tensor has no
+                graph, which PyTorch will refuse.
+            create_graph: whether the backward is to be differentiated.
 
         Returns:
             The nodes of the graph that report uses.
@@ -346,7 +354,7 @@ class Tracker(Repeated):
             node.register_prehook(begin)
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
-                self.listener.before_backward(losses)
+                self.listener.before_backward(losses, start)
         return reporting
 
     def after_backward(self) -> None:

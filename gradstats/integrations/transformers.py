@@ -45,7 +45,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
     each micro-batch it is the example's own loss. Examples are the rows of the batch, and those
     that ``DataCollatorWithFlattening`` packs into one row where the model is given
-    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each.
+    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each and no ``attention_mask``.
 
     Args:
         every: measure one optimizer step in so many.
@@ -171,6 +171,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     def _before_forward(self, model, args, kwargs) -> None:
         if self._step is not None or not (model.training and torch.is_grad_enabled()):
             return
+        try:
+            self._open(args, kwargs)
+        except BaseException:
+            # Not in _after_forward: hooks may not be removed while others of them run.
+            self.close()
+            raise
+
+    def _open(self, args, kwargs) -> None:
+        """Start measuring a micro-batch, given what the model is called with."""
         assert self.monitor is not None
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
         if not isinstance(inputs, Tensor):
@@ -208,6 +217,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if self._step is not None:
             step, self._step = self._step, None
             step.close(last)
+        elif self._measures:
+            assert self.monitor is not None
+            self._measures = False
+            warn(
+                f"optimizer step {self.monitor.steps} was not measured: no forward of the model in "
+                "training mode was seen in one of its micro-batches. Expected a call of the whole "
+                "model, model(**inputs), with gradients: neither model.forward nor a part of the "
+                "model alone, and not after model.eval().",
+            )
 
     def close(self) -> None:
         """Leave the model as it was, whatever was going on."""
@@ -232,7 +250,9 @@ def _bounds_in(inputs: dict[str, Any]) -> Tensor | None:
     if isinstance(bounds, Tensor):
         return bounds
     positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
+    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
+    masked = inputs.get("attention_mask") is not None
+    if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     starts = (positions[0] == 0).nonzero()[:, 0]
     if len(starts) < 2 or starts[0] != 0:

@@ -15,7 +15,7 @@ class Layers:
     A pattern is matched path component by path component with the beginning of a parameter's name:
     ``"blocks.*"`` makes one layer of all that lies in ``blocks.0``, another of ``blocks.1``;
     ``"*"`` makes one of each top-level module. The first pattern that matches decides; parameters
-    that none matches belong to no layer.
+    that none matches belong to no layer. A pattern may match none of them: others may be frozen.
 
     Attributes:
         names: the layers, in the model's order.
@@ -25,15 +25,18 @@ class Layers:
     def __init__(self, parameters: Sequence[str], patterns: Sequence[str] | str | None):
         wanted = () if patterns is None else patterns_of("layers", patterns)
         paths = [_layer(name, wanted) for name in parameters]
-        for pattern in wanted:
-            if not any(_layer(name, [pattern]) for name in parameters):
-                raise CoverageError(
-                    f"the layer pattern {pattern!r} matches the beginning of no measured "
-                    f"parameter's name. Expected a pattern for module paths such as those of "
-                    f"{list(parameters)[:6]}."
-                )
         self.names = list(dict.fromkeys(path for path in paths if path is not None))
         self.index = [None if path is None else self.names.index(path) for path in paths]
+
+
+def check_layers(parameters: Sequence[str], patterns: Sequence[str] | str | None) -> None:
+    """Raise unless each pattern makes a layer of some parameters, if all of them are trained."""
+    for pattern in () if patterns is None else patterns_of("layers", patterns):
+        if not any(_layer(name, [pattern]) for name in parameters):
+            raise CoverageError(
+                f"the layer pattern {pattern!r} matches the beginning of no parameter's name. "
+                f"Expected a pattern for module paths such as those of {list(parameters)[:6]}."
+            )
 
 
 def _layer(name: str, patterns: Sequence[str]) -> str | None:

@@ -29,7 +29,10 @@ from gradstats.statistics._training import StepGradients
 # Entries of the header, and of what stands before the examples of a micro-batch.
 H_BATCHES, H_MEASURED, H_SCALE, H_STALE, H_TWICE = range(5)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
-GRAM_STATISTICS, LEAST = 4, 2
+# Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
+# gradient is zero, how many these are, the least product, and how many products are negative.
+GRAM_COSINES, GRAM_SIGNS, GRAM_KNOWN, GRAM_LEAST, GRAM_NEGATIVE = range(5)
+GRAM_STATISTICS = GRAM_NEGATIVE + 1
 
 # How the scalar of a micro-batch is formed; ``Monitor`` has the formulas.
 REDUCTIONS = ("mean", "sum", "step_mean")
@@ -64,7 +67,7 @@ class Measured:
             were asked for; and what these are called.
         influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
         learning_rate: that of all groups of the optimizer, NaN if they differ or there are none.
-        gram: stiffness and confusion, averaged over micro-batches, or None.
+        gram: stiffness and confusion, over pairs that share a micro-batch, or None.
     """
 
     step: StepGradients
@@ -268,12 +271,14 @@ class Pending:
             names=names or self._names,
             influence=influence,
             learning_rate=learning_rate,
-            gram=_averaged(batches, number, unit / weight / scale) if self._options.gram else None,
+            gram=_over_pairs(batches, number, unit / weight / scale)
+            if self._options.gram
+            else None,
         )
 
 
-def _averaged(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Return stiffness and confusion over micro-batches: means, and the least product of all.
+def _over_pairs(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Return stiffness and confusion over the pairs that share a micro-batch; NaN without any.
 
     Args:
         batches: of all processes, in order.
@@ -282,10 +287,18 @@ def _averaged(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray) 
             micro-batch. Only the least product has a unit.
     """
     statistics = np.stack([batch.gram for batch in batches])
+    whole = statistics.sum(0)
     first = np.searchsorted(number, np.arange(len(batches)))
-    averaged: np.ndarray = statistics.mean(0)
-    averaged[LEAST] = (statistics[:, LEAST] * factor[first] ** 2).min()
-    return averaged
+    least = (statistics[:, GRAM_LEAST] * factor[first] ** 2).min()
+    size = np.bincount(number)
+    pairs = size @ (size - 1)
+    with np.errstate(invalid="ignore"):
+        return np.array([
+            whole[GRAM_COSINES] / whole[GRAM_KNOWN],
+            whole[GRAM_SIGNS] / whole[GRAM_KNOWN],
+            least if pairs else math.nan,
+            whole[GRAM_NEGATIVE] / pairs,
+        ])  # fmt: skip
 
 
 class _Reader:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._selection import select_parameters
+from gradstats.capture._selection import anatomy_of
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import check_monitor, checked_accumulation
 from gradstats.monitor._context import MonitorStep
-from gradstats.monitor._layers import Layers
+from gradstats.monitor._layers import check_layers
 from gradstats.monitor._measured import Options, Pending
 from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
@@ -109,7 +109,8 @@ class Monitor:
             optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
             examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
             step: ℓ_i is N / #tokens times the sum of its token losses).
-        optimizer: the optimizer; its learning rates weigh ``self_influence``.
+        optimizer: the optimizer; its learning rates weigh ``self_influence``. Where one of them is
+            None, as Adafactor has it, the step does not count there, and ``cabs`` is NaN.
         scaler: the torch.amp.GradScaler; its scale is divided out.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
@@ -174,7 +175,11 @@ class Monitor:
             loss_reduction, alignment, gram, layers, fused, parameters, exclude, workspace
         )
         # Patterns that match nothing are refused here, not at the first measured step.
-        Layers(list(select_parameters(model, parameters, exclude)), layers)
+        anatomy = anatomy_of(model)
+        selected = anatomy.select(parameters, exclude)
+        named = anatomy.named().items()
+        # Frozen parameters may be trained later.
+        check_layers([n for n, each in named if n in selected or not each.requires_grad], layers)
         self.process_group = process_group
         self.steps = 0
         self._choices = decay, spike, top, clip

@@ -15,7 +15,7 @@ from gradstats.monitor._arguments import is_count
 from gradstats.monitor._measured import Measured
 from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
-from gradstats.statistics._training import RunningRatio, cosines_to_mean
+from gradstats.statistics._training import RunningRatio, cosines_to_mean, lengths_along_mean
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
 WATCHED = ("grad_norm", "example_grad_norm/max")
@@ -98,13 +98,15 @@ class Run:
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
         if self.measured is None:
             return []
-        key = self.measured.step.sqnorm
+        step = self.measured.step
+        known, key = step.sqnorm, step.sqnorm
         if by == "alignment":
-            if self.measured.step.alignment is None:
+            if step.alignment is None:
                 raise TrackingError("alignments were not measured: pass alignment=True.")
-            key = self.measured.step.alignment
+            # Nothing lies along a mean of zero.
+            known, key = step.alignment, np.nan_to_num(lengths_along_mean(step))
         # Not finite counts as largest: such an example is what one is looking for.
-        order = np.argsort(-np.where(np.isfinite(key), key, np.inf), kind="stable")
+        order = np.argsort(-np.where(np.isfinite(known), key, np.inf), kind="stable")
         return [self._record(position) for position in order[:k]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,10 +165,7 @@ class Run:
         step = measured.step
         alignment = math.nan
         if step.alignment is not None:
-            along = step.batch == step.batch[position]
-            square = np.average(step.alignment[along], weights=step.weight[along])
-            if 0 < square < math.inf:
-                alignment = float(step.alignment[position] / math.sqrt(square))
+            alignment = float(lengths_along_mean(step)[position])
         layer, share = measured.largest_part(position)
         return ExampleRecord(
             id=None if measured.ids is None else int(measured.ids[position]),

@@ -14,8 +14,9 @@ from gradstats._factors import Segments
 from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
+from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import GRAM_STATISTICS, Options, Pending, listed
+from gradstats.monitor._measured import Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
@@ -80,19 +81,28 @@ class Collector:
             exclude=options.exclude,
         )
         tracker.listener = self
-        if self.layers is None:
-            self.names = [root.name for root in tracker.roots]
+        names = [root.name for root in tracker.roots]
+        if self.layers is not None:
+            self._check_same(names)
+        else:
+            self.names = names
             self._parameters = [root.parameter for root in tracker.roots]
             self.layers = Layers(self.names, options.layers)
             if self.reads_gradients:
                 self._warn_of_hooks()
+            if self.optimizer is not None:
+                self._warn_of_optimizer()
         tracker.open()
         return tracker
 
-    def before_backward(self, losses: Sequence[Tensor]) -> None:
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
         """Note what the backward starts from: the optimizer may step before the context closes."""
-        self._scalar = losses[0].detach().sum(dtype=torch.float64)
-        self._scale = loss_scale(self.scaler, losses[0].device)
+        device = losses[0].device
+        self._scalar = torch.zeros((), dtype=torch.float64, device=device)
+        for loss, gradient in zip(losses, start, strict=True):
+            if gradient is not None:
+                self._scalar += (loss.detach().double() * gradient).sum().to(device)
+        self._scale = loss_scale(self.scaler, device)
         if self.optimizer is not None:
             self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
         if not self._started:
@@ -173,6 +183,16 @@ class Collector:
         lost = [name for name in self.names if name in self._used & self._without]
         return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
 
+    def _check_same(self, names: list[str]) -> None:
+        """Raise unless a micro-batch measures the parameters that those before it measured."""
+        changed = sorted(set(names) ^ set(self.names))
+        if changed:
+            raise TrackingError(
+                f"{listed(changed)} began or ceased to require grad between the micro-batches of "
+                "one optimizer step. Expected the same parameters in all of them: freeze and "
+                "unfreeze between steps."
+            )
+
     def _warn_of_hooks(self) -> None:
         """Say which gradients may be changed before they are read."""
         named = zip(self.names, self._parameters, strict=True)
@@ -191,6 +211,16 @@ class Collector:
                 "is taken before hooks.",
             )
 
+    def _warn_of_optimizer(self) -> None:
+        """Say where none of its learning rates weighs anything."""
+        moved = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        if moved.isdisjoint(map(id, self._parameters)):
+            warn(
+                "the optimizer that gradstats.Monitor was given holds none of the measured "
+                "parameters, so that their self-influence is zero. Expected the optimizer of this "
+                "model, made of the parameters that it has now.",
+            )
+
     def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:
         """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move.
 
@@ -199,7 +229,9 @@ class Collector:
         """
         members = [set(map(id, group["params"])) for group in groups]
         moves = np.array([[id(p) in group for p in self._parameters] for group in members])
-        rates = [group["lr"] for group in groups]
+        # Adafactor has None where it makes its own.
+        known = (group.get("lr") for group in groups)
+        rates = [math.nan if rate is None else rate for rate in known]
         if not any(isinstance(rate, Tensor) for rate in rates):
             return torch.tensor(rates, dtype=torch.float64), moves
         device = next(rate.device for rate in rates if isinstance(rate, Tensor))
@@ -213,10 +245,7 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 
 
 def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
-    """Return (4,): over pairs i ≠ j the mean cosine, mean sign, least product, share below zero.
-
-    Cosine and sign are averaged over pairs of which neither gradient is zero. All are NaN where a
-    product is not finite.
+    """Return what ``_measured`` keeps of the pairs; all NaN where a product is not finite.
 
     Args:
         gram: (B, B) products of weighted gradients.
@@ -224,20 +253,17 @@ def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
     """
     weight = torch.as_tensor(weight, dtype=torch.float64, device=gram.device).expand(len(gram))
     gram = gram.double() / (weight[:, None] * weight)
-    size = len(gram)
-    if size < 2:
-        return gram.new_full((GRAM_STATISTICS,), torch.nan)
-    apart = ~torch.eye(size, dtype=torch.bool, device=gram.device)
+    apart = ~torch.eye(len(gram), dtype=torch.bool, device=gram.device)
     norm = gram.diagonal().sqrt()
     lengths = norm[:, None] * norm
     known = apart & (lengths > 0)
-    count = known.sum()
     statistics = torch.stack(
         [
-            (gram / lengths).where(known, 0).sum() / count,
-            gram.sign().where(known, 0).sum() / count,
+            (gram / lengths).where(known, 0).sum(),
+            gram.sign().where(known, 0).sum(),
+            known.sum(dtype=torch.float64),
             gram.where(apart, torch.inf).min(),
-            (apart & (gram < 0)).sum(dtype=torch.float64) / (size * (size - 1)),
+            (apart & (gram < 0)).sum(dtype=torch.float64),
         ]
     )
     return statistics.where(gram.isfinite().all(), torch.nan)

@@ -18,6 +18,9 @@ import numpy as np
 
 NAN = math.nan
 
+# Relative to a squared norm, more than the sums in float32 behind it may be off by.
+ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class StepGradients:
@@ -129,23 +132,31 @@ def orthogonality_test(step: StepGradients) -> float:
     return _root(_ratio(above, below))
 
 
+def lengths_along_mean(step: StepGradients) -> np.ndarray:
+    """Return (N,) p_i / Ḡ_k, the length of g_i along ḡ_k; NaN where Ḡ_k is zero."""
+    lengths = []
+    for _, alignment, weight in _batches(step):
+        square = float(weight @ alignment)
+        lengths.append(alignment / (math.sqrt(square) if 0 < square < math.inf else NAN))
+    return np.concatenate(lengths)
+
+
 def cosines_to_mean(step: StepGradients) -> np.ndarray:
     """Return (N,) cos(g_i, ḡ_k) = p_i / (√n_i · Ḡ_k); NaN for gradients of zero."""
-    cosines = []
-    for sqnorm, alignment, weight in _batches(step):
-        square = float(weight @ alignment)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            cosines.append(alignment / np.sqrt(sqnorm * (square if 0 < square < math.inf else NAN)))
-    return np.concatenate(cosines)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return lengths_along_mean(step) / np.sqrt(step.sqnorm)
 
 
 def fraction_against(step: StepGradients) -> float:
     """Return the share of examples with ⟨g_i, mean of the others⟩ < 0, within micro-batches.
 
     (p_i − w_i n_i) / (1 − w_i), for a plain mean (B p_i − n_i) / (B − 1): without the example's
-    product with itself, which is positive whatever the others do. NaN where a product is.
+    product with itself, which is positive whatever the others do. What rounding of p_i and n_i may
+    have left of zero does not count. NaN where a product is not finite.
     """
-    beyond = [alignment - weight * sqnorm for sqnorm, alignment, weight in _batches(step)]
+    beyond = [
+        alignment - (1 - ROUNDING) * weight * sqnorm for sqnorm, alignment, weight in _batches(step)
+    ]
     kept = [rows for rows in beyond if len(rows) > 1]
     if not kept or not all(np.isfinite(rows).all() for rows in kept):
         return NAN

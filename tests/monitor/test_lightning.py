@@ -267,6 +267,24 @@ def test_a_module_that_skips_the_rest_of_an_epoch():
             assert metrics[name] == pytest.approx(truth[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+def test_a_module_without_an_optimizer():
+    """Lightning puts an optimizer in its place that has no parameters; the module steps itself."""
+
+    class Own(module_of(lightning)):
+        def configure_optimizers(self):
+            return None
+
+        def on_train_batch_end(self, outputs, batch, index):
+            self.zero_grad()
+
+    callback = callback_module.GradStatsCallback(every=1, ids=2)
+    trainer, module = fit(callback, module=Own(), epochs=1, accumulate_grad_batches=1)
+    assert list(trainer.loggers[0].logged) == [0, 1, 2, 3, 4]
+    assert callback.monitor.metrics()["grad_norm"] > 0 and len(callback.monitor.self_influence) == 0
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
 def test_bfloat16():
     recorder, callback = Recorder(), callback_module.GradStatsCallback(every=2)
     trainer, _ = fit(

@@ -914,3 +914,171 @@ def test_stiffness_is_that_of_pairs_that_have_gradients(model):
         some(model, batch).mean().backward()
     metrics = monitor.metrics()
     assert math.isnan(metrics["stiffness/cos"]) and math.isnan(metrics["stiffness/sign"])
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (5, 1), (1, 1)])
+def test_stiffness_of_unequal_micro_batches(model, sizes):
+    """Over all pairs that share a micro-batch; one example by itself has none."""
+    batch = batch_of(sum(sizes))
+    monitor = gs.Monitor(model, every=1, gram=True)
+    products, cosines = [], []
+    inputs, labels = (each.split(sizes) for each in batch)
+    for index, part in enumerate(zip(inputs, labels, strict=True)):
+        rows = gradient_rows(model, part, losses_of)
+        gram, norm = rows @ rows.T, np.linalg.norm(rows, axis=1)
+        apart = ~np.eye(len(rows), dtype=bool)
+        products += gram[apart].tolist()
+        cosines += (gram / np.outer(norm, norm))[apart].tolist()
+        with monitor.step(len(rows), accumulation=(index, 2)):
+            (losses_of(model, part).mean() / 2).backward()
+    metrics = monitor.metrics()
+    expected = dict.fromkeys(
+        ("stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative"),
+        math.nan,
+    )
+    if products:
+        values = np.mean(cosines), np.sign(products).mean(), min(products)
+        expected = dict(zip(expected, (*values, np.less(products, 0).mean()), strict=True))
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_frozen_or_unfrozen_within_a_step(model, trained, alignment):
+    """The micro-batches of one step measure the same parameters; between steps they may change."""
+    batch = batch_of()
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    weight = model[0].weight.requires_grad_(not trained)
+    with monitor.step(B, accumulation=(0, 2)):
+        (losses_of(model, batch).mean() / 2).backward()
+    weight.requires_grad_(trained)
+    state = snapshot(model)
+    message = r"'0\.weight' .* between the micro-batches of one optimizer step"
+    with pytest.raises(gs.TrackingError, match=message):
+        with monitor.step(B, accumulation=(1, 2)):
+            raise AssertionError("not reached")
+    model.zero_grad()
+    assert_unchanged(model, state)
+    rows = gradient_rows(model, batch, losses_of)
+    with monitor.step(B):
+        losses_of(model, batch).mean().backward()
+    assert_metrics(monitor.metrics(), {"grad_norm": metrics_of(rows)["grad_norm"]})
+
+
+@pytest.mark.parametrize("tensor_rates", [False, True])
+def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
+    """As Adafactor has none where it makes its own: what it would weigh is not known."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    rate = torch.tensor(0.1) if tensor_rates else 0.1
+    optimizer = torch.optim.SGD([
+        {"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 1.0}
+    ])  # fmt: skip
+    optimizer.param_groups[1]["lr"] = None
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer)
+    with monitor.step(B, ids=range(B)):
+        losses_of(model, batch).mean().backward()
+    metrics = monitor.metrics()
+    assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+    assert math.isnan(metrics["cabs"]) and len(monitor.self_influence) == 0
+
+
+@pytest.mark.parametrize("way", ["two losses", "a vector", "a gradient"])
+def test_the_loss_of_a_backward_that_does_not_start_from_one_scalar(model, way):
+    """It is what the backward differentiates: the sum of losses times what they start from."""
+    batch = batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    monitor = gs.Monitor(model, every=1)
+    with monitor.step(B):
+        losses = losses_of(model, batch)
+        if way == "two losses":
+            torch.autograd.backward([losses[:2].sum() / B, losses[2:].sum() / B])
+        elif way == "a vector":
+            losses.backward(torch.full_like(losses, 1 / B))
+        else:
+            losses.sum().backward(torch.tensor(1 / B))
+    expected = {"grad_norm": np.linalg.norm(rows.mean(0)), "batch_loss": losses.mean().item()}
+    assert_metrics(monitor.metrics(), expected, rtol=1e-7)
+
+
+def test_parameters_that_patterns_name_may_be_frozen(model):
+    """Layers without a trained parameter have no metrics; patterns of nothing are still refused."""
+    batch = batch_of()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    monitor = gs.Monitor(model, every=1, layers=["0", "2"], exclude="0.bias")
+    for trained in (False, True, False):
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(trained)
+        model.zero_grad()
+        rows = gradient_rows(model, batch, losses_of)
+        with monitor.step(B):
+            losses_of(model, batch).mean().backward()
+        metrics = monitor.metrics()
+        assert ("grad_norm/0" in metrics) == trained
+        norms = [np.linalg.norm(rows.mean(0)[part]) for part in (slice(35), slice(-24, None))]
+        expected = {"grad_norm/0": norms[0]} if trained else {}
+        assert_metrics(metrics, {**expected, "grad_norm/2": norms[1]})
+    assert np.isnan(monitor.history["grad_norm/0"]).tolist() == [True, False, True]
+    with pytest.raises(gs.CoverageError, match="'1' matches the beginning of no"):
+        gs.Monitor(model, layers=["0", "1"])
+    with pytest.raises(gs.CoverageError, match="'2' matches the beginning of no"):
+        gs.Monitor(model.requires_grad_(), layers=["0", "2"], exclude="2.*")
+    with pytest.raises(gs.CoverageError, match=r"'1\.\*' matches no parameter"):
+        gs.Monitor(model, exclude="1.*")
+
+
+@pytest.mark.parametrize("factors", [(1, 9), (9, 1), (0, 1)])
+def test_examples_in_the_order_of_the_alignments_that_they_show(factors):
+    """Which are lengths along the mean of their own micro-batch."""
+    model = nn.Linear(5, 3, bias=False).double()
+    monitor = gs.Monitor(model, every=1)
+    lengths = []
+    for index, factor in enumerate(factors):
+        inputs, labels = batch_of(4)
+        part = inputs * factor, labels
+        rows = gradient_rows(model, part, losses_of)
+        if factor:
+            lengths += (rows @ rows.mean(0) / np.linalg.norm(rows.mean(0))).tolist()
+        with monitor.step(4, accumulation=(index, 2)):
+            (losses_of(model, part).mean() / 2).backward()
+    found = [record.alignment for record in monitor.examples(8, by="alignment")]
+    # Where a mean is zero nothing lies along it.
+    negative = sum(length < 0 for length in lengths)
+    where = slice(len(found) - negative - 4 * factors.count(0), len(found) - negative)
+    assert all(map(math.isnan, found[where]))
+    del found[where]
+    assert found == pytest.approx(sorted(lengths)[::-1])
+
+
+def test_a_forward_under_no_grad(model):
+    """PyTorch says that there is nothing to differentiate, as it does without the monitor."""
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(RuntimeError, match="does not require grad"), monitor.step(B):
+        with torch.no_grad():
+            loss = losses_of(model, batch_of()).mean()
+        loss.backward()
+
+
+def test_the_optimizer_of_another_model(model):
+    """Its learning rates weigh nothing here: the self-influence of zero has a reason to be told."""
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer)
+    with pytest.warns(gs.GradStatsWarning, match="holds none of the measured parameters") as heard:
+        with monitor.step(B, ids=range(B)):
+            losses_of(model, batch_of()).mean().backward()
+    assert heard[0].filename == __file__
+    assert set(monitor.self_influence.values) == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_orthogonal_gradients_are_not_against_each_other(dtype):
+    """As those of factors of users and items are, where no two examples share one."""
+    users, items = (nn.Embedding(99, 7, dtype=dtype) for _ in range(2))
+    monitor = gs.Monitor(nn.ModuleList([users, items]), every=1, gram=True)
+    one, other = torch.randperm(99)[:32], torch.randperm(99)[:32]
+    with monitor.step(32):
+        loss = ((users(one) * items(other)).sum(1).float() - 1).square().mean()
+        loss.backward()
+    metrics = monitor.metrics()
+    assert metrics["confusion/fraction_negative"] == metrics["align/fraction_negative"] == 0

@@ -22,6 +22,7 @@ pytest.importorskip("accelerate")
 
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
+    IGNORED,
     Lines,
     Recorder,
     assert_close,
@@ -113,6 +114,27 @@ def test_lines_packed_into_one_row(tmp_path, named):
     metrics = logged(trainer, "gns/tr_sigma")[1]
     assert_close(metrics, metrics_of(rows), NAMES, RTOL)
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)), rel=RTOL)
+
+
+def test_one_padded_line_is_one_example(tmp_path):
+    """Its positions begin anew in the padding, which the attention mask leaves out."""
+
+    def collate(rows):
+        batch = transformers.default_data_collator(rows)
+        mask = (batch["labels"] != IGNORED).long()
+        positions = (mask.cumsum(1) - 1) * mask
+        return {**batch, "attention_mask": mask, "position_ids": positions}
+
+    lines = Lines(16)
+    padded = [line for line in map(lines.__getitem__, range(16)) if line["labels"][-1] == IGNORED]
+    callback = GradStatsCallback(every=1, ids="line")
+    trainer = trainer_for(
+        language_model(), [callback], tmp_path, padded, collator=collate, max_steps=1,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    assert len(callback.monitor.histograms()["example_grad_norm"]) == 2
+    ours, own = logged(trainer, "gns/tr_sigma")[1], logged(trainer, "loss")[1]
+    assert ours["grad_norm"] == pytest.approx(own["grad_norm"], rel=RTOL)
 
 
 class Classifier(nn.Module):
@@ -287,6 +309,47 @@ def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
     assert not _get_current_function_mode_stack()
     trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=1)
     assert list(logged(trainer, "gns/tr_sigma")) == [1]
+
+
+class Sometimes(transformers.Trainer):
+    """Calls its model in evaluation mode, or not at all, in the second and third step."""
+
+    way = "evaluation mode"
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step not in (1, 2):
+            return super().training_step(model, inputs, num_items_in_batch)
+        if self.way == "no forward":
+            return torch.zeros(())
+        loss = model.eval()(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("way", ["evaluation mode", "no forward"])
+def test_steps_whose_forward_is_not_seen(tmp_path, monkeypatch, way):
+    """Nothing is logged of them, least of all what an earlier step measured."""
+    monkeypatch.setattr(Sometimes, "way", way)
+    message = "optimizer step [12] was not measured: .* call of the whole model"
+    with pytest.warns(gs.GradStatsWarning, match=message):
+        trainer = trainer_for(
+            Classifier(), [GradStatsCallback(every=1)], tmp_path, Images(14), max_steps=4,
+            gradient_accumulation_steps=1, trainer=Sometimes,
+        )  # fmt: skip
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    assert list(ours) == [1, 4]
+    for step, metrics in ours.items():
+        assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"])
+
+
+def test_two_callbacks_on_one_trainer(tmp_path):
+    """The second finds the model tracked, and says so; nothing is left of either."""
+    model = Classifier()
+    state = snapshot(model)
+    with pytest.raises(gs.TrackingError, match="already tracked by another open context"):
+        trainer_for(model, [GradStatsCallback(1), GradStatsCallback(2)], tmp_path, Images(14))
+    assert_unchanged(model, state)
+    assert not _get_current_function_mode_stack()
 
 
 def test_tensorboard_shows_what_was_measured(tmp_path, monkeypatch):

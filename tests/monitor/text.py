@@ -83,7 +83,7 @@ class Recorder(TrainerCallback):
 
 
 def trainer_for(
-    model, callbacks, folder, data=None, resume=None, collator=None, **options
+    model, callbacks, folder, data=None, resume=None, collator=None, trainer=Trainer, **options
 ) -> Trainer:
     settings = {
         "per_device_train_batch_size": 3,
@@ -99,11 +99,11 @@ def trainer_for(
         report_to=settings.pop("report_to", "none"), **settings,
     )  # fmt: skip
     data = Lines(16) if data is None else data
-    trainer = Trainer(
+    made = trainer(
         model, arguments, train_dataset=data, data_collator=collator, callbacks=callbacks
     )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    made.train(resume_from_checkpoint=resume)
+    return made
 
 
 def logged(trainer, name: str) -> dict[int, dict[str, float]]:
