@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from gradstats.scoring._content import ContentHash
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and give it back with its weights, buffers and mode.
+    """Put the model into eval mode, and give it back with its weights, buffers, state and mode.
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
     memory in the meantime. So a state dict of the model as it was still says what it said.
@@ -36,6 +37,12 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     memory = [tensor.data for tensor in tensors]
     # A forward may assign other tensors to them.
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    # Copies: a module may hand out what it goes on to change.
+    states = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if _has_extra_state(module)
+    ]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
@@ -52,6 +59,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                 for module, training in modes:
                     if module.training != training:
                         module.train(training)
+                for module, state in states:
+                    module.set_extra_state(state)
             finally:
                 for tensor, own in zip(tensors, memory, strict=True):
                     tensor.data = own
@@ -72,6 +81,15 @@ def _written(model: nn.Module) -> list[Tensor]:
 def _overrides_mode(module: nn.Module) -> bool:
     kind = type(module)
     return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    """Whether a state dict holds of a module what is no parameter and no buffer."""
+    kind, plain = type(module), nn.Module
+    return (
+        kind.get_extra_state is not plain.get_extra_state
+        and kind.set_extra_state is not plain.set_extra_state
+    )
 
 
 def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:

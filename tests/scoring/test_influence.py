@@ -421,6 +421,47 @@ def test_buffers_that_a_forward_assigns_come_back(setting):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+def test_extra_state_comes_back(setting, fails):
+    """What a module keeps in its state dict beside tensors is loaded with each checkpoint."""
+
+    class Tempered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = setting.model
+            self.held = {"temperature": 1.0}
+
+        def forward(self, x):
+            return self.inner(x) / self.held["temperature"]
+
+        def get_extra_state(self):
+            return self.held
+
+        def set_extra_state(self, state):
+            self.held.update(state)
+
+    def loss(model, batch):
+        if fails:
+            raise RuntimeError("mine")
+        return loss_fn(model, batch)
+
+    model = Tempered()
+    states = [
+        {**{f"inner.{k}": v for k, v in state.items()}, "_extra_state": {"temperature": 2.0}}
+        for state in setting.states
+    ]
+    checkpoints = gs.Checkpoints(states, lr=0.1)
+    with pytest.raises(RuntimeError, match="mine") if fails else contextlib.nullcontext():
+        table = gs.self_influence(model, setting.train_batches, loss, checkpoints, progress=False)
+    assert model.held == {"temperature": 1.0}
+    if not fails:
+        other, expected = Tempered(), 0
+        for state in states:
+            other.load_state_dict(state)
+            expected += 0.1 * gs.per_example_norms(other, setting.train, loss_fn).sqnorm
+        np.testing.assert_allclose(table.self_influence, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
     """What autograd has saved is as it was, and it knows."""
     model = nn.Sequential(setting.model, nn.Linear(3, 3), nn.BatchNorm1d(3).eval()).double()
