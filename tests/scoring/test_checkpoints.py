@@ -337,6 +337,8 @@ def test_rates_of_parameters_that_are_left_out_do_not_count(setting):
         ([0.1, None], "of state dict 1 is None, expected a number"),
         (0, "every learning rate is zero"),
         ({"*": "fast"}, "is 'fast', expected a number"),
+        ({0.1, 0.3}, "lr is a set, which has no order"),
+        (frozenset([0.1]), "lr is a frozenset, which has no order"),
     ],
 )
 def test_missing_or_impossible_rates(setting, lr, message):
@@ -353,11 +355,20 @@ def test_missing_or_impossible_rates(setting, lr, message):
         ([nn.Linear(1, 1)], "checkpoint 0 is Linear, expected a file"),
         ([{"epoch": 3}], "holds no weights"),
         ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, "under each of"),
+        ({"early.pt", "late.pt"}, "the list of checkpoints is a set, which has no order"),
     ],
 )
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+
+
+def test_the_keys_of_a_mapping_are_in_order(tmp_path):
+    """Its files with their rates, say."""
+    run = {str(tmp_path / f"{name}.pt"): rate for name, rate in (("b", 0.3), ("a", 0.1))}
+    for file in run:
+        torch.save({"w": torch.ones(1)}, file)
+    assert gs.Checkpoints(run.keys(), lr=run.values()).names == tuple(run)
 
 
 def test_rates_in_arrays(setting):
