@@ -117,6 +117,18 @@ class Work:
                 'these examples and their losses, or pass nonfinite="keep".'
             )
 
+    def narrowed(self, scores: np.ndarray, checkpoint: str) -> np.ndarray:
+        """Return scores of finite gradients in the dtype of results, or raise if it lacks them."""
+        with np.errstate(over="ignore"):
+            narrow = scores.astype(self.dtype)
+        if self.nonfinite == "raise" and not np.isfinite(narrow).all():
+            raise NonFiniteGradientError(
+                f"{checkpoint}: a score comes to {np.abs(scores).max():.3g}, expected what "
+                f"{self.dtype} holds. Divide the losses by a constant, use model.double(), or pass "
+                'nonfinite="keep".'
+            )
+        return narrow
+
     def say(self, line: str) -> None:
         """Print a line beside the progress bar, in one process."""
         if self.progress and _ranks.rank() == 0:

@@ -522,6 +522,27 @@ def test_non_finite_gradients_may_be_kept(setting):
     np.testing.assert_allclose(scores[others], expected[others], rtol=1e-10)
 
 
+@pytest.mark.parametrize("top_k", [None, 1])
+def test_scores_that_float32_does_not_hold(tmp_path, top_k):
+    """Gradients are finite, products with the learning rate are float32 numbers no more."""
+    model = nn.Linear(1, 1, bias=False)
+    data = [torch.tensor([[1e18], [1.0]])]
+    arguments = {
+        "model": model, "train_loader": data, "query_loader": data, "top_k": top_k,
+        "loss_fn": lambda model, x: model(x).sum(1), "progress": False,
+        "checkpoints": gs.Checkpoints([model.state_dict()], lr=1e4),
+    }  # fmt: skip
+    for out in (None, tmp_path / "scores"):
+        with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.* 1e\+40.*float32"):
+            gs.influence(**arguments, out=out)
+    kept = gs.influence(**arguments, nonfinite="keep")
+    assert kept.proponents(0, 1).scores[0] == np.inf
+    arguments["model"] = model.double()
+    arguments["train_loader"] = arguments["query_loader"] = [data[0].double()]
+    arguments["checkpoints"] = gs.Checkpoints([model.state_dict()], lr=1e4)
+    assert gs.influence(**arguments).proponents(0, 1).scores[0] == pytest.approx(1e40)
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 def test_out_of_memory_halves_the_batch(setting, capsys, limit):
     """The loss fails like an allocator for more examples than fit."""
