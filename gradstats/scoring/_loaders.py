@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,13 +166,13 @@ class Data:
         if not isinstance(loader, DataLoader):
             return iter(loader)
         # As it begins it draws a seed for its workers: not from the caller's random numbers, and
-        # another one in each pass, so that what is random in them shows.
-        own, loader.generator = loader.generator, torch.Generator()
-        loader.generator.seed()
-        try:
-            return iter(loader)
-        finally:
-            loader.generator = own
+        # another one in each pass, so that what is random in them shows. Workers that persist serve
+        # one pass at a time: those of the caller's loader stay in the caller's.
+        own = copy.copy(loader)
+        own.generator = torch.Generator()
+        own.generator.seed()
+        own._iterator = None
+        return iter(own)
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:

@@ -229,6 +229,27 @@ def test_loaders_that_are_read_from_the_start(setting):
     np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
+def test_workers_that_persist_serve_both_sides(setting):
+    """Such a loader has one iterator, begun anew by whoever asks; queries and data take turns."""
+    loader = DataLoader(
+        Stream(setting.train_batches), batch_size=None, num_workers=1, persistent_workers=True
+    )
+    begun = iter(loader)
+    expected = next(begun)
+    checkpoints = gs.Checkpoints(setting.states, lr=0.1)
+    sides = [loader, setting.train_batches]
+    got, want = (
+        gs.influence(
+            setting.model, side, side, loss_fn, checkpoints, budget=1, progress=False
+        ).raw[:]
+        for side in sides
+    )  # fmt: skip
+    np.testing.assert_array_equal(got, want)
+    # The caller is still in the middle of a pass.
+    assert not torch.equal(expected[0], next(begun)[0])
+    assert loader._iterator is begun
+
+
 @pytest.mark.parametrize("kind", ["self", "matrix"])
 def test_what_is_complete_is_not_read_again(setting, tmp_path, kind):
     """A loader that can only be read from the start is not, for nothing."""
