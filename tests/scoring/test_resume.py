@@ -151,14 +151,52 @@ def test_truncated_files_are_repaired(tmp_path, capsys, name, size, left):
     assert sum(counting.sizes) <= 11 + 6 + 8 + sum(RECOGNISED)
 
 
+@pytest.mark.parametrize("place", [0, 6, 7, 11, 19, 60])
+@pytest.mark.parametrize("name", ["products", "done", "query_sqnorm"])
+def test_a_flipped_bit_in_a_header(tmp_path, capsys, name, place):
+    """The magic string, the version, the quotes and the words."""
+    out = tmp_path / "scores"
+    call("matrix", out)
+    damaged = sorted(out.glob("checkpoint-*"))[0] / f"{name}.npy"
+    flip(damaged, place)
+    with pytest.raises(gs.StoreError, match=r"cannot be read.*Call gs.influence with the same"):
+        gs.InfluenceScores.load(out)
+    repaired = call("matrix", out, progress=True)
+    assert f"{damaged} is not readable: computing it again" in capsys.readouterr().err
+    assert_same("matrix", repaired, call("matrix", None))
+    gs.InfluenceScores.load(out)
+
+
+@pytest.mark.parametrize("place", [11, -1, None])
+def test_damaged_ids_are_written_again(tmp_path, place):
+    """A header that is none, another id, and nothing at all."""
+    out = tmp_path / "scores"
+    call("matrix", out)
+    ids = out / "train_ids.npy"
+    if place is None:
+        os.truncate(ids, 0)
+    else:
+        flip(ids, place)
+    if place != -1:
+        with pytest.raises(gs.StoreError, match="Call gs.influence .* again to repair it"):
+            gs.InfluenceScores.load(out)
+    call("matrix", out)
+    assert gs.InfluenceScores.load(out).train_ids.tolist() == list(range(11))
+
+
+def flip(file, place):
+    """Flip a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 16
+    file.write_bytes(content)
+
+
 def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
     out = tmp_path / "scores"
     call("matrix", out)
     expected = call("matrix", None)
     damaged = sorted(out.glob("checkpoint-*"))[1] / "products.npy"
-    content = bytearray(damaged.read_bytes())
-    content[-3] ^= 16
-    damaged.write_bytes(content)
+    flip(damaged, -3)
     counting = Counting()
     repaired = call("matrix", out, loss=counting, progress=True)
     assert "tile 2, 1 fails its checksum: computing it again" in capsys.readouterr().err
