@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from gradstats._complex import any_double
-from gradstats.capture._selection import select_parameters
+from gradstats.capture._selection import data_parallel_in, select_parameters
 from gradstats.contractions._triton import BACKEND_VARIABLE
 from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
 from gradstats.scoring import _ranks
@@ -67,8 +67,9 @@ class Work:
     ) -> Work:
         """Return the work of a call, its options checked."""
         check_call(model, loss_fn)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        parallel = data_parallel_in(model)
+        if parallel is not None:
+            model = parallel.module
         check_choice("nonfinite", nonfinite, ("raise", "keep"))
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}

@@ -603,6 +603,11 @@ def test_two_processes_share_the_work(tmp_path):
         assert files == sorted(p.relative_to(theirs) for p in theirs.rglob("*") if p.is_file())
         for path in files:
             assert (ours / path).read_bytes() == (theirs / path).read_bytes(), path
+    for name in ("parallel", "compiled"):
+        # Three batches for two processes: one has more forwards than the other.
+        first, second = (np.load(tmp_path / f"{name}-{rank}.npy") for rank in range(2))
+        np.testing.assert_array_equal(first, second)
+        assert (first > 0).all() and len(first) == 11
     counts = [int((tmp_path / f"examples-{rank}").read_text()) for rank in range(2)]
     # In memory and on disk, at two checkpoints: the train side once, for the lists once for each of
     # two query batches; the query side in each process, for the lists once for each train batch.
