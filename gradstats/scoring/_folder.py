@@ -179,7 +179,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT or not isinstance(manifest["checkpoints"], dict):
             raise ValueError(f"format {manifest['format']!r}, expected {FORMAT}")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(f"{path} holds no {MANIFEST}, so it is no folder of scores.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(

@@ -200,8 +200,9 @@ def test_top_lists_without_the_matrix(setting, budget, form):
             got = getattr(top, kind)(query, 3)
             assert got.positions.tolist() == expected.positions.tolist()
             np.testing.assert_allclose(got.scores, expected.scores, rtol=1e-12)
-    with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
-        top[0, 0]
+    for matrix in (lambda: top[0, 0], lambda: np.asarray(top), lambda: list(top)):
+        with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
+            matrix()
     with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
         top.proponents(0, 4)
 
@@ -248,6 +249,14 @@ def test_indexing(setting):
     assert repr(scores) == "InfluenceScores(11 train × 6 query, normalize=None, 2 checkpoints)"
     single = run(setting, gs.Checkpoints(setting.states[:1], lr=0.1))
     assert repr(single) == "InfluenceScores(11 train × 6 query, normalize=None, 1 checkpoint)"
+
+
+@pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 1), (True, 2), (True, 1)])
+def test_one_score_is_a_number(setting, tmp_path, on_disk, checkpoints):
+    run_of = gs.Checkpoints(setting.states[:checkpoints], lr=0.1)
+    scores = run(setting, run_of, out=tmp_path / "scores" if on_disk else None)
+    for form in (scores.raw, scores.cosine):
+        assert type(form[3, 2]) is np.float64 and form[3, 2] == form[3][2]
 
 
 @pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 2), (True, 2), (True, 1)])

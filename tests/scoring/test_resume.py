@@ -578,8 +578,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(gs.StoreError, match=r"is not empty and has no manifest\.json"):
         call("matrix", tmp_path)
-    with pytest.raises(gs.StoreError, match=r"holds no manifest\.json"):
-        gs.InfluenceScores.load(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.tex"):
+        with pytest.raises(gs.StoreError, match=rf"{path.name} holds no manifest\.json"):
+            gs.InfluenceScores.load(path)
     with pytest.raises(gs.StoreError, match="cannot be used"):
         call("matrix", tmp_path / "thesis.tex" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
