@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -300,6 +301,24 @@ def test_a_loader_that_changes_is_an_error(setting):
     for then, message in cases:
         with pytest.raises(gs.LoaderError, match=message):
             score(setting, Changing(whole, then))
+
+
+def test_a_collate_fn_that_leaves_examples_out(setting):
+    """Their positions are not those in the data set: the caller says which are meant."""
+
+    def collate(examples):
+        return default_collate([each for each in examples if each["number"] % 3])
+
+    loader = DataLoader(Numbered(setting.train), 4, collate_fn=collate)
+    with pytest.raises(gs.LoaderError, match=r"has 3 examples, expected 4 as its .*collate_fn"):
+        score(setting, loader, dict_loss)
+    kept = [place for place in range(11) if (100 + place) % 3]
+    table = score(setting, loader, dict_loss, ids="number")
+    assert table.ids.tolist() == [100 + place for place in kept]
+    np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
+    table = score(setting, list(loader), dict_loss)
+    assert table.ids.tolist() == list(range(len(kept)))
+    np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
 
 
 class Shuffling(IterableDataset):

@@ -178,7 +178,7 @@ def test_damaged_ids_are_written_again(tmp_path, place):
     else:
         flip(ids, place)
     if place != -1:
-        with pytest.raises(gs.StoreError, match="Call gs.influence .* again to repair it"):
+        with pytest.raises(gs.StoreError, match=r"Call gs.influence .* again to repair it"):
             gs.InfluenceScores.load(out)
     call("matrix", out)
     assert gs.InfluenceScores.load(out).train_ids.tolist() == list(range(11))
