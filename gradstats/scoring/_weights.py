@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,7 +107,8 @@ def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequen
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
-    held, state = fitted(model, checkpoint), model.state_dict()
+    state = model.state_dict()
+    held = {**state, **fitted(model, checkpoint)}
     if all(_place(held[name]) == _place(state[name]) for name in state):
         return
     tensors = _tensors(model)
@@ -167,13 +168,15 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's values by the names of the model's state dict, or raise.
 
     A name may be missing where the model's tensor is another name's too: safetensors files hold
-    tied weights once.
+    tied weights once. What wrappers hold beside the model is left out.
     """
-    state = model.state_dict()
-    own = {name: clean_name(name, wrapper_prefix(model)) for name in state}
+    prefix = wrapper_prefix(model)
+    state = {name: own for name, own in model.state_dict().items() if name.startswith(prefix)}
+    own = {name: clean_name(name, prefix) for name in state}
     known = set(own.values())
-    given = matching_names(checkpoint.weights, known)
-    values = {given[name]: value for name, value in checkpoint.weights.items()}
+    weights = _without_count(checkpoint.weights)
+    given = matching_names(weights, known)
+    values = {given[name]: value for name, value in weights.items()}
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     places = {_place(state[name]): name for name in held}
     missing = []
@@ -210,6 +213,12 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             f"the state dict of a model of the same architecture.{remedy}"
         )
     return {name: held[name] for name in state}
+
+
+def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights without the number of updates that AveragedModel keeps beside them."""
+    others = {name: value for name, value in weights.items() if name != "n_averaged"}
+    return others if all(name.startswith("module.") for name in others) else weights
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradstats as gs
 from gradstats.scoring._checkpoint_files import find_files
@@ -413,6 +414,34 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
                 setting.model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
                 top_k=3 if kind == "top" else None, **options,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, AveragedModel])
+def test_averages_of_weights(setting, tmp_path, wrap):
+    """AveragedModel counts its updates beside the weights: its checkpoints and others fit it."""
+    average = AveragedModel(setting.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    states = []
+    for state in setting.states:
+        setting.model.load_state_dict(state)
+        average.update_parameters(setting.model)
+        states.append({name: value.clone() for name, value in average.state_dict().items()})
+    bare = [
+        {name.removeprefix("module."): state[name] for name in state if name != "n_averaged"}
+        for state in states
+    ]
+    want = expected(setting, bare, [0.1, 0.3])
+    model = wrap(setting.model)
+    before = snapshot(model)
+    for number, sources in enumerate((states, bare)):
+        got = gs.self_influence(
+            model, setting.train_batches, loss_fn, gs.Checkpoints(sources, lr=[0.1, 0.3]),
+            out=tmp_path / str(number), progress=False,
+        )  # fmt: skip
+        np.testing.assert_allclose(got.self_influence, want)
+        assert_unchanged(model, before)
+    # The same weights, whatever was counted.
+    entries = [json.loads((tmp_path / f"{n}/manifest.json").read_text()) for n in range(2)]
+    assert entries[0]["checkpoints"].keys() == entries[1]["checkpoints"].keys()
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
