@@ -143,6 +143,13 @@ def wrapper_prefix(model: nn.Module) -> str:
     return prefix
 
 
+def data_parallel_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel that a model is, torch.compile around it or not."""
+    while "_orig_mod" in model._modules:
+        model = model.get_submodule("_orig_mod")
+    return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
+
 def clean_name(name: str, prefix: str) -> str:
     """Return the name of a parameter or module as the unwrapped model knows it.
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradstats._complex import as_real
+from gradstats.capture._selection import data_parallel_in
 from gradstats.errors import TrackingError
 
 
@@ -17,8 +18,9 @@ def group_of(model: nn.Module):
     """Return the process group whose processes share the model's optimizer step; None if alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.process_group
+    parallel = data_parallel_in(model)
+    if parallel is not None:
+        return parallel.process_group
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:

@@ -181,6 +181,7 @@ def read_source(source: tuple[str, Any]) -> tuple[str, Content]:
 
 def _listed(sources: Any) -> list[tuple[str, Any]]:
     """Return (name, file or content) for each checkpoint."""
+    _check_ordered(sources, "the list of checkpoints")
     if isinstance(sources, (str, Path, Mapping)):
         sources = [sources]
     elif not isinstance(sources, Sequence):
@@ -202,6 +203,15 @@ def _listed(sources: Any) -> list[tuple[str, Any]]:
     return listed
 
 
+def _check_ordered(given: Any, what: str) -> None:
+    """Raise for sets: checkpoints go with learning rates, and with query checkpoints, by place."""
+    if isinstance(given, (set, frozenset)):
+        raise CheckpointError(
+            f"{what} is a {type(given).__name__}, which has no order, expected a list: the c-th "
+            "learning rate goes with the c-th checkpoint."
+        )
+
+
 def _check_once(sources: Sequence[tuple[str, Any]]) -> None:
     seen: dict[Path, str] = {}
     for name, held in sources:
@@ -218,6 +228,7 @@ def _check_once(sources: Sequence[tuple[str, Any]]) -> None:
 
 def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
     """Return one entry for each checkpoint: a float, a mapping, or "optimizer"."""
+    _check_ordered(lr, "lr")
     if isinstance(lr, (Tensor, np.ndarray)):
         lr = lr.tolist()
     if isinstance(lr, (str, Mapping)) or not hasattr(lr, "__iter__"):

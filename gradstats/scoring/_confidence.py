@@ -10,6 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+# The first arguments of both functions by position, and the label that they ignore by default.
+ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
+IGNORED = -100
+
 
 def negated_margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
     """Return max_{k≠y} p_k - p_y (..., N) from probabilities (..., N, K) and labels y (N,)."""
@@ -48,14 +52,16 @@ class CrossEntropyWatch(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self._seen: list[tuple[bool, Tensor, Tensor]] = []
+        self._seen: list[tuple[bool, Tensor, Tensor, int]] = []
         self.reason: str | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.cross_entropy or func is functional.nll_loss:
-            given = [*args, *(kwargs[name] for name in ("input", "target") if name in kwargs)]
-            self._seen.append((func is functional.nll_loss, given[0], given[1]))
+            given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+            ignored = given.get("ignore_index", IGNORED)
+            seen = (func is functional.nll_loss, given["input"], given["target"], ignored)
+            self._seen.append(seen)
         return func(*args, **kwargs)
 
     def forget(self) -> None:
@@ -70,7 +76,7 @@ class CrossEntropyWatch(TorchFunctionMode):
                 f"the loss calls cross_entropy or nll_loss {len(seen)} times, expected once"
             )
             return None
-        logarithmic, logits, labels = seen[0]
+        logarithmic, logits, labels, ignored = seen[0]
         if logits.dim() != 2 or len(logits) != batch_size or tuple(labels.shape) != (batch_size,):
             self.reason = (
                 f"the cross-entropy of {batch_size} examples sees logits of shape "
@@ -81,7 +87,7 @@ class CrossEntropyWatch(TorchFunctionMode):
         logits = logits.detach().double()
         probability = (logits.exp() if logarithmic else logits.softmax(1)).cpu().numpy()
         label = labels.detach().cpu().numpy()
-        if bool((label < 0).any()) or bool((label >= logits.shape[1]).any()):
+        if bool(((label == ignored) | (label < 0) | (label >= logits.shape[1])).any()):
             self.reason = "some labels are ignored by the cross-entropy"
             return None
         if not bool(np.isfinite(probability).all()):

@@ -17,7 +17,7 @@ import torch
 
 from gradstats._warnings import warn
 from gradstats.errors import StoreError
-from gradstats.scoring._tiles import Tiles, cannot_write
+from gradstats.scoring._tiles import DAMAGED, Tiles, cannot_write
 
 try:
     import fcntl
@@ -75,9 +75,10 @@ class Folder:
                 else:
                     self.manifest = {**description, "checkpoints": {}}
                     self._write()
-                # After the manifest, whose hashes cover the ids: a kill in between leaves them out.
+                # After the manifest, whose hashes cover the ids: a kill in between leaves them out,
+                # and files may have been damaged since.
                 for name, values in ids.items():
-                    if not (path / f"{name}.npy").exists():
+                    if not _holds(path / f"{name}.npy", values):
                         write_whole(path / f"{name}.npy", partial(_save, values))
         except OSError as error:
             raise StoreError(
@@ -178,7 +179,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT or not isinstance(manifest["checkpoints"], dict):
             raise ValueError(f"format {manifest['format']!r}, expected {FORMAT}")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(f"{path} holds no {MANIFEST}, so it is no folder of scores.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(
@@ -227,7 +228,7 @@ def read_results(
                 ]
             )
         named = [np.load(path / f"{name}.npy", allow_pickle=False) for name in ids]
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, *DAMAGED) as error:
         raise StoreError(
             f"{path} cannot be read: {error}. Call {function} with the same arguments again to "
             "repair it."
@@ -238,6 +239,14 @@ def read_results(
 
 def _save(values: np.ndarray, file: Any) -> None:
     np.save(file, values)
+
+
+def _holds(path: Path, values: np.ndarray) -> bool:
+    """Whether a file is there and holds an array, and nothing is wrong with it."""
+    try:
+        return np.array_equal(np.load(path, allow_pickle=False), values)
+    except (OSError, *DAMAGED):
+        return False
 
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:

@@ -123,9 +123,10 @@ def influence(
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
             same bits, in the circumstances on which these depend (versions, device, precision,
-            workspace: a half-done checkpoint is refused in others); further checkpoints add to what
-            is there, also from several calls at once; other data, models or options are refused
-            with the difference. Data are recognised by their sizes and a hash of their contents; of
+            workspace: a half-done checkpoint is refused in others; on a CPU also its kind and the
+            number of threads, which are not compared); further checkpoints add to what is there,
+            also from several calls at once; other data, models or options are refused with the
+            difference. Data are recognised by their sizes and a hash of their contents; of
             a DataLoader whose data set is no TensorDataset the hash covers the first, the middle
             and the last batch. Model and loss are recognised by their names and shapes and, at
             checkpoints that are there, by the losses of the first training batch up to rounding

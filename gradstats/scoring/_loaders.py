@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,10 @@ class Data:
             self._check_sequential(ids)
         content = ContentHash()
         self._hashes: dict[int, str] = {}
+        self._counted = True
         if self._index_lists is not None and ids is None and not layout.packed:
+            # The sampler says how many examples each batch has.
+            self._counted = False
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
             if type(loader.dataset) is TensorDataset:
@@ -119,10 +123,16 @@ class Data:
         for number, batch in pairs:
             size = self.layout.count(batch)
             if size != self.sizes[number]:
+                reason = (
+                    "when it was first read. Give a loader that yields the same batches each time"
+                    if self._counted
+                    else "its sampler chooses. If collate_fn leaves some out or adds others, say "
+                    "where a batch holds the ids of its examples, or pass list(loader), whose "
+                    "examples are counted as they come"
+                )
                 raise LoaderError(
                     f"batch {number} of the {self._role} loader has {size} examples, expected "
-                    f"{self.sizes[number]} as when it was first read. Give a loader that yields "
-                    "the same batches each time; for another example axis pass batch_dim=."
+                    f"{self.sizes[number]} as {reason}; for another example axis pass batch_dim=."
                 )
             self._compare(number, batch)
             count += 1
@@ -165,13 +175,13 @@ class Data:
         if not isinstance(loader, DataLoader):
             return iter(loader)
         # As it begins it draws a seed for its workers: not from the caller's random numbers, and
-        # another one in each pass, so that what is random in them shows.
-        own, loader.generator = loader.generator, torch.Generator()
-        loader.generator.seed()
-        try:
-            return iter(loader)
-        finally:
-            loader.generator = own
+        # another one in each pass, so that what is random in them shows. Workers that persist serve
+        # one pass at a time: those of the caller's loader stay in the caller's.
+        own = copy.copy(loader)
+        own.generator = torch.Generator()
+        own.generator.seed()
+        own._iterator = None
+        return iter(own)
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:

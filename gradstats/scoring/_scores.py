@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -109,7 +109,8 @@ class InfluenceScores(Rankings):
         total = self._source[0].read(key, self.normalize)
         for partial in self._source[1:]:
             total = total + partial.read(key, self.normalize)
-        return total
+        # A single score becomes a number, as those in memory are.
+        return total[()]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         values = self[:]
@@ -180,6 +181,12 @@ class TopScores(Rankings):
         return self._as("cosine")
 
     def __getitem__(self, key: Any) -> Any:
+        self._refuse_matrix()
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self._refuse_matrix()
+
+    def _refuse_matrix(self) -> NoReturn:
         raise ScoreError(
             f"only the {self.top_k} strongest examples of each query were kept (top_k="
             f"{self.top_k}), so there is no matrix to index. Use .proponents(query) and "

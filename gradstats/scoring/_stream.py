@@ -183,9 +183,12 @@ class Stream:
         sqnorm = np.concatenate([as_numpy(found[0].sqnorm) for found in parts])
         ids = self.train.ids[self.train.spans[row]]
         work.check_finite(sqnorm, ids, self._train_at.name, "training")
-        rows = np.concatenate(
-            [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]
-        ).astype(work.dtype)
+        rows = work.narrowed(
+            np.concatenate(
+                [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]
+            ),
+            self._train_at.name,
+        )
         ends = np.cumsum([len(each.sqnorm) for each in block])
         return [
             {"products": values, "train_sqnorm": sqnorm, "query_sqnorm": each.sqnorm}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tokenize
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,6 +24,9 @@ from numpy.lib import format as npy
 from gradstats.errors import StoreError
 
 DONE = 1 << 32
+
+# What numpy raises for an .npy file whose header is damaged: it is read as Python's literals are.
+DAMAGED = (ValueError, EOFError, SyntaxError, tokenize.TokenError)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Tiles:
             with path.open("rb") as file:
                 try:
                     good = _header(file) == (shape, True, dtype)
-                except ValueError:
+                except DAMAGED:
                     pass
                 size = file.tell() + int(np.prod(shape)) * dtype.itemsize
                 if good and path.stat().st_size == size:
@@ -268,7 +272,9 @@ def put(file: FileIO, data: bytes) -> int:
 
 
 def _header(file) -> tuple[tuple[int, ...], bool, np.dtype]:
-    npy.read_magic(file)
+    version = npy.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"format version {version}, expected (1, 0)")
     return npy.read_array_header_1_0(file)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradstats.scoring._content import ContentHash
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and give it back with its weights, buffers and mode.
+    """Put the model into eval mode, and give it back with its weights, buffers, state and mode.
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
     memory in the meantime. So a state dict of the model as it was still says what it said.
@@ -36,6 +37,12 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     memory = [tensor.data for tensor in tensors]
     # A forward may assign other tensors to them.
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    # Copies: a module may hand out what it goes on to change.
+    states = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if _has_extra_state(module)
+    ]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
@@ -52,6 +59,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                 for module, training in modes:
                     if module.training != training:
                         module.train(training)
+                for module, state in states:
+                    module.set_extra_state(state)
             finally:
                 for tensor, own in zip(tensors, memory, strict=True):
                     tensor.data = own
@@ -74,6 +83,15 @@ def _overrides_mode(module: nn.Module) -> bool:
     return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
 
 
+def _has_extra_state(module: nn.Module) -> bool:
+    """Whether a state dict holds of a module what is no parameter and no buffer."""
+    kind, plain = type(module), nn.Module
+    return (
+        kind.get_extra_state is not plain.get_extra_state
+        and kind.set_extra_state is not plain.set_extra_state
+    )
+
+
 def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
     """Raise where tensors are not what they were, each in its memory then."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -89,7 +107,8 @@ def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequen
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
-    held, state = fitted(model, checkpoint), model.state_dict()
+    state = model.state_dict()
+    held = {**state, **fitted(model, checkpoint)}
     if all(_place(held[name]) == _place(state[name]) for name in state):
         return
     tensors = _tensors(model)
@@ -149,13 +168,15 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's values by the names of the model's state dict, or raise.
 
     A name may be missing where the model's tensor is another name's too: safetensors files hold
-    tied weights once.
+    tied weights once. What wrappers hold beside the model is left out.
     """
-    state = model.state_dict()
-    own = {name: clean_name(name, wrapper_prefix(model)) for name in state}
+    prefix = wrapper_prefix(model)
+    state = {name: own for name, own in model.state_dict().items() if name.startswith(prefix)}
+    own = {name: clean_name(name, prefix) for name in state}
     known = set(own.values())
-    given = matching_names(checkpoint.weights, known)
-    values = {given[name]: value for name, value in checkpoint.weights.items()}
+    weights = _without_count(checkpoint.weights)
+    given = matching_names(weights, known)
+    values = {given[name]: value for name, value in weights.items()}
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     places = {_place(state[name]): name for name in held}
     missing = []
@@ -192,6 +213,12 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             f"the state dict of a model of the same architecture.{remedy}"
         )
     return {name: held[name] for name in state}
+
+
+def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights without the number of updates that AveragedModel keeps beside them."""
+    others = {name: value for name, value in weights.items() if name != "n_averaged"}
+    return others if all(name.startswith("module.") for name in others) else weights
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from gradstats._complex import any_double
-from gradstats.capture._selection import select_parameters
+from gradstats.capture._selection import data_parallel_in, select_parameters
 from gradstats.contractions._triton import BACKEND_VARIABLE
 from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
 from gradstats.scoring import _ranks
@@ -67,8 +67,9 @@ class Work:
     ) -> Work:
         """Return the work of a call, its options checked."""
         check_call(model, loss_fn)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        parallel = data_parallel_in(model)
+        if parallel is not None:
+            model = parallel.module
         check_choice("nonfinite", nonfinite, ("raise", "keep"))
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
@@ -116,6 +117,18 @@ class Work:
                 f"{ids[bad][:8].tolist()}{' …' if bad.sum() > 8 else ''} are not finite. Look at "
                 'these examples and their losses, or pass nonfinite="keep".'
             )
+
+    def narrowed(self, scores: np.ndarray, checkpoint: str) -> np.ndarray:
+        """Return scores of finite gradients in the dtype of results, or raise if it lacks them."""
+        with np.errstate(over="ignore"):
+            narrow = scores.astype(self.dtype)
+        if self.nonfinite == "raise" and not np.isfinite(narrow).all():
+            raise NonFiniteGradientError(
+                f"{checkpoint}: a score comes to {np.abs(scores).max():.3g}, expected what "
+                f"{self.dtype} holds. Divide the losses by a constant, use model.double(), or pass "
+                'nonfinite="keep".'
+            )
+        return narrow
 
     def say(self, line: str) -> None:
         """Print a line beside the progress bar, in one process."""

@@ -87,7 +87,8 @@ def inner_products(
     side, one after the other.
 
     Args:
-        model_a, model_b: modules with the same parameters; both are left as they were found.
+        model_a, model_b: modules with the same parameters; both are left as they were found, but
+            for buffers that their own forwards write to: each side runs one.
         batch_a, batch_b: what ``loss_fn`` takes; their sizes and lengths may differ.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         pairs: "all" for every i of ``batch_a`` with every j of ``batch_b``, or "diagonal" for the

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstats as gs
+from gradstats.capture._selection import data_parallel_in
 from tests.monitor.expected import assert_metrics, gradient_rows, metrics_of
 from tests.oracle import assert_unchanged, snapshot
 
@@ -139,8 +140,9 @@ def check_training(rank: int, wrap, micro_batches: int, fused: bool) -> None:
 
 def synchronise(model, last: bool) -> None:
     """Reduce gradients over processes with the last micro-batch only."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = last
+    parallel = data_parallel_in(model)
+    if parallel is not None:
+        parallel.require_backward_grad_sync = last
     else:
         model.set_requires_gradient_sync(last)
 
@@ -184,8 +186,14 @@ def compare_tables(first, second) -> None:
 def data_parallel(rank: int) -> None:
     for micro_batches, fused in ((1, True), (2, False)):
         check_training(rank, DistributedDataParallel, micro_batches, fused)
+    check_training(rank, compiled, 2, True)
     check_uneven_batches(rank)
     check_a_mean_over_the_step(rank)
+
+
+def compiled(model):
+    """Return a model wrapped in the order that PyTorch recommends."""
+    return torch.compile(DistributedDataParallel(model), backend="eager")
 
 
 def check_uneven_batches(rank: int) -> None:

@@ -15,10 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-from torch import distributed
+import torch
+from torch import distributed, nn
 
 import gradstats as gs
 from gradstats.scoring import _tiles
@@ -146,11 +148,17 @@ def limit_at(count: int, out: Path) -> None:
     raise AssertionError("nothing was refused")
 
 
+def normalised() -> nn.Module:
+    """Return a model with buffers, whose values DistributedDataParallel exchanges in forwards."""
+    return nn.Sequential(nn.BatchNorm1d(5, momentum=None).double(), make_setting().model)
+
+
 def share(rank: int, size: int, folder: Path) -> None:
     """Make every call as one of several processes, then one that fails in the last of them."""
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size
-    )
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
     examples = 0
 
     def counting(model, batch):
@@ -164,6 +172,18 @@ def share(rank: int, size: int, folder: Path) -> None:
             result = call(kind, out, loss=counting)
             np.savez(folder / f"{kind}-{name}-{rank}.npz", **arrays(kind, result))
     (folder / f"examples-{rank}").write_text(str(examples))
+
+    setting, model = make_setting(), normalised()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for name, wrapped in (
+        ("parallel", parallel), ("compiled", torch.compile(parallel, backend="eager")),
+    ):  # fmt: skip
+        state = {key: 2 * value for key, value in wrapped.state_dict().items()}
+        table = gs.self_influence(
+            wrapped, setting.train_batches, loss_fn, gs.Checkpoints([state], lr=0.1),
+            progress=False,
+        )  # fmt: skip
+        np.save(folder / f"{name}-{rank}.npy", table.self_influence)
 
     def failing(model, batch):
         if rank == size - 1:

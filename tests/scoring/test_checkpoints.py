@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradstats as gs
 from gradstats.scoring._checkpoint_files import find_files
@@ -337,6 +338,8 @@ def test_rates_of_parameters_that_are_left_out_do_not_count(setting):
         ([0.1, None], "of state dict 1 is None, expected a number"),
         (0, "every learning rate is zero"),
         ({"*": "fast"}, "is 'fast', expected a number"),
+        ({0.1, 0.3}, "lr is a set, which has no order"),
+        (frozenset([0.1]), "lr is a frozenset, which has no order"),
     ],
 )
 def test_missing_or_impossible_rates(setting, lr, message):
@@ -353,11 +356,20 @@ def test_missing_or_impossible_rates(setting, lr, message):
         ([nn.Linear(1, 1)], "checkpoint 0 is Linear, expected a file"),
         ([{"epoch": 3}], "holds no weights"),
         ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, "under each of"),
+        ({"early.pt", "late.pt"}, "the list of checkpoints is a set, which has no order"),
     ],
 )
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+
+
+def test_the_keys_of_a_mapping_are_in_order(tmp_path):
+    """Its files with their rates, say."""
+    run = {str(tmp_path / f"{name}.pt"): rate for name, rate in (("b", 0.3), ("a", 0.1))}
+    for file in run:
+        torch.save({"w": torch.ones(1)}, file)
+    assert gs.Checkpoints(run.keys(), lr=run.values()).names == tuple(run)
 
 
 def test_rates_in_arrays(setting):
@@ -402,6 +414,34 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
                 setting.model, setting.train_batches, setting.query_batches, loss_fn, checkpoints,
                 top_k=3 if kind == "top" else None, **options,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, AveragedModel])
+def test_averages_of_weights(setting, tmp_path, wrap):
+    """AveragedModel counts its updates beside the weights: its checkpoints and others fit it."""
+    average = AveragedModel(setting.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    states = []
+    for state in setting.states:
+        setting.model.load_state_dict(state)
+        average.update_parameters(setting.model)
+        states.append({name: value.clone() for name, value in average.state_dict().items()})
+    bare = [
+        {name.removeprefix("module."): state[name] for name in state if name != "n_averaged"}
+        for state in states
+    ]
+    want = expected(setting, bare, [0.1, 0.3])
+    model = wrap(setting.model)
+    before = snapshot(model)
+    for number, sources in enumerate((states, bare)):
+        got = gs.self_influence(
+            model, setting.train_batches, loss_fn, gs.Checkpoints(sources, lr=[0.1, 0.3]),
+            out=tmp_path / str(number), progress=False,
+        )  # fmt: skip
+        np.testing.assert_allclose(got.self_influence, want)
+        assert_unchanged(model, before)
+    # The same weights, whatever was counted.
+    entries = [json.loads((tmp_path / f"{n}/manifest.json").read_text()) for n in range(2)]
+    assert entries[0]["checkpoints"].keys() == entries[1]["checkpoints"].keys()
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):

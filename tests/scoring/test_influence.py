@@ -200,8 +200,9 @@ def test_top_lists_without_the_matrix(setting, budget, form):
             got = getattr(top, kind)(query, 3)
             assert got.positions.tolist() == expected.positions.tolist()
             np.testing.assert_allclose(got.scores, expected.scores, rtol=1e-12)
-    with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
-        top[0, 0]
+    for matrix in (lambda: top[0, 0], lambda: np.asarray(top), lambda: list(top)):
+        with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
+            matrix()
     with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
         top.proponents(0, 4)
 
@@ -248,6 +249,14 @@ def test_indexing(setting):
     assert repr(scores) == "InfluenceScores(11 train × 6 query, normalize=None, 2 checkpoints)"
     single = run(setting, gs.Checkpoints(setting.states[:1], lr=0.1))
     assert repr(single) == "InfluenceScores(11 train × 6 query, normalize=None, 1 checkpoint)"
+
+
+@pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 1), (True, 2), (True, 1)])
+def test_one_score_is_a_number(setting, tmp_path, on_disk, checkpoints):
+    run_of = gs.Checkpoints(setting.states[:checkpoints], lr=0.1)
+    scores = run(setting, run_of, out=tmp_path / "scores" if on_disk else None)
+    for form in (scores.raw, scores.cosine):
+        assert type(form[3, 2]) is np.float64 and form[3, 2] == form[3][2]
 
 
 @pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 2), (True, 2), (True, 1)])
@@ -421,6 +430,47 @@ def test_buffers_that_a_forward_assigns_come_back(setting):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+def test_extra_state_comes_back(setting, fails):
+    """What a module keeps in its state dict beside tensors is loaded with each checkpoint."""
+
+    class Tempered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = setting.model
+            self.held = {"temperature": 1.0}
+
+        def forward(self, x):
+            return self.inner(x) / self.held["temperature"]
+
+        def get_extra_state(self):
+            return self.held
+
+        def set_extra_state(self, state):
+            self.held.update(state)
+
+    def loss(model, batch):
+        if fails:
+            raise RuntimeError("mine")
+        return loss_fn(model, batch)
+
+    model = Tempered()
+    states = [
+        {**{f"inner.{k}": v for k, v in state.items()}, "_extra_state": {"temperature": 2.0}}
+        for state in setting.states
+    ]
+    checkpoints = gs.Checkpoints(states, lr=0.1)
+    with pytest.raises(RuntimeError, match="mine") if fails else contextlib.nullcontext():
+        table = gs.self_influence(model, setting.train_batches, loss, checkpoints, progress=False)
+    assert model.held == {"temperature": 1.0}
+    if not fails:
+        other, expected = Tempered(), 0
+        for state in states:
+            other.load_state_dict(state)
+            expected += 0.1 * gs.per_example_norms(other, setting.train, loss_fn).sqnorm
+        np.testing.assert_allclose(table.self_influence, expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
     """What autograd has saved is as it was, and it knows."""
     model = nn.Sequential(setting.model, nn.Linear(3, 3), nn.BatchNorm1d(3).eval()).double()
@@ -479,6 +529,27 @@ def test_non_finite_gradients_may_be_kept(setting):
     others = np.arange(11) != 9
     assert np.isnan(scores[9]).all()
     np.testing.assert_allclose(scores[others], expected[others], rtol=1e-10)
+
+
+@pytest.mark.parametrize("top_k", [None, 1])
+def test_scores_that_float32_does_not_hold(tmp_path, top_k):
+    """Gradients are finite, products with the learning rate are float32 numbers no more."""
+    model = nn.Linear(1, 1, bias=False)
+    data = [torch.tensor([[1e18], [1.0]])]
+    arguments = {
+        "model": model, "train_loader": data, "query_loader": data, "top_k": top_k,
+        "loss_fn": lambda model, x: model(x).sum(1), "progress": False,
+        "checkpoints": gs.Checkpoints([model.state_dict()], lr=1e4),
+    }  # fmt: skip
+    for out in (None, tmp_path / "scores"):
+        with pytest.raises(gs.NonFiniteGradientError, match=r"state dict 0.* 1e\+40.*float32"):
+            gs.influence(**arguments, out=out)
+    kept = gs.influence(**arguments, nonfinite="keep")
+    assert kept.proponents(0, 1).scores[0] == np.inf
+    arguments["model"] = model.double()
+    arguments["train_loader"] = arguments["query_loader"] = [data[0].double()]
+    arguments["checkpoints"] = gs.Checkpoints([model.state_dict()], lr=1e4)
+    assert gs.influence(**arguments).proponents(0, 1).scores[0] == pytest.approx(1e40)
 
 
 @pytest.mark.parametrize("limit", [1, 3])

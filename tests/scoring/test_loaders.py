@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -229,6 +230,27 @@ def test_loaders_that_are_read_from_the_start(setting):
     np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
+def test_workers_that_persist_serve_both_sides(setting):
+    """Such a loader has one iterator, begun anew by whoever asks; queries and data take turns."""
+    loader = DataLoader(
+        Stream(setting.train_batches), batch_size=None, num_workers=1, persistent_workers=True
+    )
+    begun = iter(loader)
+    expected = next(begun)
+    checkpoints = gs.Checkpoints(setting.states, lr=0.1)
+    sides = [loader, setting.train_batches]
+    got, want = (
+        gs.influence(
+            setting.model, side, side, loss_fn, checkpoints, budget=1, progress=False
+        ).raw[:]
+        for side in sides
+    )  # fmt: skip
+    np.testing.assert_array_equal(got, want)
+    # The caller is still in the middle of a pass.
+    assert not torch.equal(expected[0], next(begun)[0])
+    assert loader._iterator is begun
+
+
 @pytest.mark.parametrize("kind", ["self", "matrix"])
 def test_what_is_complete_is_not_read_again(setting, tmp_path, kind):
     """A loader that can only be read from the start is not, for nothing."""
@@ -279,6 +301,24 @@ def test_a_loader_that_changes_is_an_error(setting):
     for then, message in cases:
         with pytest.raises(gs.LoaderError, match=message):
             score(setting, Changing(whole, then))
+
+
+def test_a_collate_fn_that_leaves_examples_out(setting):
+    """Their positions are not those in the data set: the caller says which are meant."""
+
+    def collate(examples):
+        return default_collate([each for each in examples if each["number"] % 3])
+
+    loader = DataLoader(Numbered(setting.train), 4, collate_fn=collate)
+    with pytest.raises(gs.LoaderError, match=r"has 3 examples, expected 4 as its .*collate_fn"):
+        score(setting, loader, dict_loss)
+    kept = [place for place in range(11) if (100 + place) % 3]
+    table = score(setting, loader, dict_loss, ids="number")
+    assert table.ids.tolist() == [100 + place for place in kept]
+    np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
+    table = score(setting, list(loader), dict_loss)
+    assert table.ids.tolist() == list(range(len(kept)))
+    np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
 
 
 class Shuffling(IterableDataset):

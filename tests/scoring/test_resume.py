@@ -151,14 +151,52 @@ def test_truncated_files_are_repaired(tmp_path, capsys, name, size, left):
     assert sum(counting.sizes) <= 11 + 6 + 8 + sum(RECOGNISED)
 
 
+@pytest.mark.parametrize("place", [0, 6, 7, 11, 19, 60])
+@pytest.mark.parametrize("name", ["products", "done", "query_sqnorm"])
+def test_a_flipped_bit_in_a_header(tmp_path, capsys, name, place):
+    """The magic string, the version, the quotes and the words."""
+    out = tmp_path / "scores"
+    call("matrix", out)
+    damaged = sorted(out.glob("checkpoint-*"))[0] / f"{name}.npy"
+    flip(damaged, place)
+    with pytest.raises(gs.StoreError, match=r"cannot be read.*Call gs.influence with the same"):
+        gs.InfluenceScores.load(out)
+    repaired = call("matrix", out, progress=True)
+    assert f"{damaged} is not readable: computing it again" in capsys.readouterr().err
+    assert_same("matrix", repaired, call("matrix", None))
+    gs.InfluenceScores.load(out)
+
+
+@pytest.mark.parametrize("place", [11, -1, None])
+def test_damaged_ids_are_written_again(tmp_path, place):
+    """A header that is none, another id, and nothing at all."""
+    out = tmp_path / "scores"
+    call("matrix", out)
+    ids = out / "train_ids.npy"
+    if place is None:
+        os.truncate(ids, 0)
+    else:
+        flip(ids, place)
+    if place != -1:
+        with pytest.raises(gs.StoreError, match=r"Call gs.influence .* again to repair it"):
+            gs.InfluenceScores.load(out)
+    call("matrix", out)
+    assert gs.InfluenceScores.load(out).train_ids.tolist() == list(range(11))
+
+
+def flip(file, place):
+    """Flip a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 16
+    file.write_bytes(content)
+
+
 def test_a_flipped_bit_costs_its_tile(tmp_path, capsys):
     out = tmp_path / "scores"
     call("matrix", out)
     expected = call("matrix", None)
     damaged = sorted(out.glob("checkpoint-*"))[1] / "products.npy"
-    content = bytearray(damaged.read_bytes())
-    content[-3] ^= 16
-    damaged.write_bytes(content)
+    flip(damaged, -3)
     counting = Counting()
     repaired = call("matrix", out, loss=counting, progress=True)
     assert "tile 2, 1 fails its checksum: computing it again" in capsys.readouterr().err
@@ -540,8 +578,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(gs.StoreError, match=r"is not empty and has no manifest\.json"):
         call("matrix", tmp_path)
-    with pytest.raises(gs.StoreError, match=r"holds no manifest\.json"):
-        gs.InfluenceScores.load(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.tex"):
+        with pytest.raises(gs.StoreError, match=rf"{path.name} holds no manifest\.json"):
+            gs.InfluenceScores.load(path)
     with pytest.raises(gs.StoreError, match="cannot be used"):
         call("matrix", tmp_path / "thesis.tex" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
@@ -565,6 +604,11 @@ def test_two_processes_share_the_work(tmp_path):
         assert files == sorted(p.relative_to(theirs) for p in theirs.rglob("*") if p.is_file())
         for path in files:
             assert (ours / path).read_bytes() == (theirs / path).read_bytes(), path
+    for name in ("parallel", "compiled"):
+        # Three batches for two processes: one has more forwards than the other.
+        first, second = (np.load(tmp_path / f"{name}-{rank}.npy") for rank in range(2))
+        np.testing.assert_array_equal(first, second)
+        assert (first > 0).all() and len(first) == 11
     counts = [int((tmp_path / f"examples-{rank}").read_text()) for rank in range(2)]
     # In memory and on disk, at two checkpoints: the train side once, for the lists once for each of
     # two query batches; the query side in each process, for the lists once for each train batch.

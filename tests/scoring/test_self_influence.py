@@ -147,8 +147,18 @@ def test_where_the_loss_shows_no_classification(setting, loss, reason):
         assert re.search(reason, text), text
 
 
-def test_ignored_labels_have_no_margin(setting):
-    table = run(setting, ignoring)
+def ignoring_a_class(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none", ignore_index=0)
+
+
+def ignoring_by_position(model, batch):
+    log_probability = model(batch[0]).log_softmax(1)
+    return functional.nll_loss(log_probability, batch[1], None, None, 0, None, "none")
+
+
+@pytest.mark.parametrize("loss", [ignoring, ignoring_a_class, ignoring_by_position])
+def test_ignored_labels_have_no_margin(setting, loss):
+    table = run(setting, loss)
     assert table.reason == "some labels are ignored by the cross-entropy"
 
 
