@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 
 def run_backward(
@@ -31,3 +35,16 @@ def run_backward(
             allow_unreachable=True,
             accumulate_grad=True,
         )
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Run a backward without the parameters' hooks, which change gradients and expect some."""
+    hooks = [parameter._backward_hooks for parameter in parameters]
+    for parameter in parameters:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, own in zip(parameters, hooks, strict=True):
+            parameter._backward_hooks = own

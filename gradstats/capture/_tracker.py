@@ -17,7 +17,7 @@ from gradstats.capture._attributes import kept_by, restore_attributes, tensors_k
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._engine import run_backward
+from gradstats.capture._engine import run_backward, without_hooks
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nested import tensors_in
@@ -313,7 +313,7 @@ class Tracker(Repeated):
         for leaf in leaves:
             leaf.grad = None
         try:
-            with without_autocast():
+            with without_autocast(), without_hooks(self._parameters):
                 run_backward((total,), (one,), in_threads=self.spans_devices)
         finally:
             for leaf, grad in grads:
