@@ -249,11 +249,23 @@ def filled_up(hidden, graphs):
     return squares + nn.utils.rnn.pad_sequence(parts).sin().sum(0)
 
 
+def dense(hidden, graphs):
+    """As torch_geometric makes a dense batch: a row behind the last is for nodes too many."""
+    most = int(graphs.bounds.diff().max())
+    places = torch.arange(len(hidden)) - graphs.bounds[graphs.owner] + graphs.owner * most
+    rows = torch.tensor(0.0).to(hidden).repeat(graphs.count * most + 1, 6)
+    rows[places] = hidden
+    filled = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, places, True)
+    rows, filled = (item[:-1].unflatten(0, (graphs.count, most)) for item in (rows, filled))
+    weights = (rows @ rows.mT).masked_fill(~filled[:, None], -torch.inf).softmax(-1)
+    return sums((weights @ rows)[filled], graphs)
+
+
 def last_first(hidden, graphs):
     return sums(hidden, graphs).flip(0)
 
 
-@pytest.mark.parametrize("pool", [sums, largest, filled_up, last_first])
+@pytest.mark.parametrize("pool", [sums, largest, filled_up, dense, last_first])
 @pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 2, 2), (1, 1, 1)], ids=str)
 def test_graphs_in_one_batch(sizes, pool):
     torch.manual_seed(0)
