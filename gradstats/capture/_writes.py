@@ -58,11 +58,20 @@ def _put(target: Tensor, indices, values, accumulate=False) -> Write:
 
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
+    value = _of_example(target, value, items[0] if items else None)
     return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+
+
+def _of_example(target: Tensor, value, index):
+    """Return what says whose a value is: of a number, the places that it is written to."""
+    number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
+    one_row = target.dim() == 1 and isinstance(index, Tensor) and index.dtype != torch.bool
+    return index if number and one_row else value
 
 
 def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
     value = values[0] if values else named.get("source", named.get("value"))
+    value = _of_example(target, value, index)
     dim %= target.dim()
 
     def read(layout: Examples) -> Examples:
