@@ -184,6 +184,24 @@ def test_derivatives_through_operands_made_of_data(name):
     check_model(Network().double(), points, laplacian, fusing=(True,))
 
 
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.randn_like])
+def test_derivatives_along_a_direction(like):
+    """By two backwards, the second of which runs through a stand-in for a gradient."""
+
+    def loss_fn(model, batch):
+        points, direction = batch
+        points = points.detach().requires_grad_()
+        u = model(points)
+        stand_in = like(u, requires_grad=True)
+        (slope,) = torch.autograd.grad(u, points, stand_in, create_graph=True)
+        (along,) = torch.autograd.grad(slope, stand_in, direction, create_graph=True)
+        return (u - along).square().sum(1)
+
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    batch = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    check_model(model, batch, loss_fn, rtol=1e-8, fusing=(True,))
+
+
 def test_training_gradient_beside_the_norms():
     torch.manual_seed(0)
     model = NETWORKS["mlp"]().double()

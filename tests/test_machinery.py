@@ -476,6 +476,34 @@ def test_a_hook_that_changes_gradients():
     check_model(Reverses().double(), vectors(), classify)
 
 
+@pytest.mark.parametrize("run", [REENTRANT, Recomputing.apply])
+def test_hooks_on_parameters_see_no_backward_without_gradients(run):
+    """As a hook that masks the rows of a table: it can take a gradient, but not its absence."""
+
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.matrix = nn.Embedding(5, 4), nn.Parameter(torch.randn(3, 4))
+            self.run = run
+
+        def forward(self, x):
+            return self.run(self.block, x.clone().requires_grad_())
+
+        def block(self, x):
+            return (x + self.table(torch.arange(5)).sum(0)) @ self.matrix.exp().T
+
+    model, batch, seen = Looked().double(), vectors(), []
+    twin = copy.deepcopy(model)
+    twin.run = ALONE
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+    stats = gs.per_example_norms(model, batch, classify)
+    assert_sqnorms(stats, oracle_sqnorms(twin, batch, classify), 1e-9)
+    assert not seen
+    classify(model, batch).mean().backward()
+    assert len(seen) == 2
+
+
 def test_hooks_registered_inside_a_context_stay():
     model, batch, seen = dense().double(), vectors(), []
     with gs.track(model, batch_size=B, fused=False) as tracker:

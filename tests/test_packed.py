@@ -249,11 +249,23 @@ def filled_up(hidden, graphs):
     return squares + nn.utils.rnn.pad_sequence(parts).sin().sum(0)
 
 
+def dense(hidden, graphs):
+    """As torch_geometric makes a dense batch: a row behind the last is for nodes too many."""
+    most = int(graphs.bounds.diff().max())
+    places = torch.arange(len(hidden)) - graphs.bounds[graphs.owner] + graphs.owner * most
+    rows = torch.tensor(0.0).to(hidden).repeat(graphs.count * most + 1, 6)
+    rows[places] = hidden
+    filled = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, places, True)
+    rows, filled = (item[:-1].unflatten(0, (graphs.count, most)) for item in (rows, filled))
+    weights = (rows @ rows.mT).masked_fill(~filled[:, None], -torch.inf).softmax(-1)
+    return sums((weights @ rows)[filled], graphs)
+
+
 def last_first(hidden, graphs):
     return sums(hidden, graphs).flip(0)
 
 
-@pytest.mark.parametrize("pool", [sums, largest, filled_up, last_first])
+@pytest.mark.parametrize("pool", [sums, largest, filled_up, dense, last_first])
 @pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 2, 2), (1, 1, 1)], ids=str)
 def test_graphs_in_one_batch(sizes, pool):
     torch.manual_seed(0)
@@ -264,6 +276,44 @@ def test_graphs_in_one_batch(sizes, pool):
     each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Packed(g))) for g in graphs]
     if pool is last_first:
         each.reverse()  # norms stand in the order of the losses
+    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    assert_sqnorms(got, expected, 1e-9)
+
+
+@pytest.mark.parametrize("fill", ["assigned", "index_fill", "index_put"])
+def test_attention_among_the_nodes_of_each_graph(fill):
+    """As graph transformers attend: where there are nodes is written down as numbers."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.attention = nn.Linear(4, 6), nn.MultiheadAttention(6, 2)
+            self.head = nn.Linear(6, 1)
+
+        def forward(self, graphs):
+            most = int(graphs.bounds.diff().max())
+            places = torch.arange(len(graphs.nodes)) - graphs.bounds[graphs.owner]
+            places = places + graphs.owner * most
+            rows = torch.zeros(graphs.count * most + 1, 6).double()
+            rows[places] = self.first(graphs.nodes)
+            empty = torch.ones(len(rows), dtype=torch.bool)
+            if fill == "assigned":
+                empty[places] = False
+            elif fill == "index_fill":
+                empty = empty.index_fill(0, places, False)
+            else:
+                empty.index_put_((places,), torch.tensor(False))
+            rows, empty = (t[:-1].unflatten(0, (graphs.count, most)) for t in (rows, empty))
+            rows = rows.transpose(0, 1)
+            mixed, _ = self.attention(rows, rows, rows, key_padding_mask=empty)
+            return sums(mixed.transpose(0, 1)[~empty], graphs) @ self.head.weight[0]
+
+    torch.manual_seed(0)
+    model = Attends().double()
+    graphs = [(torch.randn(n, 4).double(), torch.randint(n, (2, n))) for n in (3, 1, 5)]
+    batch = Packed(*graphs)
+    got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
+    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Packed(g))) for g in graphs]
     expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
     assert_sqnorms(got, expected, 1e-9)
 

@@ -237,7 +237,7 @@ class ConstantTracking(TorchFunctionMode):
             if own is not None and torch.is_grad_enabled():
                 own.follow(tracker, args, kwargs, results)
                 return
-            layouts = prescribed_layouts(tracker, func, args, results)
+            layouts = prescribed_layouts(tracker, func, args, kwargs, results)
             if layouts is not None:
                 one = tracker.sole_example(data)
                 for tensor, layout in zip(results, layouts, strict=False):

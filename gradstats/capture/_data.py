@@ -48,9 +48,12 @@ class Data(Following):
             before: whether it held data already.
             after: what holds the data now: the operand, or a copy of it.
         """
+        given = write.values
+        if write.index is not None and not (before or self.is_distinct(after)):
+            given = (write.index,)  # where a number goes says whose it is, if nothing else does
         values = [
             item
-            for item in write.values
+            for item in given
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
         ]
         if before and (one := self.sole_example([target, *values])):

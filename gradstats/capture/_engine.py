@@ -48,3 +48,16 @@ def run_backward(
             allow_unreachable=True,
             accumulate_grad=True,
         )
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Run a backward without the parameters' hooks, which change gradients and expect some."""
+    hooks = [parameter._backward_hooks for parameter in parameters]
+    for parameter in parameters:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, own in zip(parameters, hooks, strict=True):
+            parameter._backward_hooks = own

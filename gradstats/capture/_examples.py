@@ -168,6 +168,10 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
             rows, rest = divmod(target.shape[axis], contract.batch)
             if rows >= fewest and not rest:
                 yield Examples(contract.batch, axis, rows)
+            elif rows >= fewest and rest == 1:
+                # As many to each, and a last one for what finds no place.
+                owner = Examples(contract.batch, axis, rows).owner(target.device)
+                yield contract.owned_by(torch.cat([owner, owner[-1:]]), axis)
 
 
 def same_rows(first: Examples, second: Examples) -> bool:

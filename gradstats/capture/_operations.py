@@ -260,10 +260,13 @@ LAYERS = frozenset(
     if hasattr(owner, name)
 ) - {torch.embedding_bag}  # fmt: skip
 
+# Operations that make a tensor of another's form, with a row for each of its rows.
+FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
+
 # Operations that keep the examples where they lie in their operands if the sizes of the result
 # agree with it.
 KEEPS = (
-    POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS
+    POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
 )  # fmt: skip
 
 # Operations that make tensors of values that the caller has.

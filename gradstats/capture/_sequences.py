@@ -1,4 +1,4 @@
-"""Where the examples lie in the results of attention, recurrent layers, packed sequences, sorts.
+"""Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
 
 These operations prescribe the axes of their operands and results, whatever the caller's
 ``batch_dim``; a shape alone would mislead where there are as many layers or steps as examples.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._examples import Examples, same_rows
+from gradstats.capture._indexing import argument_of
 from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
 
@@ -36,15 +37,30 @@ SORTS = frozenset(variants("sort", "argsort", "topk"))
 
 ALIGNMENTS = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 
-PRESCRIBES = RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | ALIGNMENTS | {ATTENTION, PACK, PAD}
+BAGS = torch.nn.functional.embedding_bag
+
+PRESCRIBES = (
+    RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | ALIGNMENTS | {ATTENTION, PACK, PAD, BAGS}
+)  # fmt: skip
 
 
 def prescribed_layouts(
-    tracker: Tracker, func, args: tuple[Any, ...], results: Sequence[Tensor]
+    tracker: Tracker,
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: Sequence[Tensor],
 ) -> list[Examples | None] | None:
     """Return the layout of each result; None where the operation prescribes nothing."""
     if func not in PRESCRIBES:
         return None
+    if func is BAGS:
+        padded = (*args, *(None,) * 10)
+        offsets = argument_of(padded, kwargs, 2, "offsets")
+        if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
+            return None
+        last = bool(argument_of(padded, kwargs, 9, "include_last_offset"))
+        return [layout_of_bags(tracker, args[0], offsets, last)]
     if func in SORTS:
         return _sorted_layouts(tracker, args[0], results)
     if func in ALIGNMENTS:
@@ -93,6 +109,30 @@ def _sorted_layouts(
         return None
     chosen = results[-1]  # which of the rows stands at each place
     return [layout.owned_by(layout.owner(source.device)[chosen], 0)] * len(results)
+
+
+def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
+    """Return where bags of ids begin that stand in one row."""
+    return offsets[:-1] if include_last_offset else offsets
+
+
+def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -> Examples | None:
+    """Return whose the bags are that ids in one row are cut into; None if that is not known.
+
+    Args:
+        tracker: the context.
+        ids: (N,).
+        offsets: where the bags begin.
+        last: whether the end of the last bag stands among them.
+    """
+    starts, layout = starts_of_bags(offsets, last), _layout(tracker, ids)
+    if layout is None or not tracker.is_marked(ids):
+        return tracker.layout_of(starts)
+    owner = layout.owner(ids.device)
+    bags = owner.split(torch.diff(starts, append=starts.new_tensor([len(ids)])).tolist())
+    if not all(len(bag) and bool((bag == bag[0]).all()) for bag in bags):
+        return None
+    return layout.owned_by(owner[starts], 0)
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:

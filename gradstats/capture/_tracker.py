@@ -17,7 +17,7 @@ from gradstats.capture._attributes import kept_by, restore_attributes, tensors_k
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._engine import gradients_aside, run_backward
+from gradstats.capture._engine import gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nested import tensors_in
@@ -308,7 +308,7 @@ class Tracker(Repeated):
         # other gradients is taken back.
         own = {id(probe) for probe in self.probes}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
-        with gradients_aside(leaves), without_autocast():
+        with gradients_aside(leaves), without_hooks(self._parameters), without_autocast():
             run_backward((total,), (one,), in_threads=self.spans_devices)
         self.after_backward()
 

@@ -29,11 +29,13 @@ class Write:
         read: called with a layout of the operand, it returns that of the place written to; None
             where that is all of the operand.
         dims: number of axes of that place.
+        index: of a number that is written to some rows, which ones.
     """
 
     values: tuple[Any, ...]
     read: Callable[[Examples], Examples | Whole | None] | None
     dims: int
+    index: Tensor | None = None
 
     def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
         """Whether a value falls on its own examples, where those of the operand lie so.
@@ -58,7 +60,19 @@ def _put(target: Tensor, indices, values, accumulate=False) -> Write:
 
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
-    return Write((value,), lambda layout: read_at(target, items, layout), dims_at(target, items))
+    return Write(
+        (value,),
+        lambda layout: read_at(target, items, layout),
+        dims_at(target, items),
+        _rows_of_number(target, value, items[0] if items else None),
+    )
+
+
+def _rows_of_number(target: Tensor, value, index) -> Tensor | None:
+    """Return the rows that a number is written to; None of all other values and places."""
+    number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
+    rows = target.dim() == 1 and isinstance(index, Tensor) and index.dtype != torch.bool
+    return index if number and rows else None
 
 
 def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
@@ -70,7 +84,7 @@ def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
             return layout
         return layout.owned_by(layout.owner(index.device)[index.view(-1)], dim)
 
-    return Write((value,), read, target.dim())
+    return Write((value,), read, target.dim(), _rows_of_number(target, value, index))
 
 
 def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others) -> Write:

@@ -7,8 +7,8 @@ holds, squared and let go; every other parameter goes the lean way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
+from gradstats.capture._engine import without_hooks
 from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
@@ -322,7 +323,8 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Return name → gradient of the sum of losses, zeros where they use no parameter."""
     leaves = list(parameters.values())
-    with _without_hooks(leaves):
+    # Before the parameters' hooks, as rules take them.
+    with without_hooks(leaves):
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     missing = [name for name, found in zip(names, gradients, strict=True) if found is None]
     if missing and hidden:
@@ -338,19 +340,6 @@ def _gradients(
         name: torch.zeros_like(leaf) if gradient is None else gradient.detach()
         for name, leaf, gradient in zip(names, leaves, gradients, strict=True)
     }
-
-
-@contextmanager
-def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Have gradients taken before the parameters' hooks, which may change them, as rules do."""
-    hooks = [parameter._backward_hooks for parameter in parameters]
-    for parameter in parameters:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, own in zip(parameters, hooks, strict=True):
-            parameter._backward_hooks = own
 
 
 def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:

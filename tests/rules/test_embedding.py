@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.contractions import FEW, _rows
-from tests.oracle import assert_sqnorms, oracle_sqnorms
-from tests.rules.operation import check_operation, check_refused, normal
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 ROWS = 5
 
@@ -223,6 +223,61 @@ def test_maximum_with_renormalised_rows_is_refused():
         integers(3, 4),
         match=r"max.*'layer\.weight'",
     )
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_embedding_bag_of_several_bags_for_each_example(mode):
+    """As layers of product keys and features of several values look up, position by position."""
+    parameters = {"layer": nn.EmbeddingBag(ROWS, 3, mode=mode, padding_idx=1)}
+    check_operation(
+        lambda m, ids: m.layer(ids.flatten(0, 1)).view(3, 2, 3), parameters, integers(3, 2, 4)
+    )
+
+    def one_row(m, ids):
+        return m.layer(ids.flatten(), 4 * torch.arange(6)).view(3, 2, 3)
+
+    check_operation(one_row, parameters, integers(3, 2, 4))
+
+
+def test_embedding_bags_that_are_cut_from_one_row():
+    def function(m, ids, starts):
+        ends = torch.cat([starts, starts.new_tensor([12])])
+        last = functional.embedding_bag(ids.flatten(), m.w, ends, include_last_offset=True)
+        frozen = functional.embedding_bag(ids.flatten(), m.w.detach(), torch.arange(0, 12, 4))
+        return m.layer(ids.flatten(), torch.arange(0, 12, 4)) * frozen + last
+
+    starts = torch.tensor([0, 4, 8])
+    check_operation(
+        function, {"layer": nn.EmbeddingBag(ROWS, 3), "w": (ROWS, 3)}, integers(3, 4), starts
+    )
+
+
+def test_embedding_bags_that_hold_ids_of_several_examples_are_refused():
+    check_refused(
+        lambda m, ids: m.layer(ids.flatten(), torch.tensor([0, 3, 8])),
+        {"layer": nn.EmbeddingBag(ROWS, 3)},
+        integers(3, 4),
+        match="bags with ids of several examples",
+    )
+
+
+def test_embedding_bag_of_weighted_bags_at_each_position():
+    def function(m, x):
+        share, ids = (x.flatten(0, 1) @ m.keys.T).topk(2)
+        found = functional.embedding_bag(ids, m.w, mode="sum", per_sample_weights=share)
+        return found.unflatten(0, x.shape[:2])
+
+    check_operation(function, {"keys": (ROWS, 4), "w": (ROWS, 3)}, normal(3, 5, 4))
+
+
+def test_embedding_bag_of_bags_in_another_order():
+    def function(m, ids, order):
+        rows = m.layer(ids.flatten(0, 1)[order])
+        return torch.zeros(6, 3).double().index_copy(0, order, rows).view(3, 2, 3)
+
+    model = Operation(function, {"layer": nn.EmbeddingBag(ROWS, 3)}, upstream=False)
+    order = torch.tensor([4, 0, 3, 1, 5, 2])
+    check_model(model, (integers(3, 2, 4),), lambda m, batch: uneven_loss(m, (*batch, order)))
 
 
 def test_tracked_weights_of_samples_are_refused():

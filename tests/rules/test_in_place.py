@@ -21,6 +21,33 @@ def test_in_place_after_a_tracked_operation():
     check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
 
 
+# Their derivatives do not depend on the numbers that they take, so that these may change.
+AFFINE = {
+    "added": lambda h, m: h + m.w,
+    "twice added": lambda h, m: torch.add(h, m.w, alpha=2),
+    "subtracted": lambda h, m: h - m.w,
+    "subtracted from": lambda h, m: m.w - h,
+    "subtracted in reverse": lambda h, m: torch.rsub(h, m.w),
+    "put where a condition holds": lambda h, m: torch.where(h > 0, m.w, h),
+    "put side by side": lambda h, m: torch.cat([h[:, :1], m.w[:1].expand(len(h), 1, -1)], 1),
+    "stacked": lambda h, m: torch.stack([h[:, 0], m.w[0].expand(len(h), -1)], 1),
+    "added in place": lambda h, m: h.clone().add_(m.w),
+}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_data_that_are_overwritten_once_parameters_were_put_to_them(name):
+    """As Graphormer writes the distance of its virtual node over a part of a table of distances."""
+
+    def function(m, x):
+        table = torch.zeros(BATCH, 3, WIDTH).double()
+        table[:, :2] = m.scale * x
+        table[:, :2] = AFFINE[name](table[:, :2], m)
+        return table.exp()
+
+    check_operation(function, {"scale": (WIDTH,), "w": (2, WIDTH)}, normal(BATCH, 2, WIDTH))
+
+
 def triangle(m, x):
     """As Cholesky factors and LU layers are put together."""
     matrix = torch.zeros(WIDTH, WIDTH).double()

@@ -1042,6 +1042,18 @@ def test_samples_at_places_that_are_learned():
     check_operation(function, {"places": (1, 2, 3, 2)}, normal(BATCH, 2, 4, 4))
 
 
+def test_samples_at_places_that_are_learned_head_by_head():
+    """As deformable attention samples in its first layer, where queries are parameters alone."""
+
+    def function(m, x):
+        places = (m.queries.expand(len(x), -1, -1) @ m.offsets.T).tanh()
+        places = places.view(len(x), 3, 2, 4, 2).transpose(1, 2).flatten(0, 1)
+        heads = x.unflatten(1, (2, 3)).flatten(0, 1)
+        return nn.functional.grid_sample(heads, places, align_corners=False).view(len(x), -1)
+
+    check_operation(function, {"queries": (1, 3, 5), "offsets": (16, 5)}, normal(BATCH, 6, 4, 4))
+
+
 @pytest.mark.parametrize("apart", [True, False], ids=["padded targets", "targets in one row"])
 def test_connectionist_temporal_classification(apart):
     """Steps stand in front of the examples, and targets of all examples perhaps in one row."""

@@ -399,3 +399,15 @@ def test_the_form_of_data_in_inference_mode():
         return m.layer(x + first.clone())
 
     check_operation(function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, WIDTH))
+
+
+def test_numbers_at_places_that_the_batch_names():
+    """As many as there are examples, in another order: by contract each row is one example."""
+
+    def function(m, x, order):
+        kept = torch.zeros(BATCH).double()
+        kept[order] = 0.5
+        return m.layer(x) * kept[:, None, None] + m.shift * kept[:, None, None]
+
+    parameters = {"layer": nn.Linear(WIDTH, 2), "shift": (2,)}
+    check_operation(function, parameters, normal(BATCH, 4, WIDTH), torch.randperm(BATCH))

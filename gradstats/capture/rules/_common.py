@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._coverage import where_examples_met
-from gradstats.capture._dispatch import refuse
+from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._nested import operands_of
@@ -218,11 +218,20 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
     if own is None and tracker.is_data(item):
         return item
     layout = ExampleLayout(item.dim(), examples)
-    if item.shape[examples.axis] != examples.rows or not (own is None or layout.serves(item.shape)):
+    axis, fits = examples.axis, item.shape[examples.axis] == examples.rows
+    if fits and own is not None and not layout.serves(item.shape) and examples.segments is None:
+        # Along an axis of their own an example's rows are one slice.
+        sizes = (examples.batch, examples.fold)
+        apart = derive(tracker, Tensor.unflatten, (item, axis, sizes), {})
+        slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
+        item = slices.flatten(axis, axis + 1)
+        tracker.place(item, examples)
+        return item
+    if not fits or not (own is None or layout.serves(item.shape)):
         refuse(
             func,
             own or node,
-            f"with {item.shape[examples.axis]} slices along axis {examples.axis} for "
+            f"with {item.shape[axis]} slices along axis {axis} for "
             f"{examples.rows} rows of {examples.batch} examples has no rule",
         )
     # A view also where nothing is tracked, so that no mark is left on a tensor of the user's.

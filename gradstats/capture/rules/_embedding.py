@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Lookup, Rows, compute_dtype
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._dispatch import derive, refusal, refuse
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lean_steps import embedding_rows, rows_looked_up
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
+from gradstats.capture._sequences import layout_of_bags, starts_of_bags
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
@@ -88,24 +89,29 @@ def embedding_bag(
     include_last_offset=False,
     padding_idx=None,
 ):
-    """Rows(ids, g of the id's bag × its weight); one bag is one example."""
+    """Rows(ids, g of the id's bag × its weight); each bag belongs to one example."""
     if node_of(per_sample_weights) is not None:
         refuse(func, first_node(per_sample_weights), "with tracked per-sample weights has no rule")
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
+    if offsets is None:
+        examples = locate(tracker, func, node, input, axis=0, folds=True)
+    else:
+        found = layout_of_bags(tracker, input, offsets, include_last_offset)
+        if found is None:
+            raise refusal(func, node, "of bags with ids of several examples has no rule", "")
+        examples = found
     if mode == "max":
         if max_norm is not None:
             refuse(func, node, "with mode='max' and max_norm has no rule")
         begins = {"offsets": offsets, "include_last_offset": include_last_offset}
-        return Composed(partial(largest_of_bags, tracker))(
+        return Composed(partial(largest_of_bags, tracker, examples))(
             tracker, func, input, weight, mode=mode, padding_idx=padding_idx, **begins
         )
-    if input.dim() == 2:
-        locate(tracker, func, node, input, axis=0)
+    if offsets is None:
         bag = torch.arange(input.shape[0], device=input.device).repeat_interleave(input.shape[1])
     else:
-        starts = offsets[:-1] if include_last_offset else offsets
-        locate(tracker, func, node, starts, axis=0)
+        starts = starts_of_bags(offsets, include_last_offset)
         position = torch.arange(input.shape[0], device=input.device)
         bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
     ids = input.reshape(-1)
@@ -114,7 +120,7 @@ def embedding_bag(
     if padding_idx is not None:
         share = share * (ids != padding_idx % weight.shape[0])
     if mode == "mean":
-        bags = torch.zeros(tracker.batch_size, dtype=share.dtype, device=ids.device)
+        bags = torch.zeros(examples.rows, dtype=share.dtype, device=ids.device)
         share = share / bags.index_add(0, bag, share).clamp(min=1)[bag]
     if per_sample_weights is not None:
         share = share * per_sample_weights.detach().reshape(-1)
@@ -122,11 +128,11 @@ def embedding_bag(
         input, plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
-    return tap(tracker, [node], result, BagFactors(tuple(weight.shape)), ids, bag, share)
+    return tap(tracker, [node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
 
 
 def largest_of_bags(
-    tracker, input, weight, *, mode, padding_idx, offsets, include_last_offset
+    tracker, examples, input, weight, *, mode, padding_idx, offsets, include_last_offset
 ) -> Tensor:
     """The largest numbers of each bag's rows: of equal ones that which PyTorch chooses."""
     if offsets is None:
@@ -136,7 +142,7 @@ def largest_of_bags(
         weight.detach(), input.flatten(), offsets, False, 2, False, None, include_last_offset,
         padding_idx,
     )  # fmt: skip
-    tracker.place(chosen, Examples(tracker.batch_size, 0))
+    tracker.place(chosen, examples)
     columns = torch.arange(weight.shape[1], device=input.device)
     return weight[chosen, columns].masked_fill(sizes[: len(chosen), None] == 0, 0)
 
@@ -145,11 +151,13 @@ def largest_of_bags(
 class BagFactors:
     """The factor of a table whose rows are summed into bags with given shares."""
 
+    examples: Examples
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
         rows = grad[bag] * share.unsqueeze(1)
-        return [Rows(ids.long(), rows, bag, grad.shape[0], self.shape)]
+        owner = bag if self.examples.plain else self.examples.owner(bag.device)[bag]
+        return [Rows(ids.long(), rows, owner, self.examples.batch, self.shape)]
 
 
 def index(tracker, func, input, indices):

@@ -13,13 +13,23 @@ from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
-from gradstats.capture._operations import ELEMENTWISE, in_place_variants
+from gradstats.capture._operations import ELEMENTWISE, function_variants, in_place_variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import in_order, plain
 
 IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
+
+# Operations whose derivatives depend on no number of their operands, save where a condition holds.
+AFFINE = frozenset(
+    {
+        *function_variants("add", "sub", "subtract", "where"),
+        *in_place_variants("add", "sub", "subtract"),
+        torch.rsub, Tensor.__rsub__, torch.cat, torch.concat, torch.concatenate, torch.stack,
+        Tensor.copy_,
+    }
+)  # fmt: skip
 
 
 def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
@@ -112,12 +122,20 @@ def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
 
     call = rebuild((args, kwargs), keep)
     saved = [tensor.detach() for tensor in tensors]
-    if func in IN_PLACE:
+    if func in AFFINE:
+        # PyTorch keeps none of them, and may find them changed when the backward runs.
+        saved = [item if item.dtype == torch.bool else _shape_alone(item) for item in saved]
+    elif func in IN_PLACE:
         saved[0] = saved[0].clone()
     result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return tap(tracker, nodes, result, RecomputedFactors(func, call, layout), *saved)
+
+
+def _shape_alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that agrees with another in all but its numbers, of which it has one."""
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 @dataclass(frozen=True)
