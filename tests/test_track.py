@@ -102,6 +102,18 @@ def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
+def test_a_grad_scaler_that_scaled_nothing(model, batch):
+    """Its scale would be divided out of gradients that never had it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(gs.TrackingError, match=r"scaled no loss yet.*scaler\.scale\(loss\)"):
+        with gs.track(model, batch_size=B, scaler=scaler):
+            losses_of(model, batch).mean().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(scaled_step(model, batch, disabled, own_backward=True), expected, 1e-9)
+
+
 @pytest.mark.parametrize("own_backward", [True, False])
 def test_a_grad_scaler_that_is_updated_inside_the_context(model, batch, own_backward):
     """The scale is the one at the backward."""

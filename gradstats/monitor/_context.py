@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
 from gradstats.monitor._arguments import checked_ids, checked_weights
 from gradstats.statistics._arguments import check_recording
@@ -88,20 +89,33 @@ class MonitorStep:
         Args:
             last: whether this was the last micro-batch of the optimizer step.
         """
-        monitor, context = self._monitor, self._context
-        if context is not None:
+        monitor, context, collector = self._monitor, self._context, self._monitor._collector
+        if context is not None and collector is not None:
             self._context = None
             try:
                 context.close()
-                monitor._collector.add(  # type: ignore[union-attr]
-                    context, self._batch_size, self._ids, self._weights, self._divisor
-                )
+                # Of several processes each has to know what the others do.
+                if context.backward_ran or collector.group is not None:
+                    collector.add(
+                        context, self._batch_size, self._ids, self._weights, self._divisor
+                    )
+                else:
+                    self._skip()
             except BaseException:
                 monitor._collector = None
                 raise
         monitor._next = 0 if last else monitor._next + 1
         if last:
             monitor._end()
+
+    def _skip(self) -> None:
+        """Leave an optimizer step out that loops skip, as they do where a loss is not finite."""
+        self._monitor._collector, self.measured = None, False
+        warn(
+            "no backward ran inside this step of gradstats.Monitor, so that its optimizer step is "
+            "not measured. Where the loop skips it on purpose that is all; otherwise run "
+            "loss.backward() inside the with block, on losses that were computed there.",
+        )
 
     def abandon(self) -> None:
         """Leave the model as it was and forget the step; nothing is counted."""

@@ -177,8 +177,16 @@ def check_packed(batch, batch_dim: int, segments: Segments) -> None:
 
 def loss_scale(scaler, device: torch.device) -> Tensor | float:
     """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device."""
+    if scaler is None:
+        return 1.0
+    if scaler.is_enabled() and getattr(scaler, "_scale", device) is None:
+        raise TrackingError(
+            "scaler= is a GradScaler that has scaled no loss yet, so that its scale was not in this "
+            "backward. Expected scaler.scale(loss).backward(), as its step() does "
+            "too; without it leave scaler= out."
+        )
     # Not get_scale(), which waits for the device.
-    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
+    return scaler.scale(torch.ones((), device=device))
 
 
 def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:

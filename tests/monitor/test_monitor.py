@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.monitor._run import WATCHED
+from tests.functions import Recomputing
 from tests.monitor.expected import (
     assert_metrics,
     gradient_rows,
@@ -840,13 +842,20 @@ def test_bfloat16_autocast():
         assert metrics[name] == pytest.approx(expected[name], rel=0.03)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(model, reentrant):
+RUNS = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "another library's": Recomputing.apply,
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_checkpoints(model, run):
     """The gradient is read after the whole backward, and not after one inside it."""
 
     def checkpointed(model, batch):
         inputs = batch[0].clone().requires_grad_()
-        hidden = checkpoint(model[:2], inputs, use_reentrant=reentrant)
+        hidden = run(model[:2], inputs)
         return functional.cross_entropy(model[2](hidden), batch[1], reduction="none")
 
     batch = batch_of()
@@ -1049,6 +1058,32 @@ def test_examples_in_the_order_of_the_alignments_that_they_show(factors):
     assert all(map(math.isnan, found[where]))
     del found[where]
     assert found == pytest.approx(sorted(lengths)[::-1])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_that_the_loop_skips(model, count):
+    """As loops do where a loss is not finite: no run ends because there is nothing to measure."""
+    batch, state = batch_of(), snapshot(model)
+    monitor = gs.Monitor(model, every=1)
+
+    def step(skipped):
+        for k in range(count):
+            with monitor.step(batch_size=B, accumulation=(k, count)) as micro_batch:
+                loss = losses_of(model, batch).mean() / count
+                if not (skipped and k == count // 2):
+                    loss.backward()
+        model.zero_grad()
+        return micro_batch.measured
+
+    assert step(skipped=False)
+    first = monitor.metrics()
+    with pytest.warns(gs.GradStatsWarning, match="no backward ran inside this step"):
+        assert not step(skipped=True)
+    assert monitor.metrics() == {}
+    assert_unchanged(model, state)
+    assert step(skipped=False)
+    assert monitor.history["step"] == [0, 2] and monitor.steps == 3
+    assert monitor.metrics()["grad_norm"] == first["grad_norm"]
 
 
 def test_a_forward_under_no_grad(model):
