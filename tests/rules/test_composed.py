@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
@@ -71,6 +72,18 @@ def test_cosine_similarity(dim):
         {"w": (BATCH, WIDTH)},
         normal(BATCH, WIDTH),
     )
+
+
+@pytest.mark.parametrize("size", [1e-9, 0.0])
+def test_cosine_similarity_of_vectors_shorter_than_epsilon(size):
+    """PyTorch divides by epsilon there, and differentiates as if by the norm."""
+
+    def function(m, x):
+        scale = torch.tensor([[1.0], [size]], dtype=x.dtype)
+        return functional.cosine_similarity(m.first(x) * scale, m.w * scale, dim=-1)
+
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "w": (2, WIDTH)}
+    check_operation(function, layers, normal(BATCH, 2, WIDTH))
 
 
 def test_cosine_similarity_to_one_vector():

@@ -26,8 +26,14 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     if sizes[0] != sizes[1]:
         # The norm is of what was broadcast.
         x1, x2 = torch.broadcast_tensors(x1, x2)
-    first, second = (functional.normalize(x, dim=dim, eps=eps) for x in (x1, x2))
+    first, second = (x / _norm_of_at_least(x, dim, eps) for x in (x1, x2))
     return (first * second).sum(dim)
+
+
+def _norm_of_at_least(x: Tensor, dim: int, eps: float) -> Tensor:
+    """max(‖x‖, ε), with the gradient of ‖x‖ where ε is more too, as PyTorch has it."""
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    return norm + (norm.clamp_min(eps) - norm).detach()
 
 
 def pairwise_distance(
