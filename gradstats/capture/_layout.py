@@ -76,6 +76,9 @@ def follow(
         return reduced(func, args, kwargs, source, layout, result)
     if func in OVER_AXES and result.dim() > source.dim():
         return None  # broadcast against other operands
+    if func in OVER_AXES and result.dim() == source.dim():
+        # Axes that it runs over may be kept with size 1.
+        return layout if result.shape[layout.axis] == source.shape[layout.axis] else None
     if result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1

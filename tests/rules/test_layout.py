@@ -1229,6 +1229,26 @@ def test_cosines_of_positions(positions, dim, parameter):
     check_operation(function, parameters, normal(BATCH, positions, 4), fusing=(True,))
 
 
+KEPT = {
+    "mean": lambda h: h.mean(0, keepdim=True),
+    "vector_norm": lambda h: torch.linalg.vector_norm(h, dim=-3, keepdim=True),
+    "amax": lambda h: h.amax((0, 2), keepdim=True),
+    "max": lambda h: h.max(0, keepdim=True).values,
+    "quantile": lambda h: h.quantile(0.3, dim=0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("positions", [1, 2, BATCH, 5])
+@pytest.mark.parametrize("reduce", KEPT.values(), ids=KEPT)
+def test_an_axis_in_front_of_the_batch_that_a_reduction_keeps(reduce, positions):
+    def function(m, x):
+        h = m.layer(x).transpose(0, 1)
+        return (h + reduce(h) * m.scale).transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(4, 3), "scale": (3,)}
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
 @pytest.mark.parametrize("size", [2, BATCH, 5])
 def test_a_mean_over_an_axis_in_front_of_the_batch(size):
     check_operation(
