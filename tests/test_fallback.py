@@ -260,6 +260,29 @@ def test_packed_examples():
     assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-9)
 
 
+def test_edges_of_packed_graphs():
+    """They number the nodes of all graphs, and are not cut."""
+
+    class Messages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, batch):
+            x, (start, end), owner = batch
+            h = torch.ops.aten.linear(x, self.centres)
+            h = h.index_add(0, end, h[start])
+            return h.new_zeros(int(owner.max()) + 1).index_add(0, owner, h.square().sum(1))
+
+    edges = torch.tensor([[0, 3, 5, 6], [1, 4, 4, 7]])
+    batch = torch.randn(9, 4, dtype=torch.float64), edges, torch.tensor([0, 0, 1, 2, 2, 2, 2, 2, 2])
+    with pytest.raises(gs.ExampleAxisError, match=r"edges of graphs.*IndexError"):
+        gs.per_example_norms(
+            Messages().double(), batch, lambda m, b: m(b) / 2, cu_seqlens=torch.tensor([0, 2, 3, 9]),
+            fallback="vmap",
+        )  # fmt: skip
+
+
 def test_tied_parameters_and_batches_that_are_mappings():
     class Tied(nn.Module):
         def __init__(self):

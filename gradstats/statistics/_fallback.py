@@ -24,7 +24,6 @@ from gradstats.capture._survey import survey
 from gradstats.errors import (
     CoupledExamplesError,
     ExampleAxisError,
-    LossShapeError,
     UnsupportedOperationError,
 )
 from gradstats.statistics._arguments import LossFunction, excluding
@@ -34,6 +33,7 @@ from gradstats.statistics._differentiable import differentiable
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 from gradstats.statistics._state import State
+from gradstats.statistics._verify_report import summary
 
 # By how much a loss or a gradient may differ between an example alone and in its batch, by the
 # coarsest dtype; float32 may come from half precision inside.
@@ -351,7 +351,7 @@ def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:
         state.restore()
         with torch.enable_grad(), SettledFormats():
             example = division.take(batch, [number])
-            loss = _loss_of_one(loss_fn(model, example), division, batch)
+            loss = _loss_of_one(partial(loss_fn, model, example), division, batch)
             gradients = _gradients(loss, parameters, names)
         losses.append(loss.detach().reshape(()))
         rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
@@ -360,17 +360,18 @@ def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:
     return Gradients(torch.stack(losses), total, sqnorms)
 
 
-def _loss_of_one(losses: Any, division: Division, batch: Any) -> Tensor:
+def _loss_of_one(loss_fn: Callable[[], Any], division: Division, batch: Any) -> Tensor:
     try:
-        return check_losses(losses, 1)
-    except LossShapeError as error:
+        return check_losses(loss_fn(), 1)
+    except Exception as error:
         obstacle = division.obstacle(batch)
         if obstacle is None:
             raise
         raise ExampleAxisError(
             f"{obstacle}, so gradients cannot be computed one example at a time "
-            '(fallback="vmap"). Expected nested tuples, lists, mappings or dataclasses of tensors; '
-            "or leave the parameters without a rule out by name with exclude=."
+            f'(fallback="vmap"): there {summary(error)}. Expected nested tuples, lists, mappings '
+            "or dataclasses of tensors, rows of examples and labels; or leave the parameters "
+            "without a rule out by name with exclude=."
         ) from error
 
 
