@@ -276,11 +276,9 @@ def test_edges_of_packed_graphs():
 
     edges = torch.tensor([[0, 3, 5, 6], [1, 4, 4, 7]])
     batch = torch.randn(9, 4, dtype=torch.float64), edges, torch.tensor([0, 0, 1, 2, 2, 2, 2, 2, 2])
+    options = {"cu_seqlens": torch.tensor([0, 2, 3, 9]), "fallback": "vmap"}
     with pytest.raises(gs.ExampleAxisError, match=r"edges of graphs.*IndexError"):
-        gs.per_example_norms(
-            Messages().double(), batch, lambda m, b: m(b) / 2, cu_seqlens=torch.tensor([0, 2, 3, 9]),
-            fallback="vmap",
-        )  # fmt: skip
+        gs.per_example_norms(Messages().double(), batch, lambda m, b: m(b) / 2, **options)
 
 
 def test_tied_parameters_and_batches_that_are_mappings():

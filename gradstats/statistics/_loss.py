@@ -181,9 +181,9 @@ def loss_scale(scaler, device: torch.device) -> Tensor | float:
         return 1.0
     if scaler.is_enabled() and getattr(scaler, "_scale", device) is None:
         raise TrackingError(
-            "scaler= is a GradScaler that has scaled no loss yet, so that its scale was not in this "
-            "backward. Expected scaler.scale(loss).backward(), as its step() does "
-            "too; without it leave scaler= out."
+            "scaler= is a GradScaler that has scaled no loss yet, so that its scale was not in "
+            "this backward. Expected scaler.scale(loss).backward(), as its step() does too; "
+            "without it leave scaler= out."
         )
     # Not get_scale(), which waits for the device.
     return scaler.scale(torch.ones((), device=device))
