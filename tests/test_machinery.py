@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gradstats as gs
 from gradstats.capture import _marks
@@ -169,6 +169,26 @@ def checkpointed(run, **options):
 
 def test_checkpoints():
     check_model(Checkpointed().double(), vectors(), classify)
+
+
+SELECTIVE = partial(
+    ALONE,
+    context_fn=partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default],
+    ),
+)
+
+
+def test_selective_checkpoints():
+    """They keep some results, and look whether these were changed."""
+    (model, twin), batch = checkpointed(SELECTIVE), vectors()
+    expected = oracle_sqnorms(twin, batch, classify)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    for fused in (True, False):
+        with gs.track(model, batch_size=B, fused=fused) as tracker:
+            tracker.backward(classify(model, batch))
+        assert_sqnorms(tracker.stats, expected, 1e-9)
 
 
 @pytest.mark.parametrize("shared", [False, True])

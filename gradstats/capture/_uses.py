@@ -342,7 +342,12 @@ def tap(
     use, probes = use_of(nodes)
     if use is not None:
         use.lookup = lookup
-    return attach(Tap, use, tracker.settings, factors_of, len(probes), result, *probes, *saved)
+    tensors = (result, *probes, *saved)
+    if torch._C._len_torch_dispatch_stack() == 0 or torch.compiler.is_compiling():
+        return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
+    # A mode may keep results and look whether they were changed, as selective checkpoints do.
+    with torch.autograd._unsafe_preserve_version_counter(result):
+        return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
