@@ -39,8 +39,7 @@ UPDATES = frozenset(
 ARRIVED_TWICE = (
     "the gradient of {} arrived in two backwards within one context. One context serves one batch "
     "and one backward: open one context for each micro-batch. If the parameter is shared between "
-    "checkpoints of another library, use torch.utils.checkpoint.checkpoint(..., "
-    "use_reentrant=False)."
+    "checkpoints of another library, use torch.utils.checkpoint.checkpoint."
 )
 
 

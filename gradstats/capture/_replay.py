@@ -155,8 +155,8 @@ class OneBackward(TorchFunctionMode):
                 f"an autograd Function in {self.replay.described} runs a backward of its own in "
                 "its backward, which may reach parameters that were not seen, so that per-example "
                 "gradients are not known. Expected torch.autograd.grad there, or "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) where it saves "
-                f"memory; or leave the parameter out by name with exclude={[self.replay.name]!r}.",
+                "torch.utils.checkpoint.checkpoint where it saves memory; "
+                f"or leave the parameter out by name with exclude={[self.replay.name]!r}.",
                 [self.replay.name],
             )
         # What is pulled back here is no part of the user's step: other modes need not see it.

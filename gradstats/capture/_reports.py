@@ -87,8 +87,8 @@ class Reports:
                 raise CoverageError(
                     f"{root.describe()} is used by a product and then, seen only in the backward, "
                     "in another way, so their cross term is lost. Use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave the "
-                    f"parameter out by name with exclude=[{root.name!r}]."
+                    "torch.utils.checkpoint.checkpoint, or leave the parameter out by name with "
+                    f"exclude=[{root.name!r}]."
                 )
             return tied_sqnorm(projected, rows, self._settings.workspace)
         factors: list[Factor] = [
