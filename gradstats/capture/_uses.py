@@ -343,7 +343,7 @@ def tap(
     if use is not None:
         use.lookup = lookup
     tensors = (result, *probes, *saved)
-    if torch._C._len_torch_dispatch_stack() == 0 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
     # A mode may keep results and look whether they were changed, as selective checkpoints do.
     with torch.autograd._unsafe_preserve_version_counter(result):
