@@ -37,3 +37,8 @@ class Recomputing(torch.autograd.Function):
             result = ctx.function(*args)
         torch.autograd.backward(result, grad)
         return None, *(item.grad for item in args)
+
+
+def recomputing(function, *args):
+    """Run a function in such a checkpoint, whose ``apply`` is looked up now and not before."""
+    return Recomputing.apply(function, *args)

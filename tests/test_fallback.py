@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from tests.functions import Recomputing
+from tests.functions import recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 B = 5
@@ -143,7 +143,7 @@ def test_inside_checkpoints(batch, kind):
 
     def run(function, x):
         if kind == "another library's" and not plain:
-            return Recomputing.apply(function, x)
+            return recomputing(function, x)
         reentrant = kind in ("reentrant", "nested") and not plain
         return checkpoint(function, x, use_reentrant=reentrant)
 

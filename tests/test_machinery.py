@@ -18,7 +18,7 @@ import gradstats as gs
 from gradstats.capture import _marks
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import follow, stays
-from tests.functions import Recomputing
+from tests.functions import recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 
 B = 6
@@ -216,7 +216,7 @@ def test_reentrant_checkpoints(shared):
 @pytest.mark.parametrize("frozen", [(), ("first",), ("first", "head")])
 def test_checkpoints_of_other_libraries(frozen):
     """Where nothing trained lies before them in the graph that shows, they are reached as well."""
-    (model, twin), batch = checkpointed(Recomputing.apply), vectors()
+    (model, twin), batch = checkpointed(recomputing), vectors()
     for each in (model, twin):
         for name in frozen:
             getattr(each, name).requires_grad_(False)
@@ -228,7 +228,7 @@ def test_checkpoints_of_other_libraries(frozen):
 
 
 def test_a_parameter_that_such_checkpoints_share_is_refused():
-    model, _ = checkpointed(Recomputing.apply, shared=True)
+    model, _ = checkpointed(recomputing, shared=True)
     with pytest.raises(gs.CoverageError, match=r"'blocks\.0\..*of another library"):
         gs.per_example_norms(model, vectors(), classify)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -264,14 +264,14 @@ def test_examples_that_are_followed_through_checkpoints(place):
     expected = oracle_sqnorms(model, batch, classify)
     for model.run in (ALONE, REENTRANT):
         assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
-    model.run = Recomputing.apply
+    model.run = recomputing
     with pytest.raises(
         gs.UnsupportedOperationError, match=r"Recomputing.*inner\.weight.*batch_dim"
     ):
         gs.per_example_norms(model, batch, classify)
 
 
-@pytest.mark.parametrize("run", [ALONE, REENTRANT, Recomputing.apply])
+@pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])
 def test_examples_that_meet_inside_a_checkpoint(run):
     model, _ = checkpointed(lambda f, x: run(lambda h: f(h) - f(h).mean(0), x))
     with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError), match="over all examples"):
@@ -496,7 +496,7 @@ def test_a_hook_that_changes_gradients():
     check_model(Reverses().double(), vectors(), classify)
 
 
-@pytest.mark.parametrize("run", [REENTRANT, Recomputing.apply])
+@pytest.mark.parametrize("run", [REENTRANT, recomputing])
 def test_hooks_on_parameters_see_no_backward_without_gradients(run):
     """As a hook that masks the rows of a table: it can take a gradient, but not its absence."""
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
-from tests.functions import Kernel, Recomputing
+from tests.functions import Kernel, recomputing
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
@@ -379,7 +379,7 @@ def test_a_checkpoint_that_no_gradient_comes_through(batch):
 
 
 def test_checkpoints_of_other_libraries(batch):
-    model = Recomputed(Recomputing.apply)
+    model = Recomputed(recomputing)
     report = gs.verify(model, batch, classify)
     assert report.ok and report.check("exactness").ok is None
     assert "not compared: ['first.weight'" in report.check("exactness").detail

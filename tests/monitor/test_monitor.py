@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.monitor._run import WATCHED
-from tests.functions import Recomputing
+from tests.functions import recomputing
 from tests.monitor.expected import (
     assert_metrics,
     gradient_rows,
@@ -845,7 +845,7 @@ def test_bfloat16_autocast():
 RUNS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "another library's": Recomputing.apply,
+    "another library's": recomputing,
 }
 
 
