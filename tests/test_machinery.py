@@ -271,6 +271,36 @@ def test_examples_that_are_followed_through_checkpoints(place):
         gs.per_example_norms(model, batch, classify)
 
 
+@pytest.mark.parametrize(
+    "outer, inner", [(None, ALONE), (None, REENTRANT), (ALONE, REENTRANT), (REENTRANT, REENTRANT)]
+)
+def test_a_parameter_that_a_checkpoint_is_given(outer, inner):
+    """Inside of another one it would find a copy when it runs again."""
+
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(4, B), nn.Parameter(torch.randn(B, B))
+            self.head = nn.Linear(B, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.head(self.inside(h) if outer is None else outer(self.inside, h))
+
+        def inside(self, h):
+            return self.inner(lambda h, weight: functional.linear(h, weight).tanh(), h, self.weight)
+
+    model, batch = Given().double(), vectors()
+    model.inner = lambda function, *args: function(*args)
+    expected = None if outer else oracle_sqnorms(model, batch, classify)
+    model.inner = inner
+    if expected is not None:
+        assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+        return
+    with pytest.raises(gs.UnsupportedOperationError, match=r"'weight'.*inside of another"):
+        gs.per_example_norms(model, batch, classify)
+
+
 @pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])
 def test_examples_that_meet_inside_a_checkpoint(run):
     model, _ = checkpointed(lambda f, x: run(lambda h: f(h) - f(h).mean(0), x))

@@ -7,13 +7,16 @@ the same memory and gives the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from gradstats.capture._nodes import Node
+from gradstats.errors import UnsupportedOperationError
 
 
 def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args):
@@ -27,6 +30,25 @@ def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], pre
     if not (flows and torch.is_grad_enabled()):
         return native(function, preserve, *args)  # no gradient comes through, to anything
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+def check_arguments(nodes: Sequence[Node]) -> None:
+    """Raise if a checkpoint would find copies of tracked arguments when it runs again.
+
+    Args:
+        nodes: of its arguments.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return
+    names = list(dict.fromkeys(root.name for node in nodes for root in node.roots))
+    raise UnsupportedOperationError(
+        f"torch.utils.checkpoint.checkpoint was given {nodes[0].describe()} as an argument inside "
+        "of another checkpoint, or of other hooks on saved tensors, so that a copy of it would "
+        "stand there when it runs again. Expected a function that takes the parameter from its "
+        "module, checkpoint(lambda x: f(x, self.weight), x); or leave it out by name with "
+        f"exclude={names!r}.",
+        names,
+    )
 
 
 @contextmanager
