@@ -90,12 +90,14 @@ class MonitorStep:
             last: whether this was the last micro-batch of the optimizer step.
         """
         monitor, context, collector = self._monitor, self._context, self._monitor._collector
-        if context is not None and collector is not None:
+        if context is not None:
             self._context = None
             try:
                 context.close()
+                if collector is None:
+                    self.measured = False  # another state was loaded inside the step
                 # Of several processes each has to know what the others do.
-                if context.backward_ran or collector.group is not None:
+                elif context.backward_ran or collector.group is not None:
                     collector.add(
                         context, self._batch_size, self._ids, self._weights, self._divisor
                     )

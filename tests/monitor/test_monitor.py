@@ -1086,6 +1086,18 @@ def test_a_step_that_the_loop_skips(model, count):
     assert monitor.metrics()["grad_norm"] == first["grad_norm"]
 
 
+def test_a_state_that_is_loaded_inside_a_step(model):
+    """The model is given back, and the step is not measured."""
+    batch, state = batch_of(), snapshot(model)
+    monitor = gs.Monitor(model, every=1)
+    with monitor.step(batch_size=B) as step:
+        losses_of(model, batch).mean().backward()
+        monitor.load_state_dict(gs.Monitor(model, every=1).state_dict())
+    model.zero_grad()
+    assert not step.measured and monitor.metrics() == {}
+    assert_unchanged(model, state)
+
+
 def test_a_forward_under_no_grad(model):
     """PyTorch says that there is nothing to differentiate, as it does without the monitor."""
     monitor = gs.Monitor(model, every=1)
