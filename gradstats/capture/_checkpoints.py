@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from gradstats.capture._nodes import Node
+from gradstats.capture._nodes import Node, unique_roots
 from gradstats.errors import UnsupportedOperationError
 
 
@@ -40,7 +40,7 @@ def check_arguments(nodes: Sequence[Node]) -> None:
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return
-    names = list(dict.fromkeys(root.name for node in nodes for root in node.roots))
+    names = [root.name for root in unique_roots(nodes)]
     raise UnsupportedOperationError(
         f"torch.utils.checkpoint.checkpoint was given {nodes[0].describe()} as an argument inside "
         "of another checkpoint, or of other hooks on saved tensors, so that a copy of it would "

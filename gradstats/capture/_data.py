@@ -173,11 +173,17 @@ class Data(Following):
         finally:
             self.seen, self.inside = outer
         with torch._C.DisableTorchFunction():
-            if inside:
-                self._check_inside(function, operands_of(args, kwargs), returned, inside)
-            given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
-            for tensor in flatten((returned,)):
-                if isinstance(tensor, Tensor) and not any(tensor is item for item in given):
+            operands = operands_of(args, kwargs)
+            given = [item for item in operands if node_of(item) is None]
+            results = [item for item in flatten((returned,)) if isinstance(item, Tensor)]
+            trained = any(item.requires_grad for item in results)
+            if trained or self.seen is not None:
+                self.inside |= inside
+            # Parameters among its operands are refused where they show.
+            if inside and trained and len(given) == len(operands):
+                self._check_inside(function, (*operands, *results), inside)
+            for tensor in results:
+                if not any(tensor is item for item in given):
                     self._note_returned(function, tensor, given, data, seen=id(tensor) in seen)
         self.note_seen(returned)
         return returned
@@ -188,11 +194,7 @@ class Data(Following):
         self.inside.update(root.name for node in nodes for root in node.roots)
 
     def _check_inside(
-        self,
-        function: Callable[..., Any],
-        operands: Sequence[Tensor],
-        returned: Any,
-        inside: set[str],
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], inside: set[str]
     ) -> None:
         """Raise if a part of the model runs inside an autograd Function and cannot be followed.
 
@@ -201,16 +203,10 @@ class Data(Following):
 
         Args:
             function: its ``apply``.
-            operands, returned: of the Function.
+            tensors: that it takes and returns.
             inside: names of the parameters that it uses.
         """
-        results = [item for item in flatten((returned,)) if isinstance(item, Tensor)]
-        trained = any(item.requires_grad for item in results)
-        if trained or self.seen is not None:
-            self.inside |= inside
-        if not trained or any(node_of(item) is not None for item in operands):
-            return  # nothing comes back, or what does is refused where it shows
-        for item in (*operands, *results):
+        for item in tensors:
             ordinary = self.by_contract(item) is not None
             if self.is_data(item):
                 plain = not self.is_marked(item) and (ordinary or not item.requires_grad)

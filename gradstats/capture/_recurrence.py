@@ -339,8 +339,7 @@ class Sweep:
 
     def data_gradient(self, passed: Passed) -> Tensor:
         """Return the gradient of the rows, (rows, d_in)."""
-        inner, weight = passed.inner, self.from_input
-        return cast(multiply(cast(inner, weight.dtype), weight), inner.dtype)
+        return _product(passed.inner, self.from_input, multiply)
 
     def _inner(self, rows: Tensor) -> Tensor:
         return _linear(rows, self.from_input, self.input_bias)
@@ -353,5 +352,5 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cast(linear(cast(x, weight.dtype), weight, bias), compute_dtype(x))
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return cast(torch.mm(cast(x, weight.dtype), weight), x.dtype)
+def _product(x: Tensor, weight: Tensor, product: Callable[..., Tensor] = torch.mm) -> Tensor:
+    return cast(product(cast(x, weight.dtype), weight), x.dtype)
