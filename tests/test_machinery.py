@@ -271,11 +271,25 @@ def test_examples_that_are_followed_through_checkpoints(place):
         gs.per_example_norms(model, batch, classify)
 
 
-@pytest.mark.parametrize(
-    "outer, inner", [(None, ALONE), (None, REENTRANT), (ALONE, REENTRANT), (REENTRANT, REENTRANT)]
-)
-def test_a_parameter_that_a_checkpoint_is_given(outer, inner):
-    """Inside of another one it would find a copy when it runs again."""
+def saved_on_cpu(function, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*args)
+
+
+# What a checkpoint computes of the tensors that it is given, with B = T.
+GIVEN = {
+    "parameter": lambda run, h, weight: run(lambda h, w: functional.linear(h, w).tanh(), h, weight),
+    "first": lambda run, h, weight: run(lambda w, h: functional.linear(h, w).tanh(), weight, h),
+    "derived": lambda run, h, weight: run(lambda h, w: (h @ w).tanh(), h, weight.t() * 2),
+    "saved alike": lambda run, h, weight: run(lambda h, w: h.tanh() * w, h, weight),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("inner", [ALONE, REENTRANT])
+@pytest.mark.parametrize("outer", [saved_on_cpu, ALONE, REENTRANT])
+def test_a_parameter_that_a_checkpoint_is_given(outer, inner, given):
+    """Hooks on saved tensors, such as another checkpoint's, keep copies of what it is given."""
 
     class Given(nn.Module):
         def __init__(self):
@@ -284,21 +298,31 @@ def test_a_parameter_that_a_checkpoint_is_given(outer, inner):
             self.head = nn.Linear(B, 3)
 
         def forward(self, x):
-            h = self.first(x)
-            return self.head(self.inside(h) if outer is None else outer(self.inside, h))
+            h = self.first(x).unsqueeze(1).expand(-1, B, -1)
+            return self.head(self.outer(self.inside, h)).sum(1)
 
         def inside(self, h):
-            return self.inner(lambda h, weight: functional.linear(h, weight).tanh(), h, self.weight)
+            return given(self.inner, h, self.weight)
+
+    def call(function, *args):
+        return function(*args)
 
     model, batch = Given().double(), vectors()
-    model.inner = lambda function, *args: function(*args)
-    expected = None if outer else oracle_sqnorms(model, batch, classify)
-    model.inner = inner
-    if expected is not None:
+    model.inner = model.outer = call
+    expected = oracle_sqnorms(model, batch, classify)
+    classify(model, batch).mean().backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.inner, model.outer = inner, outer
+    for trained in (call, outer):
+        model.outer = trained
         assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
-        return
-    with pytest.raises(gs.UnsupportedOperationError, match=r"'weight'.*inside of another"):
-        gs.per_example_norms(model, batch, classify)
+        for fused in (True, False):
+            model.zero_grad()
+            with gs.track(model, batch_size=B, fused=fused) as tracker:
+                tracker.backward(classify(model, batch))
+            assert_sqnorms(tracker.stats, expected, 1e-9)
+            for parameter, want in zip(model.parameters(), plain, strict=True):
+                torch.testing.assert_close(parameter.grad, want)
 
 
 @pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])

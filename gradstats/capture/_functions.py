@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
-from gradstats.capture._checkpoints import check_arguments, run_checkpoint
+from gradstats.capture._checkpoints import run_checkpoint
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Derived, Node, function_name
@@ -78,8 +78,6 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         # And somebody kept what was there before.
         return handle_torch_function(cls.apply, args, *args, **kwargs)
     if cls is CheckpointFunction:
-        if tracked:
-            check_arguments(nodes)
         return run_checkpoint(inner, *args, **kwargs)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         return inner(*args, **kwargs)

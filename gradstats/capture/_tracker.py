@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
+from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
@@ -152,6 +153,7 @@ class Tracker(Repeated):
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)
         show_functions()
+        show_checkpoints()
         show_vmap()
         show_scripts()
         self._mode.__enter__()
