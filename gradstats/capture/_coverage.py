@@ -125,10 +125,12 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
     names = [root.name for root in used.roots]
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
-        "can be tracked (a custom autograd Function of data? a TorchScript module? a tensor that "
-        "was computed before the context was opened?), so its per-example gradient is not known. "
+        "can be tracked (a custom autograd Function of data? one whose apply was kept in a "
+        "variable before the first context? a TorchScript module? a tensor that was computed "
+        "before the context was opened?), so its per-example gradient is not known. "
         "Compute all of the losses inside the context, with the model as it was before "
-        "torch.jit. Add a rule for a Function with gs.register_rule, write it with "
+        "torch.jit, and look apply up on the Function where it is called. Add a rule for a "
+        "Function of data with gs.register_rule, write it with "
         "PyTorch's own operations, have "
         'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
         f"parameter out by name with exclude={names!r}.",
