@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
 from gradstats.capture._nodes import function_name
@@ -214,7 +215,7 @@ class Marks:
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds nothing of any example yet."""
-        if not (torch.compiler.is_compiling() or tensor.is_inference()):
+        if not (is_compiling() or tensor.is_inference()):
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradstats._compiler import running_eagerly
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._checkpoints import show_checkpoints
@@ -148,7 +149,7 @@ class Tracker(Repeated):
         if self._runs_graphs:
             self.mark_kept()
         elif self._compiler:
-            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self._undo.enter_context(running_eagerly())
         if self._model is not None and not self.compiled:
             hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
             self._undo.enter_context(hook)
