@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 
 class Positions(nn.Module):
@@ -134,3 +134,50 @@ torch.testing.assert_close(stats.sqnorm, x.square().sum(1) + 1)
 
 def test_another_thread_that_imports_the_compiler():
     subprocess.run([sys.executable, "-c", IMPORTING], check=True)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_another_thread_that_is_not_followed(setting, what):
+    """There it is not seen which tensors were computed without data."""
+    model, batch = setting
+    state = snapshot(model)
+    with ThreadPoolExecutor(1) as pool, gs.track(model, batch_size=4) as tracker:
+        if what == "forward":
+            run = pool.submit(loss_fn, model, batch)
+        else:
+            run = pool.submit(tracker.backward, loss_fn(model, batch))
+        with pytest.raises(gs.TrackingError, match="another thread than the one that opened"):
+            run.result()
+        tracker.backward(loss_fn(model, batch))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, loss_fn), 1e-9)
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
+def test_evaluation_in_another_thread(setting):
+    model, batch = setting
+
+    @torch.no_grad()
+    def evaluate():
+        return loss_fn(model, batch)
+
+    expected = evaluate()
+    with ThreadPoolExecutor(1) as pool, gs.track(model, batch_size=4) as tracker:
+        torch.testing.assert_close(pool.submit(evaluate).result(), expected)
+        tracker.backward(loss_fn(model, batch))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, loss_fn), 1e-9)
+
+
+def test_a_context_that_another_thread_closes(setting):
+    """As the garbage collector does with what was left open."""
+    model, batch = setting
+    state, expected = snapshot(model), oracle_sqnorms(model, batch, loss_fn)
+    tracker = gs.track(model, batch_size=4).__enter__()
+    tracker.backward(loss_fn(model, batch))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(tracker.__exit__, None, None, None).result()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    model.zero_grad()
+    assert_unchanged(model, state)
+    assert_sqnorms(gs.per_example_norms(model, batch, loss_fn), expected, 1e-9)
+    assert torch._C._len_torch_function_stack() == 0

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._device import _device_constructors
 
 from gradstats._compiler import imported_compiler, is_compiling
@@ -108,6 +113,20 @@ class ConstantTracking(TorchFunctionMode):
         if imported_compiler() is not None:
             prepare_for_compiler()
 
+    def take_off(self) -> None:
+        """Leave the modes of this thread, wherever this one stands among them, and however often.
+
+        Contexts may end in any order, and an interrupt may have left a mode twice. Those that
+        another thread closed go too.
+        """
+        modes = _get_current_function_mode_stack()
+        stays = [mode for mode in modes if not (mode is self or _is_closed(mode))]
+        first = next((n for n, mode in enumerate(modes) if mode not in stays), len(modes))
+        for _ in modes[first:]:
+            _pop_mode()
+        for mode in stays[first:]:
+            _push_mode(mode)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_compiling():
@@ -123,6 +142,8 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
+        if self.tracker.closed:
+            return func(*args, **kwargs)  # closed by another thread, whose modes are others
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
             if func in QUESTIONS and not tracked:
@@ -271,6 +292,10 @@ class ConstantTracking(TorchFunctionMode):
             tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data)
         elif not torch.compiler.is_dynamo_compiling():
             tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
+
+
+def _is_closed(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, ConstantTracking) and mode.tracker.closed
 
 
 def _opening(function, *, always: bool) -> Callable[..., Any]:

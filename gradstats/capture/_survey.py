@@ -115,8 +115,8 @@ def _look(
     # Nothing is compiled before this module was imported, and importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:
-        found.open()
         try:
+            found.open()
             losses = loss_fn(model, batch)
             if isinstance(losses, Tensor):
                 found.find_hidden_uses(losses)
