@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture._lean_steps import rearranged_root
@@ -89,7 +90,7 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         value: the tracked tensor.
         multiply: the operation is a product.
     """
-    if torch.compiler.is_compiling() or not _triton.streams(x, value):
+    if is_compiling() or not _triton.streams(x, value):
         return None
     segments = layout.examples.segments
     padded = layout.padded(value.shape)

@@ -12,7 +12,6 @@ that leads to a refusal, who can run the forward again does so with the latter a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._device import _device_constructors
 
+from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._dispatch import (
@@ -105,12 +110,26 @@ class ConstantTracking(TorchFunctionMode):
     def __init__(self, tracker: Tracker):
         super().__init__()
         self.tracker = tracker
-        if "torch._dynamo" in sys.modules:
+        if imported_compiler() is not None:
             prepare_for_compiler()
+
+    def take_off(self) -> None:
+        """Leave the modes of this thread, wherever this one stands among them, and however often.
+
+        Contexts may end in any order, and an interrupt may have left a mode twice. Those that
+        another thread closed go too.
+        """
+        modes = _get_current_function_mode_stack()
+        stays = [mode for mode in modes if not (mode is self or _is_closed(mode))]
+        first = next((n for n, mode in enumerate(modes) if mode not in stays), len(modes))
+        for _ in modes[first:]:
+            _pop_mode()
+        for mode in stays[first:]:
+            _push_mode(mode)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if is_compiling():
             result = func(*args, **kwargs)
             # Not where PyTorch itself looks at the operands of what it traces.
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
@@ -123,6 +142,8 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
+        if self.tracker.closed:
+            return func(*args, **kwargs)  # closed by another thread, whose modes are others
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
             if func in QUESTIONS and not tracked:
@@ -273,6 +294,10 @@ class ConstantTracking(TorchFunctionMode):
             tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
 
 
+def _is_closed(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, ConstantTracking) and mode.tracker.closed
+
+
 def _opening(function, *, always: bool) -> Callable[..., Any]:
     """Return what the mode does in place of a function that can be taken apart.
 
@@ -314,9 +339,10 @@ OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 def prepare_for_compiler() -> None:
     """Have the mode taken in where a graph is traced, and left alone where it runs itself.
 
-    Traced by itself it would believe that it stands in a graph. So would what shows Functions.
+    Traced by itself it would believe that it stands in a graph. So would what shows Functions, and
+    what tells whether there is one.
     """
-    for function in (ConstantTracking.__torch_function__, show_function):
+    for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     # What is not in this table makes tensors behind the mode's back while a graph is traced: with
     # PyTorch 2.11 torch.arange and most of what else makes tensors, with any version the rest.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
@@ -316,7 +317,7 @@ class Data(Following):
             result: what the rule returns.
             examples: where the examples lie in it.
         """
-        if examples.segments is not None or torch.compiler.is_compiling():
+        if examples.segments is not None or is_compiling():
             return
         if examples is not self._contract:
             self.place(result, examples)

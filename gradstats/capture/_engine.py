@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class BackwardListener(Protocol):
+    """What wants to know when the backward of a context starts and when it has ended."""
+
+    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
+
+    def after_backward(self) -> None: ...
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup
 from gradstats.capture._examples import Examples
 from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, GROUP_NORM, LAYER_NORM, MM, MUL
@@ -151,7 +152,7 @@ def hooked(
         else:
             return None
     if (
-        torch.compiler.is_compiling()
+        is_compiling()
         # Autocast would keep its cast of a leaf, made where no gradient is recorded, for others.
         or torch._C._is_any_autocast_enabled()
         # Who packs saved tensors may unpack each but once, as checkpoints do.

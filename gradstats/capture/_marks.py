@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
 from gradstats.capture._nodes import function_name
@@ -20,25 +22,9 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 SERIALS = itertools.count()
 
 
-class Numbered(ref[Tensor]):
-    """A weak reference that says under which number it is kept."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, tensor: Tensor, callback: Callable[[Any], None]):
-        super().__init__(tensor, callback)  # type: ignore[call-arg]
-        self.number = id(tensor)
-
-
 # Constants that some context found, by number, for as long as they live. What a model computed
 # without data, and kept, stays constant; on the tensor, which its user may save, no mark is left.
-CONSTANTS: dict[int, Numbered] = {}
-
-
-# Given as a default: at the end of a program modules lose their names before the last tensors go.
-def _forget(reference: Numbered, constants: dict[int, Numbered] = CONSTANTS) -> None:
-    if constants.get(reference.number) is reference:
-        del constants[reference.number]
+CONSTANTS: dict[int, ref[Tensor]] = {}
 
 
 # What is raised where it is not known, or not so, that each value is one example's.
@@ -199,7 +185,8 @@ class Marks:
         if torch.compiler.is_dynamo_compiling():
             tensor._gradstats_constant = True  # type: ignore[attr-defined]
         elif id(tensor) not in self._constants:
-            CONSTANTS[id(tensor)] = Numbered(tensor, _forget)
+            # Forgotten with the tensor, by nothing of Python's: an interrupt would be lost there.
+            CONSTANTS[id(tensor)] = ref(tensor, partial(CONSTANTS.pop, id(tensor)))
             if self.seen_by_graphs:
                 tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
@@ -214,7 +201,7 @@ class Marks:
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds nothing of any example yet."""
-        if not (torch.compiler.is_compiling() or tensor.is_inference()):
+        if not (is_compiling() or tensor.is_inference()):
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
 

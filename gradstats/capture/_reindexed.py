@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._indexing import argument_of, items_of, read_at
@@ -177,7 +178,7 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
 
 def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
     """Elements picked one by one: what happens to the elements happens to their owners."""
-    if not source.numel() or not result.numel() or torch.compiler.is_compiling():
+    if not source.numel() or not result.numel() or is_compiling():
         return None  # a graph has no values to look at
     owner = layout.owner(source.device).int()
     owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])

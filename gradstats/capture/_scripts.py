@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-
+from gradstats._compiler import is_compiling
 from gradstats.capture._operations import SCRIPTS
 from gradstats.capture._transforms import innermost_mode, transform_level
 
@@ -24,7 +23,7 @@ def _following(call):
     def run(script, *args, **kwargs):
         result = call(script, *args, **kwargs)
         mode = innermost_mode()
-        outside = transform_level() is None and not torch.compiler.is_compiling()
+        outside = transform_level() is None and not is_compiling()
         if mode is not None and outside:
             mode.follow(script, args, kwargs, result)
         return result

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from gradstats._compiler import imported_compiler
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
@@ -200,7 +201,7 @@ def check_trackable(root: Root) -> None:
 
 def compiler_is_used() -> bool:
     """Whether anything was given to torch.compile; before that nothing need be ready for it."""
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo = imported_compiler()
     if dynamo is None:
         return False
     # Optimizers import the compiler without using it.

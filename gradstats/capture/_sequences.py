@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._indexing import argument_of
 from gradstats.capture._operations import variants
@@ -105,7 +106,7 @@ def _sorted_layouts(
 ) -> list[Examples | None] | None:
     """Return whose the places are of rows that were sorted among each other, one number each."""
     layout = _layout(tracker, source)
-    if layout is None or source.dim() != 1 or torch.compiler.is_compiling():
+    if layout is None or source.dim() != 1 or is_compiling():
         return None
     chosen = results[-1]  # which of the rows stands at each place
     return [layout.owned_by(layout.owner(source.device)[chosen], 0)] * len(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nested import flatten, rebuild, tensors_in
@@ -113,11 +113,10 @@ def _look(
     """Run a forward under a survey."""
     found.take_batch(tensors_in(batch))
     # Nothing is compiled before this module was imported, and importing it takes seconds.
-    compiled = "torch._dynamo" in sys.modules
-    stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:
-        found.open()
         try:
+            found.open()
             losses = loss_fn(model, batch)
             if isinstance(losses, Tensor):
                 found.find_hidden_uses(losses)

@@ -34,6 +34,12 @@ class TrackedParameter(torch.nn.Parameter):
                 self._gradstats = node
 
 
+def release(parameter: torch.nn.Parameter) -> None:
+    """Give a parameter back as it was."""
+    parameter.__dict__.pop("_gradstats", None)
+    parameter.__class__ = torch.nn.Parameter  # what it was: see check_trackable
+
+
 class DerivedTensor(torch.Tensor):
     """A tensor computed from parameters and constants alone, until it meets data."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,19 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradstats._compiler import running_eagerly
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._engine import gradients_aside, run_backward, without_hooks
+from gradstats.capture._engine import (
+    BackwardListener,
+    gradients_aside,
+    run_backward,
+    without_hooks,
+)
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._nested import tensors_in
@@ -33,7 +39,8 @@ from gradstats.capture._selection import (
     graphs_run_on,
 )
 from gradstats.capture._sharded import ShardedParameters
-from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture._tensors import TrackedParameter, release
+from gradstats.capture._threads import Threaded
 from gradstats.capture._transforms import show_vmap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
@@ -48,15 +55,7 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
-class BackwardListener(Protocol):
-    """What wants to know when the backward of a context starts and when it has ended."""
-
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
-
-    def after_backward(self) -> None: ...
-
-
-class Tracker(Repeated):
+class Tracker(Repeated, Threaded):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
     def __init__(
@@ -139,6 +138,14 @@ class Tracker(Repeated):
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self.belong_here()
         whole = [root for root in self.roots if not self.sharded.holds(root)]
         for root in whole:
             check_trackable(root)
@@ -148,14 +155,15 @@ class Tracker(Repeated):
         if self._runs_graphs:
             self.mark_kept()
         elif self._compiler:
-            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self._undo.enter_context(running_eagerly())
         if self._model is not None and not self.compiled:
-            hook = self._model.register_forward_pre_hook(self._take_data, with_kwargs=True)
-            self._undo.enter_context(hook)
+            hooked = self._model.register_forward_pre_hook
+            self._undo.enter_context(hooked(self._take_data, with_kwargs=True))
         show_functions()
         show_checkpoints()
         show_vmap()
         show_scripts()
+        self._mode.take_off()
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +182,7 @@ class Tracker(Repeated):
         elif not trained and id(tensor) in self._tracked:
             parameter = self._tracked.pop(id(tensor))
             self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
-            _release(parameter)
+            release(parameter)
             self.keep_constant([parameter])
         elif trained and id(tensor) in self._untrained:
             self._unfrozen.append(tensor)
@@ -227,11 +235,21 @@ class Tracker(Repeated):
 
     def close(self) -> None:
         """Give the parameters back as they were; nothing of the context is left on them."""
-        self._mode.__exit__(None, None, None)
+        if self.closed:
+            return
+        try:
+            self._close()
+        except BaseException:
+            self._close()  # an interrupt comes once: what was left is done
+            raise
+
+    def _close(self) -> None:
+        """Close, or finish what was interrupted."""
+        self._mode.take_off()
+        for parameter in self._tracked.values():
+            release(parameter)
         self.sharded.close()
         self._undo.close()
-        for parameter in self._tracked.values():
-            _release(parameter)
         self._tracked.clear()
         self._frozen.clear()
         self._unfrozen.clear()
@@ -244,9 +262,9 @@ class Tracker(Repeated):
         self.followed = None
         for root in self.roots:
             root.release()
+        self.closed = True
         # No reference leads back here: what the context held is freed with its last user.
         del self._mode, self.sharded, self._model
-        self.closed = True
 
     def watching(self) -> ConstantTracking:
         """Return the mode that follows constants, for code that runs while it is set aside."""
@@ -261,6 +279,7 @@ class Tracker(Repeated):
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ):
         """Run one operation of whose operands, all of which are given, this context tracks one."""
+        self.check_thread(func)
         return dispatch(self, RULES, func, args, kwargs, operands)
 
     def note_losses(self, losses: Tensor) -> None:
@@ -379,9 +398,3 @@ class Tracker(Repeated):
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
-
-
-def _release(parameter: nn.Parameter) -> None:
-    """Give a parameter back as it was."""
-    del parameter._gradstats  # type: ignore[attr-defined]
-    parameter.__class__ = nn.Parameter  # what it was: see check_trackable

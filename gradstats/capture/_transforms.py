@@ -59,8 +59,8 @@ def check_hidden(tracker, func, args, kwargs, result) -> None:
 
 def innermost_mode() -> Any:
     """Return the mode of the context that watches the code that is running; None without one."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode for mode in modes if hasattr(mode, "tracker")), None)
+    modes = [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "tracker")]
+    return next((mode for mode in reversed(modes) if not mode.tracker.closed), None)
 
 
 @cache

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._graph import INNERMOST
@@ -157,7 +158,7 @@ def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
 
 def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
     """Return the use of an operation on ``nodes``; in a compiled graph None, and their probes."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         probes = [node.probe for node in nodes]  # type: ignore[attr-defined]
         if any(probe is None for probe in probes):
             raise UnsupportedOperationError(
@@ -173,7 +174,7 @@ def attach(function: type[torch.autograd.Function], *args):
 
     In eager mode without what PyTorch does for torch.func transforms, where there is no ``Use``.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return function.apply(*args)
     return _innermost(function)(*args)
 
@@ -295,7 +296,7 @@ class Tap(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
         ctx.data = range(5 + probes, 5 + len(tensors))
         ctx.save_for_backward(*tensors[probes:])
-        if torch.compiler.is_compiling():
+        if is_compiling():
             # The compiler of PyTorch 2.11 makes a view of what is marked. Inductor removes copies.
             return result.clone()
         ctx.mark_dirty(result)
@@ -343,7 +344,7 @@ def tap(
     if use is not None:
         use.lookup = lookup
     tensors = (result, *probes, *saved)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
+    if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
     # A mode may keep results and look whether they were changed, as selective checkpoints do.
     with torch.autograd._unsafe_preserve_version_counter(result):
@@ -356,6 +357,6 @@ def free_of_views(tensor: Tensor) -> Tensor:
     A view that is marked as changed passes its gradient on through a copy of its base, laid out in
     another way: sums over it would come out in other bits.
     """
-    if torch.compiler.is_compiling() or not tensor._is_view():
+    if is_compiling() or not tensor._is_view():
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)

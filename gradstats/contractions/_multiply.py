@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
+
 # Multiply-adds for each thread from which on a product takes no longer in oneDNN even if its sizes
 # never come again: for each new size it writes code first, in a quarter of a millisecond.
 WORTH_PREPARING = 2**24
@@ -73,7 +75,7 @@ def pays(work: int, *operands: Tensor, times: int = 1) -> bool:
         times: how many products there are of the same sizes.
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and work >= WORTH_CALLING
         and work * times >= WORTH_PREPARING * torch.get_num_threads()
         and all(map(_is_served, operands))

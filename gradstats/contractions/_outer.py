@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
+from gradstats._compiler import is_compiling
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
@@ -245,7 +246,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
     alone = _forms_alone(factor)
     each = (alone or chunk == groups == 1) and rows >= p
-    if each and batch and not torch.compiler.is_compiling():
+    if each and batch and not is_compiling():
         norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum, reuse=not alone)
     else:
         norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
@@ -300,7 +301,7 @@ def _form_chunks(
     (batch, groups, _, p), q = left.shape, right.shape[3]
     # One piece of memory for all tiles: fresh pages would cost more than the products.
     scratch = None
-    if chunk < batch and rows >= p and not torch.compiler.is_compiling():
+    if chunk < batch and rows >= p and not is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
     small = rows >= p and groups * p * q <= SMALL
     norms, total = [], None

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import GUARD_TOLERANCE, product
 from gradstats._factors import Factor, compute_dtype
 
@@ -237,7 +238,7 @@ def product_roundoff(*operands: Tensor) -> float:
     """
     dtype = compute_dtype(*operands)
     # A compiler cannot read torch's settings, and takes forms that need no guard.
-    if not _on_tensor_cores(operands) or torch.compiler.is_compiling():
+    if not _on_tensor_cores(operands) or is_compiling():
         return unit_roundoff(dtype)
     from gradstats.kernels._precision import tf32_allowed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Rows, add_at, added, cast, compute_dtype
 from gradstats.contractions import _triton, _triton_layers
 from gradstats.contractions._result import (
@@ -37,7 +38,7 @@ def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
     if count == 0:
         return Contraction(value, value.clone())
     keys = factor.example * factor.shape[0] + factor.ids
-    if not torch.compiler.is_compiling() and bool((keys[1:] > keys[:-1]).all()):
+    if not is_compiling() and bool((keys[1:] > keys[:-1]).all()):
         # Each row is a run of its own, as where positions are looked up.
         add_at(value, factor.example, squared_norms(factor.grad, dtype))
         return well_conditioned(value, dtype)

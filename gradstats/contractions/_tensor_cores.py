@@ -14,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
+
 # What one block of 16 products adds to the error of Hopper, in eps of float32 relative to the sum:
 # 0.4 of bfloat16, whose products are short, 0.75 of float16 and, in two blocks of 8, 0.9 of the
 # tf32 that float32 is made of, all in the emulation of tests/kernels/test_tensor_cores.py. On an
@@ -37,7 +39,7 @@ def cut_off(dtype: torch.dtype, length: int, capability: tuple[int, int]) -> flo
 
 def cut_off_of(left: Tensor, right: Tensor) -> float:
     """Return what the Gram form of two operands may lose so, 0 where nothing is cut off."""
-    if not left.is_cuda or left.dtype not in EPS_PER_BLOCK or torch.compiler.is_compiling():
+    if not left.is_cuda or left.dtype not in EPS_PER_BLOCK or is_compiling():
         return 0.0
     return cut_off(left.dtype, left.shape[-1] + right.shape[-1], _capability(left.device))
 

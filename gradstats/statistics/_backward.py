@@ -93,8 +93,8 @@ def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Loss
     """Run the forward and the backward inside a context; return the losses."""
     tracker.take_batch(tensors_in(batch))
     with torch.enable_grad():
-        tracker.open()
         try:
+            tracker.open()
             losses = loss_fn(model, batch)
             with torch._C.DisableTorchFunction():
                 losses = check_losses(losses, tracker.batch_size)

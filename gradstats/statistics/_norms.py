@@ -262,13 +262,19 @@ class track:
                 "one."
             )
         check_recording()
-        self._tracker.open()
-        self._opened = True
+        try:
+            self._tracker.open()
+            self._opened = True
+        except BaseException:
+            self._tracker.close()
+            raise
         return self
 
     def __exit__(self, kind, value, traceback) -> None:
-        self._tracker.explain(value)
-        self._tracker.close()
+        try:
+            self._tracker.explain(value)
+        finally:
+            self._tracker.close()
         listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reports.any:
             scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
@@ -291,6 +297,7 @@ class track:
             raise TrackingError(
                 "tracker.backward was called outside its context. Call it inside the with block."
             )
+        self._tracker.check_backward()
         with torch._C.DisableTorchFunction():
             losses = check_losses(losses, self._batch_size)
             self._tracker.note_losses(losses)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture._examples import Examples
@@ -141,7 +142,7 @@ class AffineFactors:
 
     def one_pass(self, settings: Settings, x: Tensor) -> bool:
         """Whether the kernels compute the layer's backward: gradients and norms in one pass."""
-        if torch.compiler.is_compiling() or settings.consumer is not None or settings.exact:
+        if is_compiling() or settings.consumer is not None or settings.exact:
             return False
         return self._on_chip(x, x)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._coverage import where_examples_met
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
@@ -20,7 +21,7 @@ from gradstats.errors import ExampleAxisError
 
 def plain(item):
     """Return what PyTorch's own operation should compute with in place of a tracked tensor."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return item
     return value_of(item)
 
@@ -31,7 +32,7 @@ def bare(item, autocast: bool):
     A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
     autocast, which would keep its cast of a leaf, made where no gradient is recorded, for others.
     """
-    node = None if torch.compiler.is_compiling() else node_of(item)
+    node = None if is_compiling() else node_of(item)
     if isinstance(node, Root) and not autocast:
         return node.parameter
     return plain(item)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._dispatch import derive, refusal, refuse
 from gradstats.capture._grafted import Composed, watched
@@ -45,7 +46,7 @@ def embedding(
         return func(input, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
     lookup = None
-    if isinstance(node, Root) and not torch.compiler.is_compiling():
+    if isinstance(node, Root) and not is_compiling():
         even = examples.batch if examples.segments is None else None
         lookup = Lookup(partial(looked_up, examples, input), even)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
@@ -85,7 +86,7 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: i
     result = per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
     if examples.order is not None:
         result = result.index_select(result_axis, examples.order.argsort())
-    expected = result.shape if torch.compiler.is_compiling() else _shape_of(func, args, kwargs)
+    expected = result.shape if is_compiling() else _shape_of(func, args, kwargs)
     if result.shape != expected:
         refuse(
             func,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._operations import CONVOLUTIONS, PRODUCTS
@@ -69,7 +69,7 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     def run(tracker, called, *args, **kwargs):
         first = args[0] if args else None
         if isinstance(first, Tensor) and node_of(first) is None and first.dim() == axes:
-            whole = None if torch.compiler.is_compiling() else _example_of(tracker, first)
+            whole = None if is_compiling() else _example_of(tracker, first)
             if whole is not None:
                 composed = Composed(partial(composition, called))
                 result = composed(tracker, called, *args, **kwargs)

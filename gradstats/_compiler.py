@@ -1,0 +1,58 @@
+"""The compiler, told apart by thread: what PyTorch says of it, and to it, holds for all of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._guards import CompileContext, TracingContext
+
+_LOCK = Lock()
+
+# The stance of each block that runs eagerly and has not ended.
+_STANCES: list[Any] = []
+
+
+def is_compiling() -> bool:
+    """Whether the code that asks is traced, or runs inside what traces it.
+
+    PyTorch's answer is yes in every thread while one of them compiles.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    return torch.compiler.is_dynamo_compiling() or _compiles_here()
+
+
+def _compiles_here() -> bool:
+    """Whether this thread compiles a model, or exports one."""
+    contexts = CompileContext.try_get(), TracingContext.try_get()
+    return contexts != (None, None) or torch._C._len_torch_dispatch_stack() > 0
+
+
+def imported_compiler() -> ModuleType | None:
+    """Return the compiler; None before anybody imported it, which takes seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    return importlib.import_module("torch._dynamo")  # waits where another thread imports it
+
+
+@contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Have compiled models run eagerly until the last such block ends, in whichever order."""
+    with _LOCK:
+        stance: Any = torch.compiler.set_stance("force_eager")
+        # What was there before the first of them is what is there after the last.
+        _STANCES.append(_STANCES[0] if _STANCES else stance)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            stance = _STANCES.pop()
+            if not _STANCES:
+                stance.__exit__(None, None, None)
