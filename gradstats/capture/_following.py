@@ -19,6 +19,7 @@ from gradstats.capture._layout import (
     contracted,
     convolved,
     follow,
+    in_front,
     is_one,
     leaves,
     tensordot,
@@ -45,6 +46,7 @@ from gradstats.capture._operations import (
     SUM_LAST,
     TENSOR_PRODUCTS,
     UNFOLLOWED,
+    solves_vector,
 )
 from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
 from gradstats.capture._reindexed import REINDEXES
@@ -180,6 +182,8 @@ class Following(Marks):
 
     def _of_solution(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
+        if solves_vector(func, args):
+            return contraction(self, args[:2], partial(in_front, result), result)
         after = self._broadcast(data, result)
         if after is None or after.axis < result.dim() - 2:
             return after
@@ -294,9 +298,8 @@ class Following(Marks):
 
     def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a trained result has no example axis, which its first operand had by contract."""
-        if not result.requires_grad or self.by_contract(data[0]) is None:
-            return False
-        return self.by_contract(result) is None
+        trained = result.requires_grad and self.by_contract(data[0]) is not None
+        return trained and self.by_contract(result) is None
 
     def _runs_over_examples(self, func, args, kwargs) -> bool:
         operands = list(args[:1])
@@ -308,9 +311,8 @@ class Following(Marks):
         for item in operands:
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item):
                 layout = self.layout_of(item)
-                if layout is not None:
-                    if runs_over(func, (item, *args[1:]), kwargs, layout.axis):
-                        return True
+                if layout is not None and runs_over(func, (item, *args[1:]), kwargs, layout.axis):
+                    return True
         return False
 
     def _mixes(self, data: list[Tensor], result: Tensor) -> bool:

@@ -172,6 +172,11 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
     return layout.along(out.index(letter)) if letter in out else None
 
 
+def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
+    """The axes in front of a result's last are in front of what its operands are made of."""
+    return layout if layout.axis < result.dim() - 1 else None
+
+
 def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
     """What is left of the first operand's axes, and behind them of the second's."""
     first, second = args[:2]

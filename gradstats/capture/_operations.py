@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,6 +192,17 @@ SOLVES: dict[Any, int] = {
     torch.linalg.lu_solve: 2,
     **dict.fromkeys(variants("cholesky_solve", "triangular_solve", "lu_solve"), 0),
 }
+
+# Those that take a vector for each matrix as well.
+SOLVES_VECTORS = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
+
+
+def solves_vector(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a solver takes its right-hand sides for vectors, as the shapes say."""
+    if func not in SOLVES_VECTORS or len(args) < 2:
+        return False
+    return args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
+
 
 # Convolutions, with how many axes they run over; with one axis more data are one example, whose
 # channels are summed.

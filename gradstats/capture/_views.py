@@ -68,7 +68,8 @@ class ExampleLayout:
 
     def serves(self, shape: Sequence[int]) -> bool:
         """Whether the factor of a tensor of this shape can be told."""
-        return self.examples.plain or not self.own_slices(shape)
+        alone = self.examples.batch == 1
+        return self.examples.plain or alone or not self.own_slices(shape)
 
     def view(self, value: Tensor) -> Tensor:
         shape = list(self.padded(value.shape))
@@ -80,6 +81,8 @@ class ExampleLayout:
             return replace(self, dims=self.dims + 1).factor(as_real(grad), (*shape, 2))
         slices = self.examples.lead(grad)
         batch = self.examples.batch
+        if self.own_slices(shape) and batch == 1:
+            return Vector(grad.reshape(1, *shape), shape)
         if self.own_slices(shape):
             axis = self.examples.axis - (self.dims - len(shape))
             rest = shape[:axis] + shape[axis + 1 :]

@@ -230,6 +230,29 @@ def test_a_kernel_that_was_repeated_for_the_batch(batch, kind):
     check_operation(function, parameters, normal(batch, 2, 5, 4))
 
 
+@pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_an_input_that_was_repeated_for_the_batch(batch, kind):
+    """Generators begin with a constant, under a kernel that each example's style modulates."""
+    convolve = getattr(functional, f"{kind}2d")
+
+    def function(m, x):
+        rows = len(x)
+        folded = m.constant.repeat(rows, 1, 1, 1).view(1, -1, 4, 3)
+        kernels = m.kernels * (x @ m.style)[:, None, :, None, None]
+        if kind == "conv_transpose":
+            kernels = kernels.transpose(1, 2)
+        shift = m.shift.repeat(rows)
+        out = convolve(folded, kernels.flatten(0, 1), shift, 2, groups=rows)
+        return m.last(out.view(rows, 4, *out.shape[2:]))
+
+    parameters = {
+        "constant": (1, 2, 4, 3), "kernels": (4, 2, 2, 2), "style": (5, 2), "shift": (4,),
+        "last": nn.Conv2d(4, 2, 1),
+    }  # fmt: skip
+    check_operation(function, parameters, normal(batch, 5))
+
+
 def test_a_kernel_of_which_each_example_has_its_part():
     """As many groups of kernels as examples: each meets its own."""
 

@@ -134,6 +134,22 @@ def test_elements_of_several_examples_side_by_side_are_refused(pick):
     )
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("positions", [2, 3])
+def test_systems_of_equations_with_a_vector_for_each_matrix(batch, positions):
+    """As accelerations follow from a learned mass matrix."""
+
+    def function(m, x):
+        matrices = m.layer(x).unflatten(-1, (2, 2)) + 3 * torch.eye(2)
+        solved = torch.linalg.solve(matrices, m.right(x))
+        one = torch.linalg.solve(matrices, torch.ones(2).double())
+        first = torch.linalg.solve_ex(matrices[:, 0], x[:, 0, :2]).result
+        return m.last(solved + one).flatten(1) + m.last(first).repeat(1, positions)
+
+    parameters = {"layer": nn.Linear(4, 4), "right": nn.Linear(4, 2), "last": nn.Linear(2, 2)}
+    check_operation(function, parameters, normal(batch, positions, 4))
+
+
 def test_systems_of_equations():
     def function(m, x):
         matrices = m.layer(x).unflatten(-1, (2, 2)) + 3 * torch.eye(2)

@@ -117,3 +117,81 @@ def test_a_number_of_nobodys_beside_one_of_one_examples(shape, first):
         return torch.cat(rows)
 
     check_operation(each, {"w": (WIDTH, 3), "v": (3, 2)}, normal(BATCH, WIDTH))
+
+
+def folded(x):
+    """Return (B, 3, 5) as (3, B, 5)."""
+    return x.transpose(0, 1).reshape(POSITIONS, -1, WIDTH)
+
+
+ONLY_EXAMPLES = {
+    "members of an ensemble": (
+        lambda x, w, b: torch.baddbmm(b, x[:, 0].unsqueeze(0).expand(3, -1, -1), w).movedim(1, 0),
+        (3, 1, 4),
+    ),
+    "matrices of members": (
+        lambda x, w, b: (torch.bmm(x[:, 0].unsqueeze(0).repeat(3, 1, 1), w) + b).movedim(1, 0),
+        (3, 1, 4),
+    ),
+    "einsum in groups": (
+        lambda x, w, b: torch.einsum("gnd,gde->gne", folded(x), w).movedim(1, 0) * b,
+        (3, 4),
+    ),
+    "channels behind their only row": (
+        lambda x, w, b: torch.stack([torch.mv(w[0].T, part) for part in x[0]], 1).T @ b,
+        (4, 2),
+    ),
+    "rows and a part for each": (lambda x, w, b: (x @ w[0]).flatten(0, 1) * b, (3, 4)),
+    "a number of its own": (lambda x, w, b: ((x @ w[0]).sum() + b).view(1, 1), ()),
+    "numbers side by side": (lambda x, w, b: torch.stack([(x @ w[0]).sum(), b]).view(1, 2), ()),
+}
+
+
+@pytest.mark.parametrize(("function", "shape"), ONLY_EXAMPLES.values(), ids=ONLY_EXAMPLES)
+def test_operations_on_the_only_example(function, shape):
+    """All of it is one example's, along whichever axis it was found."""
+
+    def alone(m, x):
+        return function(x, m.w, m.b).reshape(1, -1)
+
+    check_operation(alone, {"w": (3, WIDTH, 4), "b": shape}, normal(1, POSITIONS, WIDTH))
+
+
+def test_steps_of_the_only_example():
+    """A recurrent layer has its examples along another axis than data of one step by contract."""
+
+    def steps(m, x):
+        state, seen = torch.zeros(1, 1, 4, dtype=x.dtype), []
+        for row in x.transpose(0, 1):
+            hidden, state = m.cell(row.reshape(-1, WIDTH).view(1, -1, WIDTH).contiguous(), state)
+            seen.append(hidden.view(1, -1))
+        return torch.cat(seen, 1)
+
+    check_operation(steps, {"cell": torch.nn.GRU(WIDTH, 4)}, normal(1, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_of_the_only_example_with_padding_and_a_trained_mask(batch):
+    """Padding that is repeated for the heads is no mask that all heads share."""
+
+    def attend(m, x):
+        padding = x[..., 0].detach().cos()
+        return m.attention(x, x, x, key_padding_mask=padding, attn_mask=m.mask)[0]
+
+    attention = torch.nn.MultiheadAttention(6, 2, batch_first=True)
+    parameters = {"attention": attention, "mask": (POSITIONS, POSITIONS)}
+    check_operation(attend, parameters, normal(batch, POSITIONS, 6))
+
+
+def test_layers_on_the_rows_of_the_only_example():
+    """What was moved in front is still its own, as is what has no axis for examples."""
+
+    def function(m, x):
+        hidden = m.first(x[0]).view(-1, 1).T
+        return m.last(hidden) + m.norm(x[0, 0])[:2]
+
+    parameters = {
+        "first": torch.nn.Linear(WIDTH, WIDTH), "norm": torch.nn.LayerNorm(WIDTH),
+        "last": torch.nn.Linear(POSITIONS * WIDTH, 2),
+    }  # fmt: skip
+    check_operation(function, parameters, normal(1, POSITIONS, WIDTH))

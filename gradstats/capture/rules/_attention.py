@@ -215,7 +215,7 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     node = node_of(mask)
     value = plain(mask)
     heads = len(q) // examples.rows
-    if len(value) == 1:
+    if value.shape[:2] == (1, 1):
         flat = value.view(1, *value.shape[2:])
     else:
         flat = value.expand(-1, heads, -1, -1).reshape(len(q), *value.shape[2:])

@@ -65,6 +65,8 @@ def locate(
         trailing: number of last axes that the operation sums or normalises over.
     """
     layout = tracker.layout_of(data)
+    if layout is not None and tracker.batch_size == 1:
+        layout = _of_the_only(layout, data, axis, trailing)
     if layout is None and folds and (axis or 0) < data.dim() - trailing:
         layout = tracker.rows_of_one(data, axis or 0)
     if layout is not None and axis not in (None, layout.axis):
@@ -114,6 +116,15 @@ def locate(
             [root.name for root in node.roots],
         )
     return layout
+
+
+def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int) -> Examples:
+    """Return where the only example lies for an operation: along every axis all is its own."""
+    ends = data.dim() - trailing
+    if axis in (None, layout.axis) and layout.axis < ends:
+        return layout
+    axis = axis or 0
+    return Examples(1, axis, data.shape[axis]) if axis < ends else layout
 
 
 def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:

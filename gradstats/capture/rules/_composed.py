@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._grafted import Composed
-from gradstats.capture._operations import OUTER_PRODUCTS, variants
+from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
@@ -135,7 +135,7 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
-    if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
+    if solves_vector(torch.linalg.solve, (A, B)):
         return (torch.linalg.inv(A) @ B.unsqueeze(-1)).squeeze(-1)
     return _by_columns(torch.linalg.inv(A) @ B) if left else B @ torch.linalg.inv(A)
 

@@ -72,6 +72,10 @@ def transposed_convolution(
 
 def _convolution(tracker, func, dims, input, weight, bias, call):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    if node_of(input) is not None or not tracker.is_data(input):
+        kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
+        if kernels and tracker.is_data(weight) and call[-1] % tracker.batch_size == 0:
+            return _in_groups(tracker, func, input, weight, bias, call)
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if input.dim() != dims + 2:
@@ -107,15 +111,17 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
 def _in_groups(tracker, func, input, weight, bias, call):
     """A convolution of examples folded into channels, with groups of channels for each of them.
 
-    A kernel that was repeated for the batch has a slice for each example.
+    A kernel that was repeated for the batch has a slice for each example, and so has an input that
+    was, as the constant has with which a generator begins.
     """
 
-    def own(item):
+    def own(item, axis=0):
         node = node_of(item)
         if node is None:
             return item
-        slices = derive(tracker, Tensor.unflatten, (item, 0, (tracker.batch_size, -1)), {})
-        return as_data(tracker, func, node, slices, Examples(tracker.batch_size, 0)).flatten(0, 1)
+        slices = derive(tracker, Tensor.unflatten, (item, axis, (tracker.batch_size, -1)), {})
+        examples = Examples(tracker.batch_size, axis)
+        return as_data(tracker, func, node, slices, examples).flatten(axis, axis + 1)
 
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     options = dict(zip(names, call, strict=True))
@@ -123,7 +129,7 @@ def _in_groups(tracker, func, input, weight, bias, call):
         del options["output_padding"]
 
     def convolve(data):
-        return func(data, own(weight), own(bias), **options)
+        return func(own(data, 1), own(weight), own(bias), **options)
 
     # Data convolved with data, which the mode follows.
     return watched(tracker, convolve, input)

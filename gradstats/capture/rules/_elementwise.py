@@ -52,8 +52,8 @@ def broadcast(tracker, func, *args, **kwargs):
     if func in IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
-    whole = tracker.sole_example(data)
-    if whole is not None and func not in IN_PLACE and isinstance(tracker.owned(data[0]), Whole):
+    whole = None if func in IN_PLACE else _whole(tracker, data)
+    if whole is not None:
         dims = max(operand.dim() for operand in operands)
         widened = _widen(tracker, (args, kwargs), whole, dims)
         return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
@@ -113,6 +113,15 @@ class MultipliedFactors(BroadcastFactors):
         return (gradient.sum_to_size(x.shape).to(x.dtype),)
 
 
+def _whole(tracker, data: Sequence[Tensor]) -> Whole | None:
+    """Return the example whose data have no axis of examples; None where they have one."""
+    if tracker.batch_size > 1:
+        whole = tracker.sole_example(data)
+        return None if whole is None or isinstance(tracker.owned(data[0]), Examples) else whole
+    # Without an axis for examples, tensors are the only example's beside others that have one.
+    return next((own for own in map(tracker.owned, data) if isinstance(own, Whole)), None)
+
+
 def _has_rows(owned: Examples | Whole) -> bool:
     """Whether a tensor of one example has another number of rows along an axis than one."""
     return isinstance(owned, Whole) or owned.rows != 1
@@ -150,7 +159,7 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     tensors = list(tensors)
     nodes = [node for node in map(node_of, tensors) if node is not None]
     data = [item for item in tensors if node_of(item) is None and tracker.is_data(item)]
-    whole = tracker.sole_example(data)
+    whole = tracker.sole_example(data) if tracker.batch_size > 1 else _whole(tracker, data)
     if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):
         axis = kwargs.pop("axis", dim)
         tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))

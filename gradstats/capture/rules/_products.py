@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gradstats.capture._dispatch import derive, refuse
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._examples import Whole
+from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture._linear import LinearFactors, LinearUse
@@ -273,6 +273,12 @@ def _factors_between(
     node = first_node(operands[param])
     x = operands[data]
     whole = tracker.owned(x) if tracker.is_data(x) else None
+    if isinstance(whole, Examples) and tracker.batch_size == 1:
+        # Rows of the only example may have parts of their own, and may be summed.
+        letter = specs[data][whole.axis]
+        sizes = dict(zip(specs[param], operands[param].shape, strict=True))
+        ends = letter not in sizes and letter not in out
+        whole = Whole(0) if ends or sizes.get(letter) == whole.rows else whole
     if isinstance(whole, Whole):
         letter = _unused((*specs, out))
         operands[data], specs[data], out = x.unsqueeze(0), [letter, *specs[data]], [letter, *out]

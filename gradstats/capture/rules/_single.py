@@ -58,7 +58,7 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
 
 def _example_of(tracker, x: Tensor) -> Whole | None:
     """Return the example to which all of a tensor belongs; None where it is not one."""
-    owned = tracker.owned(x)
+    owned = tracker.owned(x) if tracker.batch_size > 1 else Whole(0)
     return owned if isinstance(owned, Whole) else tracker.sole_example([x])
 
 
