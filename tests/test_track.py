@@ -516,3 +516,61 @@ def test_a_parameter_of_another_model_may_be_made_inside_the_context(model, batc
         )
     assert_sqnorms(tracker.stats, expected, 1e-9)
     assert critic.weight.grad is not None
+
+
+# Ways to a layer's weights, each through what stands for a parameter in a graph.
+WAYS = {
+    "einsum": lambda m, x: torch.einsum("bd,dc->bc", x, m.w),
+    "matmul": lambda m, x: x @ m.w,
+    "linear": lambda m, x: functional.linear(x, m.w.T, m.v[:3]),
+    "layer norm": lambda m, x: functional.layer_norm(x, (4,), m.v) @ m.w,
+}
+
+
+def halved(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data / 2
+
+
+def flattened(model):
+    """The numbers of both parameters stand in one piece of memory, one after the other."""
+    flat = torch.randn(16, dtype=torch.float64)
+    model.w.data, model.v.data = flat[:12].view(4, 3), flat[12:]
+    model.w.data = flat[4:].view(4, 3)
+
+
+PUTS = {
+    "other numbers": halved,
+    "other places in the same memory": flattened,
+    "another dtype": lambda model: model.double(),
+    "another dtype in between": lambda model: halved(model.double().float().double()),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_numbers_that_are_put_in_the_place_of_a_parameters(way, put, fused):
+    """As who evaluates averaged weights inside a step does, after a forward that used others."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return way(self, x.to(self.w.dtype))
+
+    model = Layer() if put is PUTS["another dtype"] else Layer().double()
+    batch = torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        losses_of(model, batch)
+        put(model)
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses_of), 1e-12)
+    got = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    losses_of(model, batch).mean().backward()
+    for name, each in model.named_parameters():
+        if each.grad is not None:
+            torch.testing.assert_close(got[name], each.grad, rtol=1e-12, atol=1e-15)

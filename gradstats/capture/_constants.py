@@ -49,8 +49,8 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import function_name
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,

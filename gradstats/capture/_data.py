@@ -14,8 +14,8 @@ from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import CONSTANTS, leave_graph, unwrapped
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of, rebuild
-from gradstats.capture._nodes import Derived, Node, function_name, same_storage, unique_roots
+from gradstats.capture._nodes import Derived, Node, same_storage, unique_roots
 from gradstats.capture._operations import ADDED_PRODUCTS, COMPLEX, PRODUCTS
 from gradstats.capture._tensors import (
     TRACKED_TYPES,

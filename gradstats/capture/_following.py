@@ -26,8 +26,8 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._marks import Marks
 from gradstats.capture._multiplied import contraction, multiplied
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import function_name
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BATCH_FIRST,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
-from gradstats.capture._nodes import function_name
+from gradstats.capture._names import function_name
 from gradstats.capture._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 

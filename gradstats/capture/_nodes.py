@@ -19,8 +19,8 @@ from torch.nn import functional
 from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
+from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
-from gradstats.capture._operations import SCRIPTS
 from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError, UnsupportedOperationError
 
@@ -116,10 +116,14 @@ class Root(Node):
     def value(self) -> Tensor:
         # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
         # stands out: it is an edge to the parameter that does not come through the alias.
-        if self.alias is None:
+        alias = self.alias
+        if alias is None or alias.dtype != self.parameter.dtype:
             # The gradient of an alias may be of any layout; that of a view may not be sparse.
-            self.alias = self.parameter.as_subclass(Tensor)
-        return self.alias
+            alias = self.alias = self.parameter.as_subclass(Tensor)
+        elif not (torch.compiler.is_dynamo_compiling() or alias.is_set_to(self.parameter)):
+            # Other numbers were put in the parameter's place: ``parameter.data = ...``.
+            alias.data = self.parameter.detach()
+        return alias
 
     @property
     def compiled_report(self) -> Tensor | None:
@@ -360,35 +364,6 @@ def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
             met.add(edge)
             pending += [] if edge in edges else edge[0].next_functions
     return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]
-
-
-def function_class_of(function: Any) -> type[torch.autograd.Function] | None:
-    """Return the custom autograd Function whose ``apply`` a function is; None if it is none."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return owner
-    return None
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """Return the name under which a user knows an operation."""
-    owner = function_class_of(function)
-    if owner is not None:
-        return f"{owner.__module__}.{owner.__qualname__}.apply"
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return f"torch.ops.{function}"
-    if isinstance(function, SCRIPTS):
-        return f"{function.name} of TorchScript"
-    name = getattr(function, "__name__", repr(function))
-    if name in ("__get__", "__set__"):
-        owner = getattr(function, "__self__", None)
-        return f"Tensor.{getattr(owner, '__name__', name)}"
-    module = getattr(function, "__module__", None) or ""
-    if module == "torch._C._nn":
-        module = "torch.nn.functional"
-    if isinstance(function, type(torch.Tensor.add)):
-        module = "Tensor"
-    return f"{module}.{name}" if module and not module.startswith("torch._") else name
 
 
 def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._nodes import function_class_of, function_name
+from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture.rules import RULES
 from gradstats.errors import TrackingError
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._marks import ABOUT_EXAMPLES
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild, tensors_in
-from gradstats.capture._nodes import function_name
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker

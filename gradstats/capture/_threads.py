@@ -6,7 +6,7 @@ from threading import get_ident
 
 import torch
 
-from gradstats.capture._nodes import function_name
+from gradstats.capture._names import function_name
 from gradstats.errors import TrackingError
 
 ELSEWHERE = (

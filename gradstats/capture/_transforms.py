@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
 from gradstats.capture._marks import leave_graph, unwrapped
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import function_name
 from gradstats.capture._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 

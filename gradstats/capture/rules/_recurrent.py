@@ -24,7 +24,7 @@ from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._marks import leave_graph
-from gradstats.capture._nodes import function_name
+from gradstats.capture._names import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._recurrence import (
     Cell,
