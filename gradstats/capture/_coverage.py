@@ -128,9 +128,9 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
         "can be tracked (a custom autograd Function of data? one whose apply was kept in a "
         "variable before the first context? a TorchScript module? a tensor that was computed "
         "before the context was opened?), so its per-example gradient is not known. "
-        "Compute all of the losses inside the context, with the model as it was before "
-        "torch.jit, and look apply up on the Function where it is called. Add a rule for a "
-        "Function of data with gs.register_rule, write it with "
+        "Look apply up on the Function where it is called, and compute all of the losses inside "
+        "the context, with the model as it was before torch.jit. Add a rule for a Function of "
+        "data with gs.register_rule, write it with "
         "PyTorch's own operations, have "
         'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
         f"parameter out by name with exclude={names!r}.",

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from gradstats._comparison import same_bits
+from gradstats._compiler import is_compiling
 from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
 from gradstats.capture._names import function_class_of, function_name
@@ -120,7 +121,7 @@ class Root(Node):
         if alias is None or alias.dtype != self.parameter.dtype:
             # The gradient of an alias may be of any layout; that of a view may not be sparse.
             alias = self.alias = self.parameter.as_subclass(Tensor)
-        elif not (torch.compiler.is_dynamo_compiling() or alias.is_set_to(self.parameter)):
+        elif not is_compiling() and _place(alias) != _place(self.parameter):
             # Other numbers were put in the parameter's place: ``parameter.data = ...``.
             alias.data = self.parameter.detach()
         return alias
@@ -338,6 +339,13 @@ class OneOfSeveral(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, *map(torch.zeros_like, ctx.others)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor's numbers are, asked for by no operation that a mode would see."""
+    if tensor.layout != torch.strided:
+        return ()
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def same_storage(first: Tensor, second: Tensor) -> bool:
