@@ -167,6 +167,18 @@ def checkpointed(run, **options):
     return model, twin
 
 
+def assert_steps(model, batch, expected, plain):
+    """Check norms beside training, and the gradients, with ``fused=False`` to the bit."""
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(model, batch_size=B, fused=fused) as tracker:
+            tracker.backward(classify(model, batch))
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        for parameter, want in zip(model.parameters(), plain, strict=True):
+            exact = {} if fused else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(parameter.grad, want, **exact)
+
+
 def test_checkpoints():
     check_model(Checkpointed().double(), vectors(), classify)
 
@@ -203,14 +215,7 @@ def test_reentrant_checkpoints(shared):
     model.zero_grad()
     classify(model, batch).mean().backward()
     plain = [parameter.grad for parameter in model.parameters()]
-    for fused in (True, False):
-        model.zero_grad()
-        with gs.track(model, batch_size=B, fused=fused) as tracker:
-            tracker.backward(classify(model, batch))
-        assert_sqnorms(tracker.stats, expected, 1e-9)
-        for parameter, want in zip(model.parameters(), plain, strict=True):
-            exact = {} if fused else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(parameter.grad, want, **exact)
+    assert_steps(model, batch, expected, plain)
 
 
 @pytest.mark.parametrize("frozen", [(), ("first",), ("first", "head")])
@@ -316,13 +321,7 @@ def test_a_parameter_that_a_checkpoint_is_given(outer, inner, given):
     for trained in (call, outer):
         model.outer = trained
         assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
-        for fused in (True, False):
-            model.zero_grad()
-            with gs.track(model, batch_size=B, fused=fused) as tracker:
-                tracker.backward(classify(model, batch))
-            assert_sqnorms(tracker.stats, expected, 1e-9)
-            for parameter, want in zip(model.parameters(), plain, strict=True):
-                torch.testing.assert_close(parameter.grad, want)
+        assert_steps(model, batch, expected, plain)
 
 
 @pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])

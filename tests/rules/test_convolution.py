@@ -206,11 +206,20 @@ def test_a_kernel_for_each_example(batch, kind):
     check_operation(function, parameters, normal(batch, 2, 5, 4))
 
 
+def in_groups(m, kind, folded, kernels):
+    """Convolve examples folded into channels, (1, B * C, *), with a kernel for each of them."""
+    if kind == "conv_transpose":
+        kernels = kernels.transpose(1, 2)
+    rows = len(kernels)
+    convolve = getattr(functional, f"{kind}2d")
+    out = convolve(folded, kernels.flatten(0, 1), m.shift.repeat(rows), 2, groups=rows)
+    return m.last(out.view(rows, 4, *out.shape[2:]))
+
+
 @pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_kernel_that_was_repeated_for_the_batch(batch, kind):
     """Filters that take a kernel for each image: a learned one is expanded to them."""
-    convolve = getattr(functional, f"{kind}2d")
 
     def function(m, x):
         rows, channels = x.shape[:2]
@@ -218,11 +227,7 @@ def test_a_kernel_that_was_repeated_for_the_batch(batch, kind):
         blurred = m.blur.softmax(0).expand(rows, channels, 3).reshape(-1, 1, 1, 3)
         folded = functional.conv2d(folded, blurred, padding="same", groups=len(blurred))
         kernels = m.kernels[None].expand(rows, -1, -1, -1, -1)
-        if kind == "conv_transpose":
-            kernels = kernels.transpose(1, 2)
-        shift = m.shift.repeat(rows)
-        out = convolve(folded, kernels.flatten(0, 1), shift, 2, groups=rows)
-        return m.last(out.view(rows, 4, *out.shape[2:]))
+        return in_groups(m, kind, folded, kernels)
 
     parameters = {
         "blur": (3,), "kernels": (4, 2, 2, 2), "shift": (4,), "last": nn.Conv2d(4, 2, 1),
@@ -234,17 +239,12 @@ def test_a_kernel_that_was_repeated_for_the_batch(batch, kind):
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_an_input_that_was_repeated_for_the_batch(batch, kind):
     """Generators begin with a constant, under a kernel that each example's style modulates."""
-    convolve = getattr(functional, f"{kind}2d")
 
     def function(m, x):
         rows = len(x)
         folded = m.constant.repeat(rows, 1, 1, 1).view(1, -1, 4, 3)
         kernels = m.kernels * (x @ m.style)[:, None, :, None, None]
-        if kind == "conv_transpose":
-            kernels = kernels.transpose(1, 2)
-        shift = m.shift.repeat(rows)
-        out = convolve(folded, kernels.flatten(0, 1), shift, 2, groups=rows)
-        return m.last(out.view(rows, 4, *out.shape[2:]))
+        return in_groups(m, kind, folded, kernels)
 
     parameters = {
         "constant": (1, 2, 4, 3), "kernels": (4, 2, 2, 2), "style": (5, 2), "shift": (4,),
