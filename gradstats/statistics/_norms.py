@@ -70,7 +70,8 @@ def per_example_norms(
             padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
             data of shape (rows, *) or (1, rows, *). The model must keep them apart (attention,
             positions), and the losses are one for each example. Graphs in one batch are packed
-            examples, whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``.
+            examples, whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``; for
+            features of edges see ``assign_rows``.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by

@@ -104,8 +104,10 @@ def locate(
             f"assigned to examples by guessing.{where_examples_met(tracker, data)} {advice} they "
             "are folded together with positions or moved to another axis, keep the example axis as "
             "it is up to this operation; if single examples are taken out, take them as "
-            "x[i : i + 1]; otherwise have per_example_norms compute the parameter one example at a "
-            'time with fallback="vmap", or leave it out by name with exclude=.',
+            "x[i : i + 1]; if these are data of which you know whose each row is (features of a "
+            "graph's edges), say so with gs.assign_rows; otherwise have per_example_norms compute "
+            'the parameter one example at a time with fallback="vmap", or leave it out by name '
+            "with exclude=.",
             [root.name for root in node.roots],
         )
     if layout.axis >= data.dim() - trailing:

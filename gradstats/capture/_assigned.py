@@ -1,0 +1,94 @@
+"""Rows of data that the caller assigns to examples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from gradstats.capture._examples import Examples
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._tensors import node_of
+from gradstats.errors import ExampleAxisError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+
+def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
+    """Say to which example each row of a tensor of data belongs, where its shape does not say it.
+
+    Row r of the tensor (its slice r along ``dim``) is one of example ``owner[r]``'s; an example may
+    have any number of rows, in any order. What the model computes from them is followed as what it
+    computes from any data. Needed for data whose rows are neither one for each example nor those
+    that ``cu_seqlens=`` bounds, such as features of the edges of graphs that are packed by nodes:
+
+        def loss_fn(model, batch):                           # a batch of torch_geometric
+            gs.assign_rows(batch.edge_attr, batch.batch[batch.edge_index[0]])
+            return losses(model(batch), batch.y)             # (B,)
+
+        gs.per_example_norms(model, batch, loss_fn, cu_seqlens=batch.ptr)
+
+    Call it inside ``loss_fn``, in the block of ``track`` or of a monitor's step, or in the model's
+    own forward. Where nothing is measured it does nothing, so that it may stay there.
+
+    Args:
+        tensor: any shape and dtype; data, or what was computed from data.
+        owner: (rows,) integers in [0, B), the example of each row along ``dim``.
+        dim: the axis along which the rows lie.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        ExampleAxisError: ``owner`` does not say it for each row, or the tensor is a parameter, or
+            was computed from parameters alone.
+
+    Cost:
+        None beyond noting ``owner``; it is taken at its word, as ``cu_seqlens=`` is.
+    """
+    if not has_torch_function_unary(tensor):
+        return tensor
+    if torch.compiler.is_dynamo_compiling():
+        leave_graph("rows that are assigned to examples")
+    return handle_torch_function(assign_rows, (tensor,), tensor, owner, dim=dim)
+
+
+def note_rows(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
+    """Note in a context whose the rows of a tensor are, or raise."""
+    node = node_of(tensor)
+    if node is not None:
+        raise ExampleAxisError(
+            f"assign_rows got {node.describe()}, which belongs to no example, expected data. What "
+            "a parameter does to each example's rows is found where it meets them.",
+            [root.name for root in node.roots],
+        )
+    with torch._C.DisableTorchFunction():
+        axis = dim + tensor.dim() if dim < 0 else dim
+        rows = tensor.shape[axis] if 0 <= axis < tensor.dim() else None
+        _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
+        whose = owner.detach().to(tensor.device, torch.int64)
+        tracker.keep_data([tensor])
+        tracker.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
+
+
+def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, batch: int) -> None:
+    expected = (
+        f"expected a vector of {rows} integers in [0, {batch}): the example of each row along "
+        f"axis {dim} of a tensor of shape {shape}."
+    )
+    if rows is None:
+        raise ExampleAxisError(f"assign_rows got dim={dim} for a tensor of shape {shape}.")
+    if not isinstance(owner, Tensor):
+        raise ExampleAxisError(f"owner is {type(owner).__name__}, {expected}")
+    whole = not (owner.is_floating_point() or owner.is_complex() or owner.dtype == torch.bool)
+    if not whole or tuple(owner.shape) != (rows,):
+        raise ExampleAxisError(
+            f"owner has dtype {owner.dtype} and shape {tuple(owner.shape)}, {expected}"
+        )
+    if rows and (int(owner.min()) < 0 or int(owner.max()) >= batch):
+        raise ExampleAxisError(
+            f"owner holds numbers from {int(owner.min())} to {int(owner.max())}, {expected}"
+        )

@@ -1,0 +1,250 @@
+"""Data of which only the caller knows whose each row is: edges of graphs, for example."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+SIZES = [(3, 1, 5), (2, 2, 2), (1, 1, 1), (4,)]
+
+
+class Graphs(nn.Module):
+    """Messages that depend on features of the edges, as molecules' bonds have them."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.kind = nn.Embedding(4, 5)
+        self.edge = nn.Linear(3, 5)
+        self.node = nn.Linear(4, 5)
+        self.filter = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 25))
+        self.scale = nn.Parameter(torch.randn(5))
+        self.attention = nn.Linear(15, 1)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 1)
+        self.checkpoints = checkpoints
+
+    def between(self, kinds, features):
+        return self.norm(self.kind(kinds) + self.edge(features).tanh()) * self.scale
+
+    def forward(self, graphs):
+        source, target = graphs.edges
+        given = (graphs.kinds, graphs.features)
+        if self.checkpoints:
+            edges = checkpoint(self.between, *given, use_reentrant=False)
+        else:
+            edges = self.between(*given)
+        nodes = self.node(graphs.nodes)
+        ends = torch.cat([nodes[source], nodes[target], edges], 1)
+        weights = self.attention(ends).exp()
+        sent = weights * (nodes[source, None] @ self.filter(edges).view(-1, 5, 5))[:, 0]
+        empty = torch.zeros_like(nodes)
+        hidden = empty.index_add(0, target, sent) / (1 + empty[:, :1].index_add(0, target, weights))
+        pooled = nodes.new_zeros(graphs.count, 5).index_add(0, graphs.owner, hidden.tanh())
+        return self.head(pooled)[:, 0]
+
+
+class Batch:
+    """Graphs in one, nodes and edges one graph after the other, or the edges in another order."""
+
+    def __init__(self, *graphs, shuffled=False):
+        counts = torch.tensor([len(nodes) for nodes, *_ in graphs])
+        self.count, self.bounds = len(graphs), functional.pad(counts.cumsum(0), (1, 0))
+        self.owner = torch.arange(len(graphs)).repeat_interleave(counts)
+        nodes, edges, kinds, features = zip(*graphs, strict=True)
+        self.nodes, kinds, features = torch.cat(nodes), torch.cat(kinds), torch.cat(features)
+        edges = torch.cat([e + first for e, first in zip(edges, self.bounds, strict=False)], 1)
+        order = torch.randperm(len(kinds)) if shuffled else torch.arange(len(kinds))
+        self.edges, self.kinds, self.features = edges[:, order], kinds[order], features[order]
+
+
+def graph(nodes):
+    count = 2 * nodes + 1
+    return (
+        torch.randn(nodes, 4).double(),
+        torch.randint(nodes, (2, count)),
+        torch.randint(4, (count,)),
+        torch.randn(count, 3).double(),
+    )
+
+
+def assigned(model, batch):
+    owner = batch.owner[batch.edges[0]]
+    for rows in (batch.kinds, batch.features):
+        assert gs.assign_rows(rows, owner) is rows
+    return model(batch)
+
+
+def expected_sqnorms(model, graphs):
+    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Batch(g))) for g in graphs]
+    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_features_of_edges(sizes, checkpoints, shuffled):
+    torch.manual_seed(0)
+    model = Graphs(checkpoints).double()
+    graphs = [graph(size) for size in sizes]
+    expected, batch = expected_sqnorms(model, graphs), Batch(*graphs, shuffled=shuffled)
+    got = gs.per_example_norms(model, batch, assigned, cu_seqlens=batch.bounds)
+    assert_sqnorms(got, expected, 1e-9)
+
+    model(batch).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(
+            model, batch_size=len(sizes), cu_seqlens=batch.bounds, loss_reduction="sum", fused=fused
+        ) as tracker:
+            assigned(model, batch).sum().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_inner_products_of_graphs_with_features_of_edges():
+    torch.manual_seed(0)
+    model = Graphs().double()
+    graphs = [graph(size) for size in (3, 1, 5)]
+    batch, other = Batch(*graphs), Batch(*graphs[:2])
+
+    def gradients(graph):
+        loss = model(Batch(graph)).sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, model.parameters())])
+
+    expected = torch.stack([gradients(graph) for graph in graphs])
+    got = gs.inner_products(
+        model, batch, model, other, assigned, cu_seqlens=(batch.bounds, other.bounds)
+    )
+    torch.testing.assert_close(got, expected @ expected[:2].T, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_rows_along_another_axis_of_an_ordinary_batch(dim):
+    """Boxes found in images, say: some in each, beside one label for each image."""
+    torch.manual_seed(0)
+    owner = torch.tensor([2, 0, 0, 2, 2])
+    model = nn.Linear(3, 4).double()
+    labels, boxes = torch.randn(3, 4).double(), torch.randn(2, 5, 3).double()
+
+    def loss_fn(model, batch):
+        labels, boxes = batch
+        found = model(gs.assign_rows(boxes, owner, dim=dim)).tanh().sum(0)
+        return (labels + torch.zeros_like(labels).index_add(0, owner, found)).square().sum(1)
+
+    def alone(model, example):
+        boxes = batch[1][:, owner == example]
+        return (batch[0][example] + model(boxes).tanh().sum((0, 1))).square().sum()[None]
+
+    batch = (labels, boxes)
+    each = [oracle_sqnorms(model, (), lambda m, _, n=n: alone(m, n)) for n in range(3)]
+    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    assert_sqnorms(gs.per_example_norms(model, batch, loss_fn), expected, 1e-9)
+
+
+def test_what_the_model_keeps_and_what_was_lost_belong_to_examples_once_assigned():
+    """The caller's word is taken: for a buffer, and for what no rule could follow."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double()
+    model.register_buffer("rows", torch.randn(4, 3).double())
+    order = torch.tensor([1, 0, 3, 2])
+
+    def loss_fn(model, batch):
+        rows = gs.assign_rows(model.rows, order)
+        hidden = model(rows + batch[order])
+        moved = hidden.view(-1).as_strided((4, 3), (3, 1))
+        return model(gs.assign_rows(moved, order)).square().sum(1)[order]
+
+    batch = torch.randn(4, 3).double()
+    got = gs.per_example_norms(model, batch, loss_fn)
+    each = []
+    for example in range(4):
+        rows = model.rows[order[example]] + batch[example]
+        loss = model(model(rows)).square().sum()
+        gradients = torch.autograd.grad(loss, [model.weight, model.bias])
+        each.append([gradient.square().sum() for gradient in gradients])
+    expected = torch.tensor(each).T
+    assert_sqnorms(got, {"weight": expected[0], "bias": expected[1]}, 1e-9)
+
+
+def test_outside_of_contexts_nothing_is_asked():
+    rows = torch.randn(4, 3)
+    assert gs.assign_rows(rows, None) is rows
+    assert not vars(rows)
+
+
+@pytest.mark.parametrize(
+    ("owner", "dim", "message"),
+    [
+        (torch.tensor([0, 1]), 0, r"shape \(2,\), expected a vector of 3 integers in \[0, 2\)"),
+        (torch.tensor([0, 1, 2]), 0, r"numbers from 0 to 2, expected .* in \[0, 2\)"),
+        (torch.tensor([0, -1, 1]), 0, r"numbers from -1 to 1"),
+        (torch.tensor([0.0, 1.0, 1.0]), 0, r"dtype torch.float32"),
+        (torch.tensor([True, False, True]), 0, r"dtype torch.bool"),
+        ([0, 1, 1], 0, r"owner is list, expected a vector of 3 integers"),
+        (torch.tensor([0, 1, 1]), 2, r"dim=2 for a tensor of shape \(3, 4\)"),
+        (torch.tensor([0, 1, 1]), -3, r"dim=-3 for a tensor of shape \(3, 4\)"),
+    ],
+    ids=["length", "too large", "negative", "float", "bool", "list", "axis", "negative axis"],
+)
+def test_owners_that_say_nothing(owner, dim, message):
+    model, rows = nn.Linear(4, 1), torch.randn(3, 4)
+
+    def loss_fn(model, batch):
+        return model(gs.assign_rows(rows, owner, dim)).sum() + batch.sum(1)
+
+    with pytest.raises(gs.ExampleAxisError, match=message):
+        gs.per_example_norms(model, torch.randn(2, 4), loss_fn)
+    assert type(model.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["parameter", "computed"])
+def test_parameters_belong_to_no_example(computed):
+    def loss_fn(model, batch):
+        weight = model.weight.exp() if computed else model.weight
+        return batch @ gs.assign_rows(weight, torch.tensor([0, 1]))[0]
+
+    with pytest.raises(gs.ExampleAxisError, match=r"assign_rows got .*weight.*no example"):
+        gs.per_example_norms(nn.Linear(3, 2), torch.randn(2, 3), loss_fn)
+
+
+def test_refusals_of_unknown_rows_name_it():
+    with pytest.raises(gs.ExampleAxisError, match=r"gs\.assign_rows"):
+        gs.per_example_norms(
+            nn.Linear(3, 2), (torch.randn(2, 3), torch.randn(5, 3)), lambda m, b: m(b[1]).sum(1)
+        )
+
+
+def test_compiled_models_that_assign_rows():
+    torch.manual_seed(0)
+    owner = torch.tensor([1, 0, 1])
+
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, rows):
+            hidden = self.linear(gs.assign_rows(rows, owner)).tanh()
+            return hidden.new_zeros(2, 4).index_add(0, owner, hidden)
+
+    model, rows = Pools().double(), torch.randn(3, 3).double()
+    batch = (torch.randn(2, 4).double(), rows)
+
+    def loss_fn(model, batch):
+        return (model(batch[1]) - batch[0]).square().sum(1)
+
+    def alone(model, example):
+        hidden = model.linear(rows[owner == example]).tanh().sum(0)
+        return (hidden - batch[0][example]).square().sum()[None]
+
+    each = [oracle_sqnorms(model, (), lambda m, _, n=n: alone(m, n)) for n in range(2)]
+    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_fn(compiled, batch), loss_fn(model, batch))
+    assert_sqnorms(gs.per_example_norms(compiled, batch, loss_fn), expected, 1e-9)
