@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from gradstats.capture._examples import Examples
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._tensors import node_of
+from gradstats.capture._transforms import innermost_mode
 from gradstats.errors import ExampleAxisError
 
 if TYPE_CHECKING:
@@ -49,14 +49,15 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
     Cost:
         None beyond noting ``owner``; it is taken at its word, as ``cu_seqlens=`` is.
     """
-    if not has_torch_function_unary(tensor):
-        return tensor
-    if torch.compiler.is_dynamo_compiling():
+    # Not has_torch_function(), which says no in a graph that is traced under a mode.
+    mode = innermost_mode()
+    if mode is not None:
         leave_graph("rows that are assigned to examples")
-    return handle_torch_function(assign_rows, (tensor,), tensor, owner, dim=dim)
+        _note(mode.tracker, tensor, owner, dim)
+    return tensor
 
 
-def note_rows(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
+def _note(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
     """Note in a context whose the rows of a tensor are, or raise."""
     node = node_of(tensor)
     if node is not None:

@@ -28,7 +28,6 @@ from torch.overrides import (
 from torch.utils._device import _device_constructors
 
 from gradstats._compiler import imported_compiler, is_compiling
-from gradstats.capture._assigned import assign_rows, note_rows
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._dispatch import (
@@ -319,17 +318,11 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
     return call
 
 
-def _assign_rows(mode: ConstantTracking, tensor: Tensor, owner: Tensor, dim: int) -> Tensor:
-    note_rows(mode.tracker, tensor, owner, dim)
-    return assign_rows(tensor, owner, dim)  # in the context of another model around this one
-
-
 # What the mode does in place of a call, and what it looks at beforehand.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: backward_of_one,
     torch.autograd.backward: backward,
     torch.autograd.grad: gradients,
-    assign_rows: _assign_rows,
     **{function: _opening(function, always=True) for function in OPENED},
     **{function: _opening(function, always=False) for function in OPENED_IF_TRACKED},
 }
