@@ -6,6 +6,8 @@ One context
     _sharded     parameters that fully_shard shards
     _attributes  what modules keep in plain attributes
     _coverage    what the autograd graph says about uses that were not seen
+    _threads     the thread that a context belongs to
+    _loaders     batches that are fetched inside of it
     _survey      one forward that finds out what happens to every parameter
     _reports     from the factors of all uses to squared norms
     _consumers   what is done with the factors beside norms

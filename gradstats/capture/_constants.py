@@ -142,8 +142,9 @@ class ConstantTracking(TorchFunctionMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
-        if self.tracker.closed:
-            return func(*args, **kwargs)  # closed by another thread, whose modes are others
+        if self.tracker.closed or self.tracker.fetching:
+            # Closed by another thread, whose modes are others, or what makes data.
+            return func(*args, **kwargs)
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
             if func in QUESTIONS and not tracked:

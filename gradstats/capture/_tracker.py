@@ -19,14 +19,10 @@ from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._dispatch import dispatch
-from gradstats.capture._engine import (
-    BackwardListener,
-    gradients_aside,
-    run_backward,
-    without_hooks,
-)
+from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
+from gradstats.capture._loaders import show_loaders
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._nodes import Derived, Root
 from gradstats.capture._repeated import Repeated
@@ -161,6 +157,7 @@ class Tracker(Repeated, Threaded):
             self._undo.enter_context(hooked(self._take_data, with_kwargs=True))
         show_functions()
         show_checkpoints()
+        show_loaders()
         show_vmap()
         show_scripts()
         self._mode.take_off()

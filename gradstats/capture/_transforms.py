@@ -57,10 +57,15 @@ def check_hidden(tracker, func, args, kwargs, result) -> None:
             )
 
 
+def modes_here() -> list[Any]:
+    """Return the modes of the contexts that are open in this thread, the innermost last."""
+    modes = [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "tracker")]
+    return [mode for mode in modes if not mode.tracker.closed]
+
+
 def innermost_mode() -> Any:
     """Return the mode of the context that watches the code that is running; None without one."""
-    modes = [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "tracker")]
-    return next((mode for mode in reversed(modes) if not mode.tracker.closed), None)
+    return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
 
 
 @cache

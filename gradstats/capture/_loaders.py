@@ -1,0 +1,48 @@
+"""Batches that a DataLoader fetches inside of a context.
+
+What a data set makes is data, however it makes it: by operations that take none, or in another
+process, whose tensors are put together here. From the first context on every fetch comes by here.
+While it runs, the contexts of its thread see nothing; other modes stay on.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from gradstats.capture._transforms import modes_here
+
+
+@cache
+def show_loaders() -> None:
+    """Let what loaders fetch be seen, also by iterators that were there before all contexts."""
+    # A data set may make its batches as its iteration begins.
+    DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
+    _show_fetches(_BaseDataLoaderIter)
+    _BaseDataLoaderIter.__init_subclass__ = classmethod(_show_fetches)  # type: ignore[assignment]
+
+
+def _show_fetches(kind: type) -> None:
+    """Let what iterators fetch be seen, of a class and all that are made of it."""
+    if "__next__" in vars(kind):
+        kind.__next__ = _unseen(vars(kind)["__next__"])  # type: ignore[attr-defined]
+    own: type
+    for own in kind.__subclasses__():
+        _show_fetches(own)
+
+
+def _unseen(native):
+    @wraps(native)
+    def fetch(iterated):
+        trackers = [mode.tracker for mode in modes_here()]
+        for tracker in trackers:
+            tracker.fetching += 1
+        try:
+            return native(iterated)
+        finally:
+            for tracker in trackers:
+                tracker.fetching -= 1
+
+    return fetch
