@@ -594,6 +594,16 @@ def test_losses_and_gradients_that_are_not_finite(batch):
     assert "not finite" in report.check("coupling").detail
 
 
+def test_gradients_that_only_the_models_own_precision_spoils():
+    """The float32 exponential overflows: the loss is zero, and its gradient not a number."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 100.0)
+    x = torch.tensor([[1.0], [0.01], [-1.0]])
+    report = gs.verify(model, x, lambda model, x: 1 / (1 + model(x)[:, 0].exp()))
+    assert failed(report) == ["precision"]
+    assert "inf of a squared norm" in report.check("precision").detail
+
+
 @pytest.mark.usefixtures("graphs_run_on_cpus")
 def test_compiled(batch):
     model = network()
