@@ -427,6 +427,13 @@ def test_examples_along_another_axis_and_one_example():
     batch = torch.randn(7, B, 4), torch.randint(3, (B,))
     report = gs.verify(SequenceFirst(), batch, classify, batch_dim=1)
     assert report.ok and report.check("coupling").ok
+    # As many steps as examples: which axis of the mask is which is not known, so nothing is said.
+    mask = torch.ones(B, B).tril()
+    named = {"x": torch.randn(B, B, 4), "y": batch[1], "attention_mask": mask}
+    report = gs.verify(
+        SequenceFirst(), named, lambda m, b: classify(m, (b["x"], b["y"])), batch_dim=1
+    )
+    assert report.ok and "padding" not in [check.name for check in report.checks]
     one = torch.randn(1, 4), torch.randint(3, (1,))
     report = gs.verify(network(), one, classify)
     assert report.ok and report.check("coupling").ok is None and report.examples == (0,)
