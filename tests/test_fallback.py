@@ -409,6 +409,31 @@ def test_a_fault_of_the_users_own_is_not_hidden(batch):
         )
 
 
+def test_a_failure_alone_leaves_what_the_forward_of_the_batch_left():
+    class Counting(Awkward):
+        def __init__(self):
+            super().__init__(hidden=True)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += x.sum()
+            return super().forward(x)
+
+    def losses(model, batch):
+        if len(batch[0]) == 1:
+            model(batch[0])
+            raise ZeroDivisionError("the user's own")
+        return classify(model, batch)
+
+    batch = torch.randn(B, 4).double(), torch.randint(3, (B,))
+    model = Counting().double()
+    state = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="own"):
+        gs.per_example_norms(model, batch, losses, fallback="vmap")
+    torch.testing.assert_close(model.seen, batch[0].sum())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_gradient_that_is_not_finite(batch):
     batch[0][1] = float("inf")
     model = Awkward(hidden=False).double()

@@ -232,6 +232,21 @@ def test_a_norm_is_not_the_root_of_a_rounded_square():
     assert (stats.sqnorm == 0).all() and (stats.error_bound > 1).all()
 
 
+def test_the_bound_of_a_scalar_that_is_used_as_a_matrix():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return x @ self.scale.view(1, 1)
+
+    x = torch.randn(3, 1)
+    stats = gs.per_example_norms(Scaled(), x, lambda model, x: model(x).sum(1))
+    torch.testing.assert_close(stats.norm, x[:, 0].abs())
+    assert (stats.error_bound > 0).all() and (stats.error_bound < 1e-5).all()
+
+
 def test_zero_gradients_are_exact():
     model = torch.nn.Linear(4, 2)
     stats = gs.per_example_norms(model, torch.randn(3, 4), lambda m, x: 0 * m(x).sum(1))

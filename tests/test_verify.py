@@ -427,6 +427,13 @@ def test_examples_along_another_axis_and_one_example():
     batch = torch.randn(7, B, 4), torch.randint(3, (B,))
     report = gs.verify(SequenceFirst(), batch, classify, batch_dim=1)
     assert report.ok and report.check("coupling").ok
+    # As many steps as examples: which axis of the mask is which is not known, so nothing is said.
+    mask = torch.ones(B, B).tril()
+    named = {"x": torch.randn(B, B, 4), "y": batch[1], "attention_mask": mask}
+    report = gs.verify(
+        SequenceFirst(), named, lambda m, b: classify(m, (b["x"], b["y"])), batch_dim=1
+    )
+    assert report.ok and "padding" not in [check.name for check in report.checks]
     one = torch.randn(1, 4), torch.randint(3, (1,))
     report = gs.verify(network(), one, classify)
     assert report.ok and report.check("coupling").ok is None and report.examples == (0,)
@@ -592,6 +599,16 @@ def test_losses_and_gradients_that_are_not_finite(batch):
     report = gs.verify(network(), (*batch, reach), steep)
     assert not report.ok
     assert "not finite" in report.check("coupling").detail
+
+
+def test_gradients_that_only_the_models_own_precision_spoils():
+    """The float32 exponential overflows: the loss is zero, and its gradient not a number."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 100.0)
+    x = torch.tensor([[1.0], [0.01], [-1.0]])
+    report = gs.verify(model, x, lambda model, x: 1 / (1 + model(x)[:, 0].exp()))
+    assert failed(report) == ["precision"]
+    assert "inf of a squared norm" in report.check("precision").detail
 
 
 @pytest.mark.usefixtures("graphs_run_on_cpus")

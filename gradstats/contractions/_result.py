@@ -175,7 +175,8 @@ def relative_error(
             rows.setdefault(result.dtype, []).append(row)
             if len(result.norms) == 2:
                 products += result.norms
-                widest = max(widest, shape[0], count // max(1, shape[0]))
+                first = shape[0] if shape else 1
+                widest = max(widest, first, count // max(1, first))
                 continue
         elif result is not None:
             absolute.append(result.bound.to(values.device))

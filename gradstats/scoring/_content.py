@@ -46,8 +46,8 @@ class ContentHash:
             self._say("tensor", tuple(value.shape), value.dtype)
             dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()
             flat = dense.reshape(-1)
-            flat = flat[:: self._step(flat.numel())].to("cpu").contiguous()
-            self._digest.update(flat.view(torch.uint8).numpy().data)
+            flat = flat[:: self._step(flat.numel())].to("cpu").resolve_conj().resolve_neg()
+            self._digest.update(flat.contiguous().view(torch.uint8).numpy().data)
         elif isinstance(value, (np.ndarray, np.generic)):
             self._add_array(np.asarray(value))
         elif isinstance(value, PLAIN):

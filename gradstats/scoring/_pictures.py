@@ -11,6 +11,7 @@ from torch import Tensor
 from gradstats._requirements import require
 from gradstats.capture._nested import tensors_in
 from gradstats.scoring._loaders import Data
+from gradstats.statistics._batches import Division
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,8 +158,10 @@ def _picture(data: Data, position: int) -> tuple[np.ndarray, str] | None:
     if data.layout.packed:
         return None
     batch, place = data.example(position)
-    tensors = [each for each in tensors_in(batch) if each.dim() and len(each) > place]
-    image = tensors[0][place].detach().cpu() if tensors else None
+    division = Division(data.layout.count(batch), data.layout.batch_dim)
+    axes = [(each, division.axis(each)) for each in tensors_in(batch)]
+    slices = [each.select(axis, place) for each, axis in axes if axis is not None]
+    image = slices[0].detach().cpu() if slices else None
     if image is None or not _is_image(image):
         return None
     pixels = image.double().numpy()
@@ -167,8 +170,8 @@ def _picture(data: Data, position: int) -> tuple[np.ndarray, str] | None:
     low, high = pixels.min(), pixels.max()
     pixels = (pixels - low) / (high - low) if high > low else np.zeros_like(pixels)
     label = ""
-    if len(tensors) > 1 and tensors[1].dim() == 1 and not tensors[1].is_floating_point():
-        label = f"label {tensors[1][place].item()}"
+    if len(slices) > 1 and slices[1].dim() == 0 and not slices[1].is_floating_point():
+        label = f"label {slices[1].item()}"
     return pixels.squeeze(), label
 
 

@@ -61,7 +61,7 @@ class Elsewhere:
         """Compare an example with itself without its trailing padding, where there is a mask."""
         mask = _attention_mask(self._subject.batch)
         size = self._division.batch_size
-        if mask is None or mask.dim() != 2 or len(mask) != size:
+        if mask is None or mask.dim() != 2 or len(mask) != size or self._division.batch_dim:
             return []
         lengths = (mask != 0).long().cumsum(1).argmax(1) + 1
         number = int(lengths.argmin())

@@ -102,10 +102,12 @@ def norms_with_fallback(
             model, batch, loss_fn, names, division.batch_size, hidden=hidden
         )
     after = State(model)
-    alone = sqnorms_one_by_one(
-        model, batch, loss_fn, names, division, workspace=workspace, state=before
-    )
-    after.restore()
+    try:
+        alone = sqnorms_one_by_one(
+            model, batch, loss_fn, names, division, workspace=workspace, state=before
+        )
+    finally:
+        after.restore()
     check_same(alone, together)
     values = alone.sqnorms
     bound: Tensor | float = 0.0

@@ -184,6 +184,18 @@ def test_matmul_shapes(case):
     check_operation(lambda m, x: function(m.w, x), {"w": parameter}, normal(*data))
 
 
+def test_a_vector_given_by_name():
+    check_operation(lambda m, x: torch.mv(x, vec=m.w), {"w": (4,)}, normal(3, 4))
+
+
+def test_options_of_products_are_refused():
+    """They would be left out: a product in another dtype is another forward."""
+    check_refused(
+        lambda m, x: torch.mm(x, m.w, out_dtype=torch.float64), {"w": (4, 2)}, normal(3, 4),
+        match="mm with out_dtype= has no rule.*'w'",
+    )  # fmt: skip
+
+
 def test_one_weight_for_each_example_is_refused():
     check_refused(
         lambda m, x: torch.bmm(x, m.w), {"w": (3, 4, 2)}, normal(3, 5, 4), match="bmm.*example.*'w'"

@@ -77,6 +77,10 @@ def test_equal_contents_have_one_hash():
     strided = torch.arange(12.0).reshape(3, 4)[:, ::2]
     assert content_hash(strided) == content_hash(strided.clone())
     assert content_hash(np.arange(8)[::2]) == content_hash(np.arange(0, 8, 2))
+    spectrum = torch.randn(3, dtype=torch.complex64)
+    assert content_hash(spectrum.conj()) == content_hash(spectrum.conj().resolve_conj())
+    negated = torch._neg_view(torch.ones(3))
+    assert content_hash(negated) == content_hash(-torch.ones(3))
     assert content_hash({1, "b", (2, 3)}) == content_hash({(2, 3), 1, "b"})
 
 

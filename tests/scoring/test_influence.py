@@ -664,6 +664,23 @@ def test_pictures_where_the_data_are_images(setting):
     assert f"{best}: " in title and f"label {data[0][1][best].item()}" in title
 
 
+def test_pictures_of_examples_along_another_axis():
+    """Spectrograms (frames, B, bands), which could be cut along the frames just as well."""
+    model = nn.Linear(7, 3)
+
+    def losses(model, batch):
+        return functional.cross_entropy(model(batch[0].mean(0)), batch[1], reduction="none")
+
+    data = [(torch.rand(9, 5, 7), torch.randint(3, (5,)))]
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
+    scores = gs.influence(model, data, data, losses, checkpoints, batch_dim=1, progress=False)
+    axes = scores.plot(query=4, k=2).axes[0]
+    np.testing.assert_allclose(
+        axes.images[0].get_array(), _stretched(data[0][0][:, 4].double().numpy())
+    )
+    assert f"label {data[0][1][4].item()}" in axes.get_title()
+
+
 def _stretched(image):
     return (image - image.min()) / (image.max() - image.min())
 

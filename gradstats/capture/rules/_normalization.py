@@ -60,7 +60,7 @@ def _attach(
 
 
 def layer_norm(
-    tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn=True
+    tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
@@ -120,7 +120,9 @@ class RootMeanSquareNormalise:
         return _triton_layers.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
 
 
-def group_norm(tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn=True):
+def group_norm(
+    tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
+):
     """Normalisation over groups of channels and all positions."""
     examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
 

@@ -154,7 +154,10 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
 
 def matmul(tracker, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
-    other = kwargs.get("mat2", kwargs.get("tensor2", other)) if other is None else other
+    if kwargs:
+        other = next((kwargs.pop(name) for name in SECOND if name in kwargs), other)
+    if kwargs:
+        refuse(func, first_node(input, other), f"with {', '.join(kwargs)}= has no rule")
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return _linear(tracker, func, input, other, None, inputs_first=True)
     rows = _own_rows(tracker, [input, other], *_specs(input, other))
@@ -376,6 +379,9 @@ def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
         operand = wrap(node) if isinstance(node, Derived) else node.parameter  # type: ignore[attr-defined]
     return operand
 
+
+# What products call their second operand where they do not call it ``other``.
+SECOND = ("mat2", "tensor2", "vec")
 
 RULES = {
     functional.linear: linear,
