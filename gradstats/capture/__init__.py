@@ -33,6 +33,7 @@ What is not tracked: constants, and data with the examples in them
     _data        data that are written, changed, differentiated
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
+    _assigned    rows that the caller says it of
     _operations  operations by what they do to the axes of their operands
     _rowwise     which functions keep rows apart; of others nobody knows what they do
     _formats     memory formats that strides leave open
