@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import commit
+
 CACHE_BYTES = 200 * 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Columns of every table, after those that say which layer it was.
@@ -157,7 +159,7 @@ def environment() -> dict[str, str]:
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,7 +120,7 @@ def runnable(work: Workload) -> dict[str, Callable[[], object]]:
 
 def check(work: Workload, calls: dict[str, Callable[[], object]]) -> None:
     """Raise unless the numbers to be timed are right, against plain autograd and each other."""
-    found = {name: call() for name, call in calls.items() if call() is not None}
+    found: dict[str, Any] = {name: call() for name, call in calls.items()}
     losses = work.loss_fn(work.model, work.batch)
     parameters = list(work.model.parameters())
     mean = torch.autograd.grad(losses.mean(), parameters, retain_graph=True)

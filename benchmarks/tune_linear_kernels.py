@@ -23,7 +23,6 @@ from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
 TABLE_PATH = Path(_table.__file__)
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def candidates(operation: str, kind: str) -> list[list[tuple[int, int, int, int, int]]]:

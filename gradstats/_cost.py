@@ -23,15 +23,15 @@ ELEMENT_COST = 8
 # in which its products take about this many multiply-adds.
 PATCH_COST = 64
 
-# What the Gram form's greater number of operations costs, whatever their size: about 15 µs.
+# What the Gram form's additional operations cost, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
-# What forming gradients one at a time takes in oneDNN where that multiplies faster than PyTorch
-# (contractions/_multiply.py): so many times what is counted, and so many multiply-adds a call (two
-# cores of an AMD EPYC, T from 64 to 1024, widths 128 to 3072).
+# Cost of forming gradients one at a time in oneDNN, where that multiplies faster than PyTorch
+# (contractions/_multiply.py): a factor on the multiply-adds, and a constant for each call in
+# multiply-adds (two cores of an AMD EPYC, T from 64 to 1024, widths 128 to 3072).
 ALONE = (0.45, 2_200_000)
 
-# What their sum takes there as one product, beside a Gram form: so many times what is counted.
+# The same factor for their sum, which beside a Gram form is one product.
 SUM_ALONE = 0.6
 
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
@@ -44,9 +44,9 @@ GRAM_BLOCK = 32
 # The same for the kernels, whose tiles fill the tensor cores.
 KERNEL_BLOCK = 128
 
-# What the kernels take beside one product of all positions: so many times its time for as many
-# multiply-adds, and for each example, to begin and to end its sums, the time of so many positions.
-# Half precision on an NVIDIA H100, T from 64 to 2048, widths 768 to 4096
+# Cost of the kernels relative to one matrix product of all positions: a factor on the
+# multiply-adds, and for each example, whose sums begin and end, a constant in positions. Half
+# precision on an NVIDIA H100, T from 64 to 2048, widths 768 to 4096
 # (benchmarks/bench_linear_kernels.py).
 KERNEL_GRAM = (1.45, 70)
 KERNEL_DIRECT = (0.87, 230)
@@ -168,9 +168,9 @@ def choose_outer_form(
         alone: gradients are formed one at a time, by products that take less time than those of
             positions.
         patches: ``right`` is image patches, which the Gram form has to write out and read.
-        examples: how many there are; None for so many that only what each takes counts.
+        examples: number of examples; None leaves out what costs the same however many there are.
         roundoff: relative error of one product of operands.
-        cut_off: what the hardware may cut off sums of as many products as rows are long.
+        cut_off: relative error of sums over a row's width where the hardware truncates them.
 
     Returns:
         "rank_one", "gram" or "direct".
@@ -238,7 +238,7 @@ def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) ->
 
 
 def direct_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
-    """Return of how many examples gradients are formed at once to be squared.
+    """Return for how many examples at once gradients are formed and squared.
 
     Measured on two cores of an AMD EPYC (T = 128, widths 64 to 3072): gradients of 512 KiB and more
     are formed fastest one at a time; smaller ones as a batch of products of a few MiB.
@@ -289,8 +289,8 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
     C library maps what they are written to anew.
 
     Args:
-        operands, gradient: bytes of an example's.
-        examples: how many there are.
+        operands, gradient: bytes of one example's operands, and of its gradient.
+        examples: number of examples B.
         workspace: bytes of scratch.
     """
     fits = min(CACHE_BYTES // max(1, gradient), workspace // max(1, operands + gradient))
@@ -305,8 +305,8 @@ def patches_are_cheap(channels: int, kernel: int, groups: int) -> bool:
     take 0.25 to 1.1 times as long as a grouped convolution; elsewhere up to 2.5 times.
 
     Args:
-        channels: of the input, of one group.
-        kernel: positions of the kernel.
-        groups: of the convolution.
+        channels: number of input channels in one group.
+        kernel: number of positions of the kernel.
+        groups: number of groups.
     """
     return groups == 1 and (kernel == 1 or channels < 8)

@@ -17,8 +17,9 @@ class Lookup:
     """One look-up of a table, by ids that are known in the forward pass.
 
     Attributes:
-        ids: (N,) row of each, and example: (N,) whose each is, ascending.
-        examples: how many there are, where all have as many rows; None where ``example`` knows.
+        ids: (N,) the rows of the table that are read.
+        example: (N,) the example that each belongs to, ascending.
+        examples: number of examples B if all read equally many rows, else None.
     """
 
     def __init__(self, find: Callable[[], tuple[Tensor, Tensor]], examples: int | None = None):
@@ -39,7 +40,7 @@ class Lookup:
 
     @property
     def each(self) -> int | None:
-        """How many rows every example has, None where only ``example`` knows."""
+        """Rows that every example reads; None where their numbers may differ."""
         return self.ids.numel() // self.examples if self.examples else None
 
 
@@ -53,7 +54,7 @@ class Rows:
         example: (N,) example of each row, ascending.
         examples: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
-        longest: most rows that one example has, None where only ``example`` knows.
+        longest: the largest number of rows of one example; None where only ``example`` tells.
         lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
     """
 
@@ -71,7 +72,7 @@ class Rows:
 
     @property
     def each(self) -> int | None:
-        """How many rows every example has, None where they differ or only ``example`` knows."""
+        """Rows of every example; None where their numbers differ, or only ``example`` tells."""
         longest = self.longest
         return longest if longest and self.examples * longest == self.ids.numel() else None
 

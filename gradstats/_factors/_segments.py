@@ -65,14 +65,14 @@ class Segments:
 def padding(
     offsets: tuple[int, ...], examples: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return how examples' rows are filled up to one length: (n, longest) both.
+    """Return what pads examples' rows to one length, two tensors (n, longest).
 
     Args:
         offsets: (B + 1,) where each example's rows begin and end.
         examples: those that are wanted; None for all.
 
     Returns:
-        The rows to take, and which of them stand for rows that an example does not have.
+        The rows to take, and a mask of those that stand for rows which an example does not have.
     """
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]

@@ -14,18 +14,18 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 
-# Multiply-adds for each thread from which on a product takes no longer in oneDNN even if its sizes
-# never come again: for each new size it writes code first, in a quarter of a millisecond.
+# From so many multiply-adds for each thread on, a product is no slower in oneDNN even if its sizes
+# never come again: oneDNN first generates code for each new size, in a quarter of a millisecond.
 WORTH_PREPARING = 2**24
 
-# Multiply-adds below which oneDNN gains nothing on what calling it and its copies take.
+# Below so many multiply-adds oneDNN gains less than calling it, and its copies, cost.
 WORTH_CALLING = 2**24
 
 # Bytes of the copies that oneDNN may make, of operands in an order of its own.
 SCRATCH = 16 * 1024 * 1024
 
-# Where operands are copied, parts of them are multiplied, so that the copies stay in the cache: the
-# least terms of each sum, and elements of the copies.
+# Where operands are copied, they are multiplied in parts, so that the copies stay in the cache: the
+# fewest terms of a part's sums, and about how many elements are copied for it.
 LENGTH_BLOCK, BLOCK_ELEMENTS = 512, 2**20
 
 

@@ -29,7 +29,8 @@ from gradstats.contractions._result import (
 )
 from gradstats.contractions._tensor_cores import cut_off_of
 
-# Squares that one sum in the accumulation dtype takes without losing more than its terms have lost.
+# Up to so many squares may be summed in the accumulation dtype: the sum loses no more digits than
+# its terms have lost already.
 SMALL = 4096
 
 

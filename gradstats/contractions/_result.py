@@ -19,9 +19,9 @@ SMALLEST = {
     dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
 }
 
-# What counts at least of a product of squared norms of two rows, and of such a square, in bounds of
-# rounding errors: one rounding of it is what may be lost below the range of normal numbers of one
-# product, and of 2^17 that are added.
+# Bounds of rounding errors count the product of two rows' squared norms as at least LEAST_PRODUCT,
+# and each squared norm as at least LEAST_SQUARE. One rounding of these covers what is lost below
+# the range of normal numbers: by one product, and by the 2^17 products that a squared norm may add.
 LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
 
@@ -49,10 +49,12 @@ class Contraction:
 
 @dataclass
 class Doubtful(Contraction):
-    """A result some of which another form has to find, as long as nobody has waited to know.
+    """A result whose suspects are still to be computed again, by another form.
+
+    Which they are is known on the device alone: nobody has waited for it.
 
     Attributes:
-        suspect: (B,) bool, whose bound is too large.
+        suspect: (B,) bool, the examples whose bound is too large.
     """
 
     suspect: Tensor
@@ -61,8 +63,7 @@ class Doubtful(Contraction):
 class WellConditioned(Contraction):
     """A result whose terms are squares, so that rounding is relative to itself.
 
-    It is left as it was found until somebody asks: ``stack`` finishes the results of a whole model
-    at once.
+    The value is computed when it is first read; ``stack`` computes those of a whole model at once.
 
     Attributes:
         norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
@@ -151,16 +152,16 @@ def relative_error(
 ) -> Tensor:
     """Return what bounds the rounding errors of a sum of results, relative to it: (B,).
 
-    Zero where the sum is zero. Squares that leave the range of normal numbers keep few digits or
-    none; what that loses is counted for as many squares as there are elements, and for two norms
-    that are multiplied for the rows or columns of the matrix, times the other's square.
+    Zero where the sum is zero. Squares below the range of normal numbers keep few digits or none.
+    That loss is counted once for each element of a gradient; where two norms are multiplied, once
+    for each row or column of the matrix, times the other norm's square.
 
     Args:
         results: with None for zeros.
         values: what ``stack`` returned of them, with the examples in ``order``.
         total: (B,) the sum of ``values``.
         shapes: of the gradients that the results are squared norms of.
-        order: (B,) the example whose column of ``values`` it is; None where none was moved.
+        order: (B,) which example each column of ``values`` is; None where they stand in order.
         more: (B,) float64, bound of what else is in ``values``.
         unit: what the sum is divided by before it is rounded to the accumulation dtype.
     """
@@ -255,8 +256,8 @@ def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
 def row_sizes(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
 
-    Of rows so small that products of theirs leave the range of normal numbers, so much that the
-    bound holds what is lost. Of rows that are zero nothing is lost.
+    Rows so small that their products fall below the range of normal numbers count for more, so that
+    the bound covers what is lost there. Rows of zeros lose nothing and count for nothing.
     """
     left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]

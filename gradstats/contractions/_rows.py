@@ -15,9 +15,9 @@ from gradstats.contractions._result import (
     well_conditioned,
 )
 
-# So many rows of one example are compared with one another sooner than sorted.
+# Up to so many rows of one example, comparing all pairs is faster than sorting.
 FEW = 32
-# Bytes that comparing takes at once.
+# Bytes of scratch for comparing.
 SCRATCH = 8 * 1024 * 1024
 
 

@@ -216,6 +216,9 @@ class Monitor:
                 optimizer step, and its scalar is divided by K.
             cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
+        Returns:
+            MonitorStep: a context manager; its ``measured`` says whether this step is measured.
+
         Raises:
             TrackingError: micro-batches that do not come in order; as the context opens on a
                 measured step, ids or weights that do not fit.

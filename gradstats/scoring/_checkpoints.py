@@ -117,6 +117,12 @@ class Checkpoints:
             index: of the checkpoint.
             model: that the weights are for.
             names: of its parameters that count.
+
+        Returns:
+            Checkpoint: ``name``, ``weights`` and ``rates``.
+
+        Raises:
+            CheckpointError: see the class.
         """
         checkpoint, content = read_source(self._sources[index])
         rates = self._rates_at(index, content, model, names)

@@ -117,8 +117,12 @@ class Rankings:
             query: its position, 0 … Q - 1.
             k: how many of either.
 
+        Returns:
+            a matplotlib figure: ``figure.savefig("query.png")``.
+
         Raises:
             MissingPackageError: without matplotlib.
+            ScoreError: as ``proponents``.
         """
         from gradstats.scoring._pictures import draw_query
 

@@ -84,7 +84,11 @@ class InfluenceScores(Rankings):
             folder: of the results; read without the model and the data.
             normalize: None or "cosine": which form the result shows first.
 
+        Returns:
+            InfluenceScores (N, Q), read from the files where they are asked for.
+
         Raises:
+            ScoreError: another ``normalize``.
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
         check = check_normalize(normalize)

@@ -86,6 +86,9 @@ class SelfInfluence:
         Args:
             folder: of the results; read without the model and the data.
 
+        Returns:
+            SelfInfluence: a table of N rows.
+
         Raises:
             StoreError: if the folder holds something else, or a checkpoint that is not complete.
         """
@@ -118,6 +121,9 @@ class SelfInfluence:
             k: how many.
             by: "self_influence", "grad_norm", "loss" or "el2n", the largest first; or "margin", the
                 smallest first.
+
+        Returns:
+            SelfInfluence: a table of these rows, at most k.
 
         Raises:
             ScoreError: k is not a positive number, or ``by`` no score that the table has.
@@ -182,6 +188,9 @@ class SelfInfluence:
     def to_parquet(self, path: str | Path) -> None:
         """Write the table to a Parquet file.
 
+        Args:
+            path: the file, which is overwritten.
+
         Raises:
             MissingPackageError: without pandas or pyarrow.
         """
@@ -195,6 +204,9 @@ class SelfInfluence:
 
         Args:
             known_bad: as for ``report``.
+
+        Returns:
+            a matplotlib figure: ``figure.savefig("scores.png")``.
 
         Raises:
             MissingPackageError: without matplotlib.

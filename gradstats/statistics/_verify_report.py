@@ -71,7 +71,7 @@ class VerifyReport:
         return all(row.ok for row in self.rows) and all(c.ok is not False for c in self.checks)
 
     def check(self, name: str) -> Check:
-        """Return the check of that name."""
+        """Return the check of that name; KeyError if there is none."""
         for check in self.checks:
             if check.name == name:
                 return check

@@ -47,7 +47,10 @@ class Normalise(Protocol):
         wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
-        """Return it, where ``one_pass``, of operands (B, T, features) or packed (N, features)."""
+        """Return the layer's backward by the kernels, for operands (B, T, features) or packed rows.
+
+        Called only where ``AffineFactors.one_pass`` holds.
+        """
 
 
 @dataclass(frozen=True, eq=False)

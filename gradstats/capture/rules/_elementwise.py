@@ -275,7 +275,7 @@ def prelu(tracker, func, input, weight):
 PRODUCTS = frozenset(function_variants("mul", "multiply"))
 PRODUCTS_AND_SUMS = PRODUCTS | frozenset(function_variants("add"))
 
-# Elements of data that are read once more sooner than an autograd Function is called.
+# Up to so many elements, reading the data once more is faster than calling an autograd Function.
 SMALL = 65536
 
 RULES = {

@@ -278,7 +278,7 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
 def norms_of_few(
     examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
 ) -> list[Contraction] | None:
-    """Return a table's squared norms without sorting ids, where that is the sooner way."""
+    """Return a table's squared norms without sorting ids; None where sorting is faster."""
     positions = ids.numel() // examples.batch
     if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
         return None

@@ -45,7 +45,7 @@ class ExpertFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor, ends: Tensor) -> list[Experts]:
-        # The rows of an expert in the order of their examples, and how many each example has there.
+        # Each expert's rows in the order of their examples, and how many of them each example has.
         rows, batch, number = int(ends[-1]), self.examples.batch, len(ends)
         counts = ends.diff(prepend=ends.new_zeros(1))
         expert = torch.arange(number, device=x.device).repeat_interleave(counts, output_size=rows)
