@@ -157,6 +157,19 @@ def test_a_subclass_that_fetches_by_itself(model):
         check_step(model, lambda: next(batches))
 
 
+def test_what_other_bases_do_with_a_subclass_is_done():
+    seen = []
+
+    class Registered:
+        def __init_subclass__(cls, **options):
+            seen.append(options)
+
+    class Own(_SingleProcessDataLoaderIter, Registered, name="own"):
+        pass
+
+    assert seen == [{"name": "own"}]
+
+
 class Failing(Map):
     def __getitem__(self, number):
         torch.empty(1)
@@ -176,11 +189,13 @@ def test_a_fetch_that_fails_and_a_default_device(model):
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, loss_fn), 1e-9)
 
 
-class Using(Map):
-    """A data set that uses the model, as one that looks for hard examples does."""
-
+class WithModel(Map):
     def __init__(self, model):
         self.model = model
+
+
+class Using(WithModel):
+    """A data set that uses the model, as one that looks for hard examples does."""
 
     def __getitem__(self, number):
         x, label = example(number)
@@ -201,11 +216,8 @@ def test_a_data_set_that_uses_the_model(model):
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, loss_fn), 1e-9)
 
 
-class Measuring(Map):
+class Measuring(WithModel):
     """A data set that opens contexts of its own."""
-
-    def __init__(self, model):
-        self.model = model
 
     def __getitem__(self, number):
         x, label = example(number)

@@ -21,7 +21,12 @@ def show_loaders() -> None:
     # A data set may make its batches as its iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
     _show_fetches(_BaseDataLoaderIter)
-    _BaseDataLoaderIter.__init_subclass__ = classmethod(_show_fetches)  # type: ignore[assignment]
+    _BaseDataLoaderIter.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment]
+
+
+def _init_subclass(cls: type, **options) -> None:
+    super(_BaseDataLoaderIter, cls).__init_subclass__(**options)  # type: ignore[misc]
+    _show_fetches(cls)
 
 
 def _show_fetches(kind: type) -> None:
