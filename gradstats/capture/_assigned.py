@@ -47,7 +47,8 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
             was computed from parameters alone.
 
     Cost:
-        None beyond noting ``owner``; it is taken at its word, as ``cu_seqlens=`` is.
+        A look at ``owner``, for which a GPU is waited for; it is taken at its word, as
+        ``cu_seqlens=`` is.
     """
     # Not has_torch_function(), which says no in a graph that is traced under a mode.
     mode = innermost_mode()
@@ -81,7 +82,9 @@ def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, ba
         f"axis {dim} of a tensor of shape {shape}."
     )
     if rows is None:
-        raise ExampleAxisError(f"assign_rows got dim={dim} for a tensor of shape {shape}.")
+        raise ExampleAxisError(
+            f"assign_rows got dim={dim} for a tensor of shape {shape}, expected one of its axes."
+        )
     if not isinstance(owner, Tensor):
         raise ExampleAxisError(f"owner is {type(owner).__name__}, {expected}")
     whole = not (owner.is_floating_point() or owner.is_complex() or owner.dtype == torch.bool)
@@ -89,7 +92,7 @@ def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, ba
         raise ExampleAxisError(
             f"owner has dtype {owner.dtype} and shape {tuple(owner.shape)}, {expected}"
         )
-    if rows and (int(owner.min()) < 0 or int(owner.max()) >= batch):
-        raise ExampleAxisError(
-            f"owner holds numbers from {int(owner.min())} to {int(owner.max())}, {expected}"
-        )
+    if rows:
+        low, high = (int(end) for end in owner.aminmax())
+        if low < 0 or high >= batch:
+            raise ExampleAxisError(f"owner holds numbers from {low} to {high}, {expected}")
