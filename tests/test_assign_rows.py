@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms
+from tests.test_packed import Packed, check_packed, sqnorms_alone
 
 SIZES = [(3, 1, 5), (2, 2, 2), (1, 1, 1), (4,)]
 
@@ -47,18 +47,14 @@ class Graphs(nn.Module):
         return self.head(pooled)[:, 0]
 
 
-class Batch:
-    """Graphs in one, nodes and edges one graph after the other, or the edges in another order."""
+class Batch(Packed):
+    """The edges, with features, stand one graph after the other, or in another order."""
 
     def __init__(self, *graphs, shuffled=False):
-        counts = torch.tensor([len(nodes) for nodes, *_ in graphs])
-        self.count, self.bounds = len(graphs), functional.pad(counts.cumsum(0), (1, 0))
-        self.owner = torch.arange(len(graphs)).repeat_interleave(counts)
-        nodes, edges, kinds, features = zip(*graphs, strict=True)
-        self.nodes, kinds, features = torch.cat(nodes), torch.cat(kinds), torch.cat(features)
-        edges = torch.cat([e + first for e, first in zip(edges, self.bounds, strict=False)], 1)
+        super().__init__(*(graph[:2] for graph in graphs))
+        kinds, features = (torch.cat([graph[n] for graph in graphs]) for n in (2, 3))
         order = torch.randperm(len(kinds)) if shuffled else torch.arange(len(kinds))
-        self.edges, self.kinds, self.features = edges[:, order], kinds[order], features[order]
+        self.edges, self.kinds, self.features = self.edges[:, order], kinds[order], features[order]
 
 
 def graph(nodes):
@@ -78,11 +74,6 @@ def assigned(model, batch):
     return model(batch)
 
 
-def expected_sqnorms(model, graphs):
-    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Batch(g))) for g in graphs]
-    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
-
-
 @pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpoints"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -90,21 +81,9 @@ def test_features_of_edges(sizes, checkpoints, shuffled):
     torch.manual_seed(0)
     model = Graphs(checkpoints).double()
     graphs = [graph(size) for size in sizes]
-    expected, batch = expected_sqnorms(model, graphs), Batch(*graphs, shuffled=shuffled)
-    got = gs.per_example_norms(model, batch, assigned, cu_seqlens=batch.bounds)
-    assert_sqnorms(got, expected, 1e-9)
-
-    model(batch).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    for fused in (True, False):
-        model.zero_grad()
-        with gs.track(
-            model, batch_size=len(sizes), cu_seqlens=batch.bounds, loss_reduction="sum", fused=fused
-        ) as tracker:
-            assigned(model, batch).sum().backward()
-        assert_sqnorms(tracker.stats, expected, 1e-9)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-13)
+    expected = sqnorms_alone(model, graphs, lambda m, graph: m(Batch(graph)))
+    batch = Batch(*graphs, shuffled=shuffled)
+    check_packed(model, batch, assigned, batch.bounds, expected)
 
 
 def test_inner_products_of_graphs_with_features_of_edges():
@@ -142,8 +121,7 @@ def test_rows_along_another_axis_of_an_ordinary_batch(dim):
         return (batch[0][example] + model(boxes).tanh().sum((0, 1))).square().sum()[None]
 
     batch = (labels, boxes)
-    each = [oracle_sqnorms(model, (), lambda m, _, n=n: alone(m, n)) for n in range(3)]
-    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    expected = sqnorms_alone(model, range(3), alone)
     assert_sqnorms(gs.per_example_norms(model, batch, loss_fn), expected, 1e-9)
 
 
@@ -246,8 +224,7 @@ def test_compiled_models_that_assign_rows(graphs, request):
         hidden = model.linear(rows[owner == example]).tanh().sum(0)
         return (hidden - batch[0][example]).square().sum()[None]
 
-    each = [oracle_sqnorms(model, (), lambda m, _, n=n: alone(m, n)) for n in range(2)]
-    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    expected = sqnorms_alone(model, range(2), alone)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(loss_fn(whole, batch), loss_fn(model, batch))
     compiled = torch.compile(model, backend="aot_eager")

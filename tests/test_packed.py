@@ -83,14 +83,14 @@ def alone(model, batch):
     return functional.cross_entropy(logits.mT, targets, reduction="none").sum(1)
 
 
-@pytest.mark.parametrize("leading", [False, True], ids=["(N,)", "(1, N)"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_packed_examples(lengths, leading):
-    torch.manual_seed(0)
-    model = Tagger().double()
-    batch, bounds = packed(lengths)
-    expected = expected_sqnorms(model, batch, lengths, alone)
-    loss_fn = losses_of(lengths, leading)
+def sqnorms_alone(model, examples, loss_of):
+    """Squared norms by the oracle of examples each of which is given to ``loss_of`` alone."""
+    each = [oracle_sqnorms(model, (), lambda m, _, own=own: loss_of(m, own)) for own in examples]
+    return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+
+def check_packed(model, batch, loss_fn, bounds, expected):
+    """Check norms alone and beside training, fused and not, and the training gradients."""
     got = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
     assert_sqnorms(got, expected, 1e-9)
 
@@ -99,12 +99,22 @@ def test_packed_examples(lengths, leading):
     for fused in (True, False):
         model.zero_grad()
         with gs.track(
-            model, batch_size=len(lengths), cu_seqlens=bounds, loss_reduction="sum", fused=fused
+            model, batch_size=len(bounds) - 1, cu_seqlens=bounds, loss_reduction="sum", fused=fused
         ) as tracker:
             loss_fn(model, batch).sum().backward()
         assert_sqnorms(tracker.stats, expected, 1e-9)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("leading", [False, True], ids=["(N,)", "(1, N)"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_examples(lengths, leading):
+    torch.manual_seed(0)
+    model = Tagger().double()
+    batch, bounds = packed(lengths)
+    expected = expected_sqnorms(model, batch, lengths, alone)
+    check_packed(model, batch, losses_of(lengths, leading), bounds, expected)
 
 
 def test_packed_rows_as_many_as_examples():
@@ -273,10 +283,9 @@ def test_graphs_in_one_batch(sizes, pool):
     graphs = [(torch.randn(size, 4).double(), torch.randint(size, (2, 2 * size))) for size in sizes]
     batch = Packed(*graphs)
     got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
-    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Packed(g))) for g in graphs]
-    if pool is last_first:
-        each.reverse()  # norms stand in the order of the losses
-    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    # Norms stand in the order of the losses.
+    ordered = graphs[::-1] if pool is last_first else graphs
+    expected = sqnorms_alone(model, ordered, lambda m, graph: m(Packed(graph)))
     assert_sqnorms(got, expected, 1e-9)
 
 
@@ -313,8 +322,7 @@ def test_attention_among_the_nodes_of_each_graph(fill):
     graphs = [(torch.randn(n, 4).double(), torch.randint(n, (2, n))) for n in (3, 1, 5)]
     batch = Packed(*graphs)
     got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
-    each = [oracle_sqnorms(model, (), lambda m, _, g=g: m(Packed(g))) for g in graphs]
-    expected = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    expected = sqnorms_alone(model, graphs, lambda m, graph: m(Packed(graph)))
     assert_sqnorms(got, expected, 1e-9)
 
 
