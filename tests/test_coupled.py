@@ -169,6 +169,40 @@ def test_rows_that_are_moved_or_mixed_unseen(scramble):
         gs.per_example_norms(model, batch(), lambda m, x: m[1](scramble(m[0](x))).square().sum(1))
 
 
+# Operations on the hidden values h (B, B) and one number y (B,) of each example, which stands where
+# h has its positions; operands are given by name.
+BY_NAME = {
+    "add": lambda h, y: torch.add(h, other=y),
+    "mul": lambda h, y: h.mul(other=y),
+    "pow": lambda h, y: torch.pow(h.exp(), exponent=y),
+    "atan2": lambda h, y: torch.atan2(h, other=y),
+    "clamp": lambda h, y: torch.clamp(h, max=y),
+    "lerp": lambda h, y: torch.lerp(h, end=h.sin(), weight=y),
+    "addcmul": lambda h, y: torch.addcmul(h, tensor1=y, tensor2=h),
+    "where": lambda h, y: torch.where(h > 0, h, other=y),
+    "cosine_similarity": lambda h, y: functional.cosine_similarity(h, x2=y, dim=1)[:, None],
+    "layer_norm": lambda h, y: functional.layer_norm(h, y.shape, weight=y),
+    "linear": lambda h, y: functional.linear(h, weight=h.sin()),
+    "a bias": lambda h, y: functional.linear(h, weight=h.detach().sin(), bias=y),
+    "conv1d": lambda h, y: functional.conv1d(h[:, None], weight=h[:, None, :2]).flatten(1),
+    "bilinear": lambda h, y: functional.bilinear(
+        h, input2=h, weight=torch.ones(1, BATCH, BATCH).double(), bias=y[:1]
+    ),
+}
+
+
+@pytest.mark.parametrize("meet", BY_NAME.values(), ids=BY_NAME)
+def test_operands_given_by_name(meet):
+    model = nn.Linear(WIDTH, BATCH).double()
+
+    def loss_fn(m, x):
+        h = m(x)
+        return meet(h, h.sum(1)).square().sum(1)
+
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, batch(), loss_fn)
+
+
 def test_a_layer_behind_attention_between_examples():
     """The layer's rows are as many as the examples, so that their number explains nothing."""
     model = nn.Linear(WIDTH, WIDTH).double()
@@ -260,6 +294,19 @@ APART = {
     "mean of each, as numpy has it": lambda m, x: m(x) - m(x).mean(axis=1, keepdims=True),
     "norm of each": lambda m, x: functional.layer_norm(m(x), (WIDTH,)),
     "largest of two": lambda m, x: torch.max(m(x), x),
+    "largest of two, given by name": lambda m, x: torch.max(m(x), other=m(x).sin()),
+    "sum of two, given by name": lambda m, x: torch.add(m(x), other=m(x).sin(), alpha=2),
+    "outer product, given by name": lambda m, x: torch.outer(
+        m(x).sum(1), vec2=torch.arange(3).double()
+    ),
+    "inner products, given by name": lambda m, x: torch.inner(m(x), other=SQUARE),
+    "solutions, given by name": lambda m, x: torch.linalg.solve(
+        SQUARE + m(x)[:, :, None].sin() * m(x)[:, None].sin(), B=m(x)
+    ),
+    "products written to a buffer": lambda m, x: m(torch.mul(x, x, out=torch.empty_like(x))),
+    "sums written to a buffer": lambda m, x: m(
+        torch.sum(x, 1, keepdim=True, out=torch.empty(len(x), 1).double()).expand_as(x)
+    ),
     "a cell": lambda m, x: torch.gru_cell(m(x), m(x).sin(), *GATES),
     "a recurrent layer": lambda m, x: recurrent(m(x), m(x).sin()),
     "attention": lambda m, x: attention(m(x), m(x).sin()),

@@ -202,17 +202,20 @@ class ConstantTracking(TorchFunctionMode):
         if not args and not FIRST_NAMES.isdisjoint(kwargs):
             kwargs = dict(kwargs)
             args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
-        if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
-            func = torch.maximum  # of two operands, whichever it is
-        if args and not tracker.follows_layouts:
+        if func in EXTREMES:
+            other = args[1] if len(args) > 1 else kwargs.get("other")
+            if isinstance(other, Tensor):
+                func = torch.maximum  # of two operands, whichever it is
+        if args and not tracker.follows_layouts and kwargs.get("out") is None:
+            given = (*args, *kwargs.values()) if kwargs else args
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                if func not in WATCHED and "out" not in kwargs and type(func) not in OPAQUE:
-                    if keeps_examples(func, args, tracker.batch_dim, result):
+                if func not in WATCHED and type(func) not in OPAQUE:
+                    if keeps_examples(func, given, tracker.batch_dim, result):
                         return
                 elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
-                    if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
+                    if aligned(func, given) and leaves(func, first, tracker.batch_dim, result):
                         return
                 elif func in PRODUCTS:
                     # A tracked operand's rule has looked where the examples lie. A stack of

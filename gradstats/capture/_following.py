@@ -101,25 +101,18 @@ class Following(Marks):
         self._lose(result, data, function_name(func) if func is not None else None)
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
-        """Note that nobody knows whose a result of some tensors of data is.
-
-        Args:
-            result: of an operation.
-            data: its operands of data.
-            at: its name.
-        """
-        lost = [tensor for tensor in data if self.is_lost(tensor)]
-        if not lost:
+        """Note that it is unknown whose the result of the operation named ``at`` on data is."""
+        lost = next(filter(self.is_lost, data), None)
+        if lost is None:
             self.place(result, None, at)
-            return
-        # Of several operations that nobody follows the first is to blame.
-        self._mark(result, None, self.lost_at(lost[0]) if self.is_marked(lost[0]) else at)
+        else:
+            # Of several operations that cannot be followed, the first is to blame.
+            self._mark(result, None, self.lost_at(lost) if self.is_marked(lost) else at)
 
     def is_trained(self, item: Any) -> bool:
         """Whether an operand was computed from data and has a gradient to pass on."""
-        if not isinstance(item, Tensor) or not item.requires_grad or node_of(item) is not None:
-            return False
-        return self.is_data(item)
+        trained = isinstance(item, Tensor) and item.requires_grad and node_of(item) is None
+        return trained and self.is_data(item)
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
         """Return the example to which all operands of data belong; None where it is not one."""
@@ -151,11 +144,11 @@ class Following(Marks):
     def _of_linear(self, call: Call) -> Layout | Unchanged:
         """A layer's weight is shared by all, unless it was computed from parameters and data."""
         first = call.args[0]
-        layout = None
-        if node_of(first) is None and self.is_data(first):
-            layout = self.layout_of(first)
+        of_data = node_of(first) is None and self.is_data(first)
+        layout = self.layout_of(first) if of_data else None
         sums = layout is not None and layout.axis == first.dim() - 1
-        if not sums and not any(map(self.is_trained, call.args[1:])):
+        others = (*call.args[1:], *call.kwargs.values())
+        if not sums and not any(map(self.is_trained, others)):
             return self._by_first(call)
         after = self._of_product(call)
         bias = call.kwargs.get("bias", call.args[2] if len(call.args) > 2 else None)
@@ -182,6 +175,8 @@ class Following(Marks):
 
     def _of_solution(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
+        if "B" in kwargs and len(args) == SOLVES[func]:
+            args = (*args, kwargs["B"])
         if solves_vector(func, args):
             return contraction(self, args[:2], partial(in_front, result), result)
         after = self._broadcast(data, result)
@@ -207,6 +202,8 @@ class Following(Marks):
 
     def _of_tensor_product(self, call: Call) -> Layout:
         func, args, kwargs, _, result = call
+        if len(args) == 1:
+            args = (*args, *operands_of((), kwargs))  # the second operand was given by name
         return contraction(self, args[:2], partial(tensordot, func, args, kwargs), result)
 
     def _of_row_pairs(self, call: Call) -> Layout | Unchanged:
@@ -236,9 +233,8 @@ class Following(Marks):
             or is_one(func, data[0])
         )
         changes = lost or func in CHANGES or self._is_gone(data, result)
-        if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
-            changes = True
-        if func in BATCH_FIRST and self.batch_dim != 0:
+        moved = func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result)
+        if moved or (func in BATCH_FIRST and self.batch_dim != 0):
             changes = True
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides
