@@ -110,6 +110,84 @@ def test_gradient_penalty(name):
     check_model(CRITICS[name]().double(), images, gradient_penalty, fusing=(True,))
 
 
+def batched(u, points, **options):
+    """Return the gradients of each output (N, B, *), by one call for all."""
+    directions = torch.eye(u.shape[1], dtype=u.dtype).unsqueeze(1).expand(-1, len(u), -1)
+    options["is_grads_batched"] = True
+    return torch.autograd.grad(u, points, grad_outputs=directions, **options)[0]
+
+
+def mapped(u, points, **options):
+    directions = torch.eye(u.shape[1], dtype=u.dtype).unsqueeze(1).expand(-1, len(u), -1)
+    along = torch.vmap(lambda v: torch.autograd.grad(u, points, v, retain_graph=True, **options)[0])
+    return along(directions)
+
+
+JACOBIANS = {
+    "linear": lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "as many outputs as examples": lambda: nn.Sequential(nn.Linear(2, 5), nn.Tanh()),
+    "positions": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 1)), nn.Linear(1, 4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    ),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Flatten()
+    ),
+    "normalised": lambda: nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("several", [batched, mapped])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobians_whose_rows_are_computed_at_once(name, several):
+    def loss(model, points):
+        points = points.detach().requires_grad_()
+        u = model(points).sin()
+        jacobian = several(u, points, create_graph=True)
+        return u.sum(1) + jacobian.square().sum((0, 2))
+
+    torch.manual_seed(0)
+    points = torch.randn(5, 2, dtype=torch.float64)
+    check_model(JACOBIANS[name]().double(), points, loss, fusing=(True,))
+
+
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobians_without_a_graph(name):
+    """Constants, of which each example's own rows lie along the second axis."""
+
+    def loss(model, points):
+        points = points.detach().requires_grad_()
+        jacobian = batched(model(points).sin(), points, retain_graph=True)
+        return model(jacobian.mean(0)).sum(1) + model(jacobian[0]).square().sum(1)
+
+    torch.manual_seed(0)
+    points = torch.randn(5, 2, dtype=torch.float64)
+    check_model(JACOBIANS[name]().double(), points, loss)
+
+
+def test_jacobians_of_torch_autograd_functional():
+    def loss(model, points):
+        def outputs(points):
+            return model(points).sin().sum(0)
+
+        options = {"create_graph": True, "vectorize": True}
+        jacobian = torch.autograd.functional.jacobian(outputs, points, **options)
+        return model(points).sum(1) + jacobian.square().sum((0, 2))
+
+    torch.manual_seed(0)
+    points = torch.randn(5, 2, dtype=torch.float64)
+    check_model(JACOBIANS["linear"]().double(), points, loss, fusing=(True,))
+
+
+def test_batched_gradients_need_as_many_vectors_for_each_output():
+    model = JACOBIANS["linear"]()
+    with gs.track(model, batch_size=5):
+        points = torch.randn(5, 2, requires_grad=True)
+        u = model(points)
+        stacks = torch.ones(3, *u.shape), torch.ones(2, *u.shape)
+        with pytest.raises(ValueError, match="same size"):
+            torch.autograd.grad([u, u], points, stacks, is_grads_batched=True)
+
+
 def test_derivatives_of_a_sequence_model():
     """Points (B, T, 2): every example has several positions."""
 

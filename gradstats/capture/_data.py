@@ -288,7 +288,10 @@ class Data(Following):
             if not isinstance(result, Tensor):
                 continue
             if node_of(source) is None:
-                self.place(result, self.owned(source))
+                owned = self.owned(source)
+                if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
+                    owned = owned.along(owned.axis + 1)  # gradients along several vectors
+                self.place(result, owned)
             else:
                 self.mark_constant(result)  # numbers, in which all examples were added up
 

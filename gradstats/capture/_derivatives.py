@@ -6,6 +6,7 @@ while it handles a call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,31 +54,76 @@ def backward(
 
 
 def gradients(
-    mode, outputs, inputs, *args, materialize_grads=False, allow_unused=None, **kwargs
+    mode,
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
 ) -> tuple[Tensor | None, ...]:
     """Differentiate inside the context, perhaps with respect to what is tracked."""
     outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
     tracked = any(node_of(item) is not None for item in inputs)
-    _check_inputs(mode.tracker, inputs, *args, **kwargs)
+    _check_inputs(mode.tracker, inputs, create_graph)
     if tracked:
         allow_unused = allow_unused or materialize_grads
-    find: Any = torch.autograd.grad
-    found = find(
-        [value_of(item) for item in outputs], [_differentiable(item) for item in inputs], *args,
-        allow_unused=allow_unused, materialize_grads=materialize_grads and not tracked,
-        **kwargs,
-    )  # fmt: skip
+    find: Any = partial(
+        torch.autograd.grad,
+        [value_of(item) for item in outputs],
+        [_differentiable(item) for item in inputs],
+        create_graph=create_graph,
+        only_inputs=only_inputs,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads and not tracked,
+    )
+    vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
+    if is_grads_batched and _are_stacks(vectors):
+        found = _along_each(find, vectors, create_graph if retain_graph is None else retain_graph)
+    else:
+        options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
+        found = find(grad_outputs=grad_outputs, **options)
     if materialize_grads:
         pairs = zip(found, map(value_of, inputs), strict=True)
         found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
     if transform_level() is None:
-        mode.follow(torch.autograd.grad, (outputs, inputs, *args), kwargs, (*found,))
+        told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
+        mode.follow(torch.autograd.grad, (outputs, inputs), told, (*found,))
     return (*found,)
 
 
-def _check_inputs(
-    tracker, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **__
-) -> None:
+def _are_stacks(vectors: tuple) -> bool:
+    """Whether each output got as many vectors; PyTorch says what is wrong where it did not."""
+    if not all(isinstance(vector, Tensor) and vector.dim() for vector in vectors):
+        return False
+    counts = {len(vector) for vector in vectors}
+    return len(counts) == 1 and counts != {0}
+
+
+def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Tensor | None]:
+    """Return the gradients along each of several vectors, stacked as ``is_grads_batched=True`` is.
+
+    PyTorch maps the engine over them. Under that map a use of a parameter in the backward would
+    leave no trace in the graph of the gradients, so the engine runs once for each instead.
+
+    Args:
+        find: ``torch.autograd.grad``, given all but the vectors and ``retain_graph``.
+        stacks: for each output, its vectors along the first axis.
+        retain_graph: whether the graph is kept after the last of them.
+    """
+    count = len(stacks[0])
+    each = [
+        find(grad_outputs=vectors, retain_graph=retain_graph or number < count)
+        for number, vectors in enumerate(zip(*stacks, strict=True), start=1)
+    ]
+    columns = zip(*each, strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
     """Refuse derivatives with respect to tracked parameters as a part of the loss."""
     for item in inputs:
         node = node_of(item)

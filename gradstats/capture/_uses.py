@@ -25,6 +25,7 @@ from gradstats.capture._consumers import Consumer
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Derived, Node, Root, unique_roots
+from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
@@ -251,6 +252,14 @@ def unseen(again):
 
 def check_derivatives(use: Use, settings: Settings) -> None:
     """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    if transform_level() is not None:
+        raise HiddenError(
+            "torch.autograd.grad(..., create_graph=True) inside a torch.func transform (vmap, "
+            f"grad, jvp …) ran through {use.nodes[0].describe()}: the transform hides how the "
+            "derivatives depend on it. Expected torch.autograd.grad outside of transforms, with "
+            "is_grads_batched=True for several vectors at once.",
+            [root.name for root in use.roots],
+        )
     if settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
