@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradstats.capture._nested import rebuild
 from gradstats.capture._tensors import DerivedTensor, unwrap
 
 # What every module has.
@@ -24,16 +23,21 @@ def kept_by(module: nn.Module) -> list[str]:
     return [name for name in names if type(own[name]) not in PLAIN_TYPES]
 
 
-def tensors_kept(item: Any) -> list[Tensor]:
+def tensors_kept(attribute: Any) -> list[Tensor]:
     """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
-    if isinstance(item, Tensor):
-        return [] if isinstance(item, nn.Parameter) else [item]
-    if not isinstance(item, (list, tuple, dict)):
-        return []
-    entries = item.values() if isinstance(item, dict) else item
-    if PLAIN_TYPES.issuperset(map(type, entries)):
-        return []
-    return [tensor for entry in entries for tensor in tensors_kept(entry)]
+    found: list[Tensor] = []
+    pending, met = [attribute], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            if not isinstance(item, nn.Parameter):
+                found.append(item)
+        elif isinstance(item, (list, tuple, dict)) and id(item) not in met:
+            met.add(id(item))  # a container may hold itself
+            entries = item.values() if isinstance(item, dict) else item
+            if not PLAIN_TYPES.issuperset(map(type, entries)):
+                pending += entries
+    return found
 
 
 def restore_attributes(module: nn.Module) -> None:
@@ -41,15 +45,26 @@ def restore_attributes(module: nn.Module) -> None:
     own = vars(module)
     for name in kept_by(module):
         if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
-            own[name] = _unwrapped(own[name])
+            own[name] = _unwrapped(own[name], set())
 
 
-def _unwrapped(item):
-    """Return an attribute with plain tensors for derived ones; lists and dicts stay the same."""
-    if isinstance(item, list):
-        item[:] = map(_unwrapped, item)
-    elif isinstance(item, dict):
-        item.update({key: _unwrapped(value) for key, value in item.items()})
-    elif isinstance(item, tuple):
-        return rebuild(item, unwrap)
+def _unwrapped(item: Any, met: set[int]) -> Any:
+    """Return an attribute with plain tensors for derived ones; lists and dicts stay the same.
+
+    Args:
+        item: the attribute, or what it holds.
+        met: the numbers of the lists and dicts that have been seen to.
+    """
+    if isinstance(item, (list, dict)):
+        if id(item) not in met:
+            met.add(id(item))
+            keys = range(len(item)) if isinstance(item, list) else item
+            for key in keys:
+                item[key] = _unwrapped(item[key], met)
+        return item
+    if isinstance(item, tuple):
+        entries = [_unwrapped(entry, met) for entry in item]
+        if all(new is old for new, old in zip(entries, item, strict=True)):
+            return item
+        return type(item)(*entries) if hasattr(item, "_fields") else tuple(entries)
     return unwrap(item)

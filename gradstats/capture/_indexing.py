@@ -40,7 +40,7 @@ def dims_at(source: Tensor, items: list) -> int:
 
 def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
     """Return the layout of what ``items``, as ``items_of`` gives them, pick out of a tensor."""
-    if any(not isinstance(item, (int, slice, Tensor, type(None))) for item in items):
+    if not all(map(_is_ordinary, items)):
         return None
     advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
     if advanced and advanced[-1] - advanced[0] + 1 != len(advanced):
@@ -67,6 +67,13 @@ def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole |
         axis += span
         after += item is None or isinstance(item, slice)
     return layout.along(layout.axis - axis + after)
+
+
+def _is_ordinary(item) -> bool:
+    """Whether an item is None or takes axes; a truth value, also as a tensor, adds one."""
+    if isinstance(item, Tensor):
+        return item.dim() > 0 or item.dtype != torch.bool
+    return item is None or (isinstance(item, (int, slice)) and not isinstance(item, bool))
 
 
 def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples | None:

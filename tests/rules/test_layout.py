@@ -253,6 +253,43 @@ def test_positions_kept_by_the_model(where):
         assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
 
 
+@pytest.mark.parametrize("index", [True, torch.tensor(True), (slice(None), True)])
+def test_an_axis_added_by_a_truth_value(index):
+    def losses(m, x):
+        return m(x)[index].square().sum((0, 2) if not isinstance(index, tuple) else (1, 2))
+
+    def summed(m, x):
+        return m(x).square().sum(1)
+
+    model, x = nn.Linear(3, BATCH).double(), normal(BATCH, 3)
+    expected = oracle_sqnorms(model, x, summed)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
+
+
+def test_a_container_of_the_model_that_holds_itself():
+    """As trees do whose nodes know their parents; a forward may leave derived tensors in it."""
+
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3))
+            self.root = {"children": [], "size": torch.ones(3)}
+            self.root["children"].append({"parent": self.root})
+
+        def forward(self, x):
+            self.root["children"][0]["weights"] = (self.scale.exp(), self.root)
+            return x * self.root["children"][0]["weights"][0] * self.root["size"].to(x.dtype)
+
+    model, x = Tree().double(), normal(BATCH, 3)
+    root = model.root
+    got = gs.per_example_norms(model, x, lambda m, x: m(x).sum(1))
+    expected = {"scale": (x * model.scale.detach().exp()).square().sum(1)}
+    assert_sqnorms(got, expected, 1e-12)
+    weights, parent = root["children"][0]["weights"]
+    assert type(weights) is torch.Tensor
+    assert model.root is parent is root
+
+
 def test_buffers_are_left_as_they_were():
     model = nn.Linear(2, 2)
     model.register_buffer("scale", torch.ones(2))
