@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -168,6 +169,46 @@ def test_a_decomposition_of_several_operations_and_results(batch):
 
     with gs.register_rule(Gated, gated):
         check_model(Model().double(), batch, classify)
+
+
+class Halves(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def halves(x, w):
+    if has_torch_function((x, w)):
+        return handle_torch_function(halves, (x, w), x, w)
+    return Halves(*(x * w).chunk(2, -1))
+
+
+def test_results_with_names(batch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+            self.head = nn.Linear(WIDTH // 2, 3)
+
+        def forward(self, x):
+            both = halves(x, self.weight)
+            return self.head(both.left * both.right.sigmoid()).mean(1)
+
+    with gs.register_rule(halves, lambda x, w: (x * w).chunk(2, -1)):
+        check_model(Model().double(), batch, classify)
+
+
+def test_a_decomposition_with_a_second_result_that_is_not_finite(batch):
+    model = Model(lambda x, w: sum(halves(x, w)).repeat(1, 1, 2)).double()
+
+    def wrong(x, w):
+        left, right = (x * w).chunk(2, -1)
+        return left, right * torch.nan
+
+    with (
+        gs.register_rule(halves, wrong),
+        pytest.raises(gs.UnsupportedOperationError, match="values that differ by inf"),
+    ):
+        gs.per_example_norms(model, batch, classify)
 
 
 def test_a_straight_through_estimator(batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,14 @@ class Grafted:
                 results[number] = _graft(node, value_of(second), first)
                 if node_of(second) is None:
                     tracker.place_like(results[number], second)
-        tracker.followed = results[0] if single else type(result)(results)
-        return tracker.followed
+        if single:
+            returned = results[0]
+        elif hasattr(result, "_fields"):
+            returned = type(result)(*results)
+        else:
+            returned = type(result)(results)
+        tracker.followed = returned
+        return returned
 
     def follow(self, tracker, args, kwargs, results: list) -> None:
         """Note where the examples lie in the results of the operation on data alone."""
@@ -162,7 +169,9 @@ def _difference(result, shadow) -> float:
         return 0.0
     tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
     wide, other = (as_real(item.detach()).double() for item in (result, shadow))
-    return ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
+    distance = ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
+    # The decomposition may have values that are not finite where the operation has none.
+    return distance if math.isfinite(distance) else math.inf
 
 
 class Composed:
