@@ -109,8 +109,8 @@ def test_batch_norm_in_training_mode(affine, frozen):
 def test_batch_norm_whose_statistics_are_frozen(batch):
     """What the message advises: the layers in eval mode, the rest of the model in training."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).train()
-    remedy = "Call model.eval() before, or .eval() of these layers alone; or replace them by Group"
-    with pytest.raises(gs.CoupledExamplesError, match=re.escape(f"running ones. {remedy}Norm.")):
+    remedy = "Call model.eval() first, or .eval() on these layers alone, or replace them by Group"
+    with pytest.raises(gs.CoupledExamplesError, match=re.escape(f"{remedy}Norm.")):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
     model[1].eval()
     check_model(model.double(), (batch[0].double(), batch[1]), per_example_cross_entropy)
@@ -123,8 +123,8 @@ def test_batch_norm_without_running_statistics(batch):
     model = nn.Sequential(nn.Linear(4, 6), norm, nn.Linear(6, 3)).eval()
     message = (
         "batch normalisation without running statistics (parameter '1.weight' (of module '1')) "
-        "mixes the examples of a batch: the loss of one depends on all, so per-example gradients "
-        "do not exist. Replace these layers by GroupNorm, or train them with "
+        "mixes the examples of a batch: each loss depends on all examples, so per-example "
+        "gradients do not exist. Replace these layers by GroupNorm, or train them with "
         "track_running_stats=True."
     )
     with pytest.raises(gs.CoupledExamplesError, match=re.escape(message)):

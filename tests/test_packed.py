@@ -338,9 +338,9 @@ def test_packed_examples_whose_bounds_were_not_given():
 
     message = (
         "the losses have shape (2,), expected (1,): one loss for each example. Reduce every axis "
-        "but the example axis. If the batch has another number of examples: it is batch_size= of a "
-        "context, elsewhere the size of the batch's first tensor along batch_dim=, and of packed "
-        "examples what cu_seqlens= says."
+        "but the example axis. If the number of examples is wrong: it is batch_size= of a context, "
+        "elsewhere the size of the batch's first tensor along batch_dim=, and for packed examples "
+        "what cu_seqlens= says."
     )
     with pytest.raises(gs.LossShapeError, match=f"^{re.escape(message)}$"):
         gs.per_example_norms(nn.Linear(3, 4), torch.randn(1, 5, 3), loss_fn)

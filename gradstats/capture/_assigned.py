@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
-    """Say to which example each row of a tensor of data belongs, where its shape does not say it.
+    """Say which example each row of a tensor of data belongs to, where its shape does not tell.
 
-    Row r of the tensor (its slice r along ``dim``) is one of example ``owner[r]``'s; an example may
-    have any number of rows, in any order. What the model computes from them is followed as what it
-    computes from any data. Needed for data whose rows are neither one for each example nor those
-    that ``cu_seqlens=`` bounds, such as features of the edges of graphs that are packed by nodes:
+    Row r of the tensor (its slice r along ``dim``) belongs to example ``owner[r]``; an example may
+    have any number of rows, in any order. What the model computes from them is then followed like
+    what it computes from any data. Needed for data whose rows are neither one per example nor those
+    that ``cu_seqlens=`` bounds, such as the edge features of graphs that are packed by their nodes:
 
         def loss_fn(model, batch):                           # a batch of torch_geometric
             gs.assign_rows(batch.edge_attr, batch.batch[batch.edge_index[0]])
@@ -32,7 +32,7 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
         gs.per_example_norms(model, batch, loss_fn, cu_seqlens=batch.ptr)
 
     Call it inside ``loss_fn``, in the block of ``track`` or of a monitor's step, or in the model's
-    own forward. Where nothing is measured it does nothing, so that it may stay there.
+    own forward. Where nothing is measured it does nothing, so the call can stay there.
 
     Args:
         tensor: any shape and dtype; data, or what was computed from data.
@@ -43,14 +43,14 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
         The tensor itself.
 
     Raises:
-        ExampleAxisError: ``owner`` does not say it for each row, or the tensor is a parameter, or
-            was computed from parameters alone.
+        ExampleAxisError: ``owner`` does not name one example for each row, or the tensor is a
+            parameter, or was computed from parameters alone.
 
     Cost:
-        A look at ``owner``, for which a GPU is waited for; it is taken at its word, as
-        ``cu_seqlens=`` is.
+        A pass over ``owner`` to check its range, which waits for a GPU. Whether the owners are the
+        right ones cannot be checked: they are trusted, as ``cu_seqlens=`` is.
     """
-    # Not has_torch_function(), which says no in a graph that is traced under a mode.
+    # has_torch_function() would not do: in a graph that is traced under a mode it says no.
     mode = innermost_mode()
     if mode is not None:
         leave_graph("rows that are assigned to examples")
@@ -59,12 +59,12 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
 
 
 def _note(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
-    """Note in a context whose the rows of a tensor are, or raise."""
+    """Note which example each row of a tensor belongs to, or raise."""
     node = node_of(tensor)
     if node is not None:
         raise ExampleAxisError(
-            f"assign_rows got {node.describe()}, which belongs to no example, expected data. What "
-            "a parameter does to each example's rows is found where it meets them.",
+            f"assign_rows got {node.describe()}, which belongs to no example, expected data. Leave "
+            "the call out: what each example makes of a parameter is found where they meet.",
             [root.name for root in node.roots],
         )
     with torch._C.DisableTorchFunction():
@@ -83,7 +83,8 @@ def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, ba
     )
     if rows is None:
         raise ExampleAxisError(
-            f"assign_rows got dim={dim} for a tensor of shape {shape}, expected one of its axes."
+            f"assign_rows got dim={dim} for a tensor of shape {shape}, expected the "
+            f"number of one of its {len(shape)} axes."
         )
     if not isinstance(owner, Tensor):
         raise ExampleAxisError(f"owner is {type(owner).__name__}, {expected}")

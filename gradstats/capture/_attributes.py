@@ -1,4 +1,4 @@
-"""What modules keep in plain attributes."""
+"""The tensors that modules keep in plain attributes: neither parameters nor buffers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from gradstats.capture._tensors import DerivedTensor, unwrap
 
-# What every module has.
+# The attributes that every module has.
 STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 
-# What fills long containers that hold no tensors, as vocabularies do.
+# Types of entries of containers that need no search, as long vocabularies are.
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
@@ -41,7 +41,7 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
 
 
 def restore_attributes(module: nn.Module) -> None:
-    """Leave plain tensors where a forward left derived ones, as hooks that compute weights do."""
+    """Put plain tensors where a forward left derived ones, as hooks that compute weights do."""
     own = vars(module)
     for name in kept_by(module):
         if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
@@ -49,11 +49,11 @@ def restore_attributes(module: nn.Module) -> None:
 
 
 def _unwrapped(item: Any, met: set[int]) -> Any:
-    """Return an attribute with plain tensors for derived ones; lists and dicts stay the same.
+    """Return an attribute with plain tensors for derived ones; lists and dicts change in place.
 
     Args:
-        item: the attribute, or what it holds.
-        met: the numbers of the lists and dicts that have been seen to.
+        item: the attribute, or something inside it.
+        met: ids of the lists and dicts that are done; they may hold themselves.
     """
     if isinstance(item, (list, dict)):
         if id(item) not in met:

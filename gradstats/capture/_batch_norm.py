@@ -11,7 +11,7 @@ from gradstats.errors import CoupledExamplesError
 def check_statistics(
     mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
 ) -> None:
-    """Look at a batch normalisation of data before it runs."""
+    """Check a batch normalisation of data before it runs."""
     if not _is_data(mode, input):
         return
     try:
@@ -24,7 +24,7 @@ def check_statistics(
 def check_native_statistics(
     mode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
-    """The same, of the function that all others end in."""
+    """The same for ``torch.batch_norm``, which all others end in."""
     if _is_data(mode, input):
         check_batch_norm(running_mean, weight, bias, training)
 
@@ -35,20 +35,20 @@ def _is_data(mode, tensor: Tensor) -> bool:
 
 def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
     """Raise where batch normalisation takes its statistics from the batch."""
-    if training or running_mean is None:
-        node = node_of(weight) or node_of(bias)
-        owner = f" ({node.describe()})" if node is not None else ""
+    if not training and running_mean is not None:
+        return
+    node = node_of(weight) or node_of(bias)
+    owner = f" ({node.describe()})" if node is not None else ""
+    if running_mean is None:
+        mode = "without running statistics"
+        remedy = "Replace these layers by GroupNorm, or train them with track_running_stats=True."
+    else:
         mode = "in training mode"
         remedy = (
-            "Got training statistics, expected running ones. Call model.eval() before, or .eval() "
-            "of these layers alone; or replace them by GroupNorm."
+            "Got statistics of the batch, expected running statistics. Call model.eval() first, or "
+            ".eval() on these layers alone, or replace them by GroupNorm."
         )
-        if running_mean is None:
-            mode = "without running statistics"
-            remedy = (
-                "Replace these layers by GroupNorm, or train them with track_running_stats=True."
-            )
-        raise CoupledExamplesError(
-            f"batch normalisation {mode}{owner} mixes the examples of a batch: the loss of one "
-            f"depends on all, so per-example gradients do not exist. {remedy}"
-        )
+    raise CoupledExamplesError(
+        f"batch normalisation {mode}{owner} mixes the examples of a batch: each loss depends on "
+        f"all examples, so per-example gradients do not exist. {remedy}"
+    )

@@ -1,4 +1,4 @@
-"""Broadcast multiplications and additions on chip: one pass gives gradients and squared norms."""
+"""Broadcast products and sums by the kernels: one pass gives gradients and squared norms."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Broadcast:
     Attributes:
         layout: where the examples lie.
         shape: shape of the parameter.
-        order: axes of the data once the examples lead (``Examples.first``), without those: first
+        order: the axes of the data behind the leading examples (see ``Examples.first``), first
             the positions, then the channels.
-        positions: how many of them are positions.
+        positions: how many of these axes are positions.
     """
 
     layout: ExampleLayout
@@ -35,7 +35,7 @@ class Broadcast:
     positions: int
 
     def __call__(self, grad: Tensor, x: Tensor | None = None) -> list[Elementwise]:
-        """Return the factors, where PyTorch makes the gradients."""
+        """Return the factors, where PyTorch computes the gradients."""
         return [self.factor(grad, x)]
 
     def _leading(self, tensor: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Broadcast:
         return first * product(positions), product(channels)
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Whether the rows of data can be addressed where they are."""
+        """Whether the kernels can read the rows of data in place, without a copy."""
         leading = self._leading(tensor.detach())
         try:
             leading.view(self._sizes(leading))
@@ -66,7 +66,7 @@ class Broadcast:
         return leading.reshape(self._sizes(leading))
 
     def restore(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return rows in the shape of the data that they are of."""
+        """Return rows (as ``rows`` gives them) in the shape of the data ``like``."""
         examples, leading = self.layout.examples, self._leading(like)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         tensor = rows.reshape(leading.shape).permute(0, *(axis + 1 for axis in inverse))
@@ -75,14 +75,14 @@ class Broadcast:
         return tensor.movedim(0, examples.axis)
 
     def factor(self, grad: Tensor, x: Tensor | None) -> Elementwise:
-        """Return the factor of what multiplies x, or without x is added."""
+        """Return the factor of a parameter that multiplies x, or that is added if x is None."""
         rows, segments = self.rows(grad), self.layout.examples.segments
         offsets = None if segments is None else segments.offsets_of(len(rows))
         return Elementwise(rows, None if x is None else self.rows(x), self.shape, offsets)
 
 
 def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) -> Broadcast | None:
-    """Return how the kernels serve x ∘ value or x + value; None where they do not.
+    """Return how the kernels are to handle x ∘ value or x + value; None where they cannot.
 
     Args:
         layout: where the examples of the result lie.
@@ -104,7 +104,8 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         return None
     axis, fold = layout.examples.axis, segments is None and layout.examples.fold != 1
     rest = [(n, *both) for n, both in enumerate(zip(padded, x.shape, strict=True)) if n != axis]
-    # in the view whose examples lead, the axes after them, and after the rows of one example
+    # The places of the other axes in the view whose examples lead: behind the examples, and behind
+    # the axis of each example's rows where it has several.
     places = range(1 + fold, 1 + fold + len(rest))
     strides = {place: x.stride(n) for place, (n, *_) in zip(places, rest, strict=True)}
     channels = [place for place, (_, size, _) in zip(places, rest, strict=True) if size != 1]
@@ -112,16 +113,16 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         (place for place in places if place not in channels), key=lambda p: -strides[p]
     )
     if not channels and positions:
-        channels = [positions.pop()]  # they share the parameter
+        channels = [positions.pop()]  # a parameter of one element, shared by this axis
     positions = [1] * fold + positions
     if not (multiply or positions or segments is not None):
-        return None  # the example's gradient is that of the result, which nobody has to sum
+        return None  # the example's gradient is that of the result: there is nothing to sum
     found = Broadcast(layout, tuple(value.shape), (*positions, *channels), len(positions))
     return found if found.is_view(x) else None
 
 
 def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
-    """Return x ∘ value or x + value of a tracked tensor, its statistics attached."""
+    """Return x ∘ value or x + value of a tracked tensor, with its statistics attached."""
     use, probes = use_of([node])
     return attach(BroadcastUse, use, tracker.settings, plan, multiply, x, node.value, *probes)
 
@@ -136,7 +137,7 @@ def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor |
 
 
 class BroadcastUse(torch.autograd.Function):
-    """x ∘ w or x + b with a backward that makes all gradients and the squared norms in one pass."""
+    """x ∘ w or x + b whose backward computes all gradients and the squared norms in one pass."""
 
     @staticmethod
     def forward(ctx, use, settings, plan, multiply, x, value, *probes):

@@ -1,12 +1,12 @@
-"""Activation checkpoints: what they run again finds the parameters that it found before.
+"""Activation checkpoints: recomputation must find the same tracked parameters as the forward.
 
-The graph of a reentrant checkpoint appears in its own backward only: no forward shows what happens
-to the examples inside, and ``torch.autograd.grad`` finds no parameter there. The other kind takes
-the same memory and gives the same gradients.
+A reentrant checkpoint builds its graph only in its own backward: the forward does not show what
+happens to the examples inside, and ``torch.autograd.grad`` finds no parameter there. So it runs as
+a non-reentrant one, which takes the same memory and gives the same gradients.
 
-That one saves the tensors that it is given. Inside of another checkpoint, or of other hooks on
-saved tensors, it gets copies back, which nothing tells from data: a tracked tensor is kept as the
-object that it is.
+A non-reentrant checkpoint saves the tensors that it is given. Inside another checkpoint, or under
+other hooks on saved tensors, it gets copies back, which cannot be told from data. So a tracked
+tensor is passed around this mechanism, as the object that it is.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from gradstats.capture._tensors import node_of
 
-# What ``checkpoint`` hands over to, by name, and what that is from PyTorch 2.14 on.
+# The function that ``checkpoint`` calls, by name, and its counterpart from PyTorch 2.14 on.
 SAVING = "_checkpoint_without_reentrant_generator"
 SAVING_LISTS = f"{SAVING}_impl"
 
 
 @cache
 def show_checkpoints() -> None:
-    """Let checkpoints that are not reentrant keep tracked tensors as they are, from now on."""
+    """From now on, let non-reentrant checkpoints keep tracked tensors as they are."""
     module = torch.utils.checkpoint
     if hasattr(module, SAVING_LISTS):
         setattr(module, SAVING_LISTS, _of_lists(getattr(module, SAVING_LISTS)))
@@ -53,7 +53,7 @@ def _of_positions(native: Callable[..., Any]):
 
 
 def _without_tracked(function: Callable[..., Any], args: tuple[Any, ...]):
-    """Return a function that knows the tracked tensors among its arguments, and the others."""
+    """Return the function with tracked arguments bound, and the arguments with None for those."""
     tracked = {
         place: item
         for place, item in enumerate(args)
@@ -73,18 +73,18 @@ def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], pre
     """Run a reentrant checkpoint.
 
     Args:
-        native: what PyTorch would run.
-        function, preserve, args: what it takes.
+        native: PyTorch's own implementation.
+        function, preserve, args: its arguments.
     """
     flows = any(isinstance(item, Tensor) and item.requires_grad for item in args)
     if not (flows and torch.is_grad_enabled()):
-        return native(function, preserve, *args)  # no gradient comes through, to anything
+        return native(function, preserve, *args)  # no gradient flows through it
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
 @contextmanager
 def checkpoints_differentiable() -> Iterator[None]:
-    """Have torch.autograd.grad find the parameters inside of reentrant checkpoints."""
+    """Let torch.autograd.grad find the parameters inside reentrant checkpoints."""
     native = CheckpointFunction.apply
     own = vars(CheckpointFunction).get("apply")
 

@@ -2,12 +2,13 @@
 
 A tensor of positions whose length happens to equal the batch size looks exactly like a batch. Shape
 cannot tell them apart; where the tensor came from can. For the duration of a context a function
-mode follows what is computed without any data: such tensors are *constants*, and what a parameter
-makes of them stays derived until it meets data (see ``_dispatch``).
+mode follows what is computed without any data: such tensors are *constants*, and what is computed
+from parameters and constants alone stays derived until it meets data (see ``_dispatch``).
 
-Random tensors, and tensors made from values of the caller's, count as data where their example axis
-has the batch's size: noise and time steps drawn inside a context are drawn for each example. Where
-that leads to a refusal, who can run the forward again does so with the latter as constants.
+Random tensors, and tensors made of values that the caller gives, count as data where their example
+axis has the batch's size: noise and time steps drawn inside a context are drawn for each example.
+Where taking given values for data leads to a refusal, callers that can run the forward again do so
+with these as constants.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
+# Functions that make tensors and that the compiler does not list as overridable.
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
-# What the compiler of PyTorch 2.14 shows of getters that transpose.
+# What the compiler of PyTorch 2.14 shows in place of the getters that transpose.
 TRANSPOSES_IN_GRAPHS = (
     torch.ops.aten.numpy_T,
     torch.ops.aten.mT,
@@ -83,24 +85,25 @@ TRANSPOSES_IN_GRAPHS = (
 )
 IN_GRAPHS = dict(zip(TRANSPOSES_IN_GRAPHS, TRANSPOSING_GETTERS, strict=True))
 
-# What operations call their first operand.
+# Names that operations give their first operand.
 FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
 
-# Types of operands whose operations nobody else has a say in.
+# Operand types without a __torch_function__ of anybody else's.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
 
+# Operations of which ``keeps_examples`` cannot tell.
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
     | BLANKS | {torch.broadcast_tensors, torch.cdist}
 )  # fmt: skip
 
-# What models ask of most tensors, whose answers are no tensors.
+# Frequent questions about a tensor whose answers are no tensors.
 QUESTIONS = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point}
     | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")}
 )
 
-# What gives a tensor that there was already.
+# Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
 
@@ -114,10 +117,10 @@ class ConstantTracking(TorchFunctionMode):
             prepare_for_compiler()
 
     def take_off(self) -> None:
-        """Leave the modes of this thread, wherever this one stands among them, and however often.
+        """Remove this mode from the thread's stack, wherever it stands and however often.
 
-        Contexts may end in any order, and an interrupt may have left a mode twice. Those that
-        another thread closed go too.
+        Contexts may end in any order, and an interrupt may have left a mode on the stack twice.
+        Modes of contexts that another thread closed are removed too.
         """
         modes = _get_current_function_mode_stack()
         stays = [mode for mode in modes if not (mode is self or _is_closed(mode))]
@@ -131,19 +134,19 @@ class ConstantTracking(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_compiling():
             result = func(*args, **kwargs)
-            # Not where PyTorch itself looks at the operands of what it traces.
+            # But not where PyTorch itself inspects the operands of what it traces.
             if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
                 self.follow(IN_GRAPHS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)
-        # Between graphs the compiler looks at every call; in here there is nothing to trace.
+        # Between graphs the compiler would try to trace this handler too.
         return outside_graphs()(self, func, types, args, kwargs)
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code, eagerly."""
         if self.tracker.closed or self.tracker.fetching:
-            # Closed by another thread, whose modes are others, or what makes data.
+            # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
@@ -154,7 +157,7 @@ class ConstantTracking(TorchFunctionMode):
             if func in CHECKS:
                 CHECKS[func](self, *args, **kwargs)
         if tracked and ORDINARY_TYPES.issuperset(types):
-            # What the call would come to, without having its arguments parsed again.
+            # The call would end here as well; this saves parsing its arguments once more.
             result = run(func, args, kwargs)
             followed, self.tracker.followed = self.tracker.followed, None
             if followed is not None and followed is result:
@@ -196,7 +199,7 @@ class ConstantTracking(TorchFunctionMode):
 
     def follow(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
-        if "axis" in kwargs:  # numpy's word for it
+        if "axis" in kwargs:  # NumPy's name for dim
             kwargs = {**kwargs, "dim": kwargs["axis"]}
             del kwargs["axis"]
         if not args and not FIRST_NAMES.isdisjoint(kwargs):
@@ -208,7 +211,7 @@ class ConstantTracking(TorchFunctionMode):
                 func = torch.maximum  # of two operands, whichever it is
         if args and not tracker.follows_layouts and kwargs.get("out") is None:
             given = (*args, *kwargs.values()) if kwargs else args
-            # Almost every operation has data as its first operand, and nothing more to say.
+            # Almost every operation has data as its first operand, and leaves the examples alone.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
                 if func not in WATCHED and type(func) not in OPAQUE:
@@ -218,7 +221,7 @@ class ConstantTracking(TorchFunctionMode):
                     if aligned(func, given) and leaves(func, first, tracker.batch_dim, result):
                         return
                 elif func in PRODUCTS:
-                    # A tracked operand's rule has looked where the examples lie. A stack of
+                    # A tracked operand's rule has checked where the examples lie; but a stack of
                     # matrices puts axes of its own in front of them.
                     if node_of(args[-1]) is not None:
                         if result.dim() <= first.dim():
@@ -235,9 +238,9 @@ class ConstantTracking(TorchFunctionMode):
         data = [t for t in operands if tracker.is_data(t)]
         if len(every) > len(operands):
             if func in SCRAMBLES or type(func) in OPAQUE:
-                func = None  # a tracked operand's rule has looked where the examples lie
+                func = None  # a tracked operand's rule has checked where the examples lie
         if func in FACTORIES:
-            data = []  # a size may come from data; what is filled in does not
+            data = []  # the size may come from data, the contents do not
         elif func in READS_ONLY_FIRST or func in RESHAPES:
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
@@ -248,7 +251,7 @@ class ConstantTracking(TorchFunctionMode):
                         tracker.place(tensor, None, function_name(func))
                 return
             if type(func) in OPAQUE and not torch.is_grad_enabled():
-                return  # inside a graph that was compiled, which keeps examples as it found them
+                return  # inside a compiled graph, which was followed when it was traced
             for tensor in flatten((kwargs.get("out"),)):
                 if isinstance(tensor, Tensor):
                     tracker.mark_data(tensor)
@@ -282,7 +285,7 @@ class ConstantTracking(TorchFunctionMode):
                 tracker.mark_constant(tensor)
 
     def _follow_write(self, func, args, kwargs, data, result) -> None:
-        """Follow data that were written into a tensor: a constant is one no longer."""
+        """Follow data that were written into a tensor, which is no constant any more."""
         tracker, target = self.tracker, args[0]
         before = tracker.is_data(target)
         after = target if func in IN_PLACE else result
@@ -303,11 +306,11 @@ def _is_closed(mode: TorchFunctionMode) -> bool:
 
 
 def _opening(function, *, always: bool) -> Callable[..., Any]:
-    """Return what the mode does in place of a function that can be taken apart.
+    """Return what the mode runs in place of a function that can be taken apart.
 
     Args:
         function: the function.
-        always: whether it is taken apart also where PyTorch shows all tracked operands.
+        always: take it apart even where PyTorch shows all tracked operands.
     """
 
     def call(mode: ConstantTracking, *args, **kwargs):
@@ -322,7 +325,7 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
     return call
 
 
-# What the mode does in place of a call, and what it looks at beforehand.
+# What the mode runs in place of a call, and what it checks before one.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: backward_of_one,
     torch.autograd.backward: backward,
@@ -341,20 +344,20 @@ OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 
 @cache
 def prepare_for_compiler() -> None:
-    """Have the mode taken in where a graph is traced, and left alone where it runs itself.
+    """Let the compiler trace what the mode does in graphs, but not the mode's own functions.
 
-    Traced by itself it would believe that it stands in a graph. So would what shows Functions, and
-    what tells whether there is one.
+    Traced as a frame of its own, the handler would believe that it runs inside a graph. So would
+    the function in place of ``apply``, and ``is_compiling`` itself.
     """
     for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
-    # What is not in this table makes tensors behind the mode's back while a graph is traced: with
-    # PyTorch 2.11 torch.arange and most of what else makes tensors, with any version the rest.
+    # While a graph is traced, functions missing in this table make tensors that the mode does not
+    # see: with PyTorch 2.11 torch.arange and most other factories, with any version the others.
     shown = torch._dynamo.variables.torch.get_overridable_functions()
     shown.update(_device_constructors(), HIDDEN_IN_GRAPHS)
 
 
 @cache
 def outside_graphs():
-    """Return the mode's handler as the compiler leaves it alone."""
+    """Return the mode's handler in a form that the compiler does not trace."""
     return torch.compiler.disable(ConstantTracking.handle)

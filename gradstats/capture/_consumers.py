@@ -32,8 +32,8 @@ class Arrival:
     Attributes:
         name: the parameter's name.
         factors: one for each use.
-        sqnorm: (B,) float64 squared norms of their sum; zeros where nobody needs them.
-        total: their sum over the examples, where it is known already.
+        sqnorm: (B,) float64 squared norms of their sum; zeros where the consumer needs none.
+        total: their sum over the examples, if it is already known.
         workspace: bytes of scratch that may be allocated at once.
     """
 
@@ -48,7 +48,7 @@ class Consumer(Protocol):
     """What is done with each parameter's factors.
 
     Attributes:
-        needs_norms: squared norms are to be computed too.
+        needs_norms: whether squared norms have to be computed too.
     """
 
     needs_norms: bool
@@ -66,7 +66,7 @@ class KeptParameter:
 
 
 class Keep:
-    """Holds the factors of every parameter: on the device within a budget, the rest on the host.
+    """Holds the factors of every parameter: on the device up to a budget, the rest on the host.
 
     Attributes:
         kept: name → factors and norms.
@@ -78,7 +78,7 @@ class Keep:
         """Prepare to keep.
 
         Args:
-            borrowed: tensors of the user's, which may change before the factors are used.
+            borrowed: the user's own tensors, which may change before the factors are used.
             device_bytes: bytes of factors that may stay on the device; None for all.
         """
         self.kept: dict[str, KeptParameter] = {}
@@ -116,8 +116,8 @@ class Against:
     """Inner products with the kept factors of other batches, one matrix or vector for each.
 
     Attributes:
-        values: for each kept batch (B_kept, B), or (B,) on the diagonal, float64; None as long as
-            no parameter has arrived that its losses depend on.
+        values: for each kept batch (B_kept, B), or (B,) on the diagonal, float64; None until a
+            parameter arrives that the batch's losses depend on.
         by_parameter: for each kept batch, name → the parameter's part; empty unless wanted.
     """
 
@@ -135,9 +135,9 @@ class Against:
 
         Args:
             kept: what ``Keep`` holds of each batch.
-            diagonal: the i-th example of one batch with the i-th of the other, not all pairs.
+            diagonal: pair the i-th example of one batch with the i-th of the other only.
             per_parameter: hold each parameter's part too.
-            consume: let go of each parameter's kept factors as soon as they have been used.
+            consume: free each parameter's kept factors as soon as they have been used.
         """
         self.values: list[Tensor | None] = [None for _ in kept]
         self.by_parameter: list[dict[str, Tensor]] = [{} for _ in kept]
@@ -215,7 +215,7 @@ class Together:
             self.pairs = part if self.pairs is None else self.pairs + part.to(self.pairs.device)
         if self._alignment:
             whole = arrival.total
-            # A sum in half precision was rounded once more than its terms.
+            # A sum kept in half precision has lost digits that its terms still have.
             if whole is None or whole.dtype not in (torch.float32, torch.float64):
                 whole = total(factors)
             self.with_sum[name] = direction_inner(factors, whole, arrival.workspace)
@@ -245,6 +245,6 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a copy that writes out no axis that is only repeated."""
+    """Return a copy in which expanded axes stay expanded."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     return copy(tensor[once] if once else tensor).expand(tensor.shape)

@@ -1,4 +1,4 @@
-"""Convolutions: one backward for weight gradient and norms."""
+"""Convolutions whose backward computes the weight gradient and the norms together."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def adjoint_convolution(call, input, kernel, output):
 
 
 def convolution_gradients(call, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]):
-    """Return PyTorch's gradients of a convolution's input, weight and bias, as far as wanted."""
+    """Return PyTorch's gradients of a convolution's input, weight and bias, those ``wanted``."""
     stride, padding, dilation, transposed, output_padding, groups = call
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups,
@@ -69,16 +69,17 @@ def convolution_gradients(call, grad: Tensor, x: Tensor, weight: Tensor, wanted:
 
 
 def _channel_sum(grad: Tensor) -> Tensor:
-    """Return the gradient of a bias that all rows share: (C,) in the accumulation dtype."""
+    """Return the gradient of a bias, summed over the batch: (C,) in the accumulation dtype."""
     return grad.sum((0, *range(2, grad.dim())), dtype=compute_dtype(grad))
 
 
 class ConvolutionUse(torch.autograd.Function):
-    """A convolution with a backward that makes weight gradient and squared norms in one pass.
+    """A convolution whose backward computes weight gradient and squared norms in one pass.
 
-    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), transposed (C, O / groups,
-    *kernel). ``tracked`` says which of weight and bias are tracked, where the examples lie, and
-    which of the two were computed from trained data (see ``LinearFactors.data``).
+    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), of a transposed convolution
+    (C, O / groups, *kernel). ``tracked`` says whether the weight and the bias are tracked, where
+    the examples lie, and which of the two were computed from trained data (see
+    ``LinearFactors.data``).
     """
 
     @staticmethod
@@ -134,7 +135,7 @@ def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
 
 
 def channel_factor(examples: Examples, grad: Tensor) -> Vector | Elementwise:
-    """Return the factor of a bias of channels, summed where no kernel will do it."""
+    """Return the factor of a bias of channels, already summed where no kernel will do that."""
     if _triton.streams(grad):
         return bias_factor(examples, grad, channel=1)
     return Vector(channel_gradient(examples, grad), (grad.shape[1],))
@@ -148,7 +149,7 @@ def convolution_factor(
     if transposed:
         x, grad = grad, x
         if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
-            # With the same padding on both sides there would be more positions than in the input.
+            # Padding both sides alike would give more positions than the input has: crop the end.
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
@@ -156,14 +157,14 @@ def convolution_factor(
     if examples.segments is not None and groups == 1:
         filled = examples.batch * examples.most * x[:1].numel()
         if filled > len(x) * product((*grad.shape[2:], *shape[1:])):
-            # The patches of what is there take less than zeros for what is not.
+            # Writing the patches out takes less memory than filling every example up with zeros.
             rows = Patches(x, grad, shape, geometry).unfolded()
             return outer_factor(examples, rows.left.squeeze(1), rows.right.squeeze(1), shape)
     x, grad = (examples.first(side) for side in (x, grad))
     if x.dim() > len(shape) and x.shape[1] == 1:
         x, grad = x.squeeze(1), grad.squeeze(1)
     elif x.dim() > len(shape) and len(stride) == 3:
-        # No convolution has four axes: the patches of all volumes are written out.
+        # Volumes side by side would need a convolution over four axes: write out their patches.
         return _of_volumes(x, grad, shape, geometry)
     elif x.dim() > len(shape):
         # An example's frames are one more axis, along which the kernel has size 1.

@@ -31,23 +31,24 @@ def check_data(losses: Iterable[Tensor]) -> None:
         if isinstance(node, Derived):
             raise ExampleAxisError(
                 f"a loss was computed without any data: it is {node.describe()}, and made of "
-                "parameters, buffers and constants alone. Expected losses of the examples. Make "
-                "the batch before the first context is opened, and pass it to the model, so that "
-                "its tensors count as data. A penalty on the weights belongs to no example: add "
-                "it to the unreduced losses, (losses + penalty).mean(), run its own backward once "
-                "the context has closed, or let the optimizer's weight_decay do it.",
+                "parameters, buffers and constants alone. Expected losses of the examples. Create "
+                "the batch outside of contexts, and pass it to the model, so that its tensors "
+                "count as data. A penalty on the weights belongs to no example: add it to the "
+                "unreduced losses, (losses + penalty).mean(), run its own backward once the "
+                "context has closed, or let the optimizer's weight_decay do it.",
                 [root.name for root in node.roots],
             )
 
 
 def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
-    """Return the nodes of the graph from ``start`` that report uses; raise for a use not seen.
+    """Walk the graph from ``start`` and return the nodes that report uses.
 
-    Also where losses depend on operations in which examples met.
+    Raise for a use that was not tracked, and where the losses depend on an operation in which
+    examples met.
 
-    Operations that PyTorch does not report (a custom autograd Function of data and a parameter)
-    show in the autograd graph as an edge to the parameter that does not come from its alias, or to
-    a derived tensor as the user's code has it.
+    A use that PyTorch does not show (in a custom autograd Function of data and a parameter) appears
+    in the graph as an edge to the parameter that does not come from its alias, or as an edge to a
+    derived tensor as the user's code has it.
     """
     stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
@@ -68,7 +69,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             use = hooked_on(node)
             if use is not None:
                 edge = use.place.edge
-                edges = () if edge is None else (edges[edge],)  # the others lead to its parameters
+                edges = () if edge is None else (edges[edge],)  # the others lead to parameters
         elif isinstance(node, BackwardCFunction):
             use = getattr(node, "use", None)
         tracked = use is not None and isinstance(use, Use)
@@ -114,7 +115,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
 
 
 def where_examples_met(tracker: Tracker, tensor: Tensor) -> str:
-    """Return a sentence on an operation in which examples met before a tensor; empty if none."""
+    """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
     for node in _nodes_behind(tensor):
         if node in tracker.coupled:
             return f" Before it {node.name()} {tracker.coupled[node]}."
@@ -128,21 +129,21 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
         "can be tracked (a custom autograd Function of data? one whose apply was kept in a "
         "variable before the first context? a TorchScript module? a tensor that was computed "
         "before the context was opened?), so its per-example gradient is not known. "
-        "Look apply up on the Function where it is called, and compute all of the losses inside "
-        "the context, with the model as it was before torch.jit. Add a rule for a Function of "
-        "data with gs.register_rule, write it with "
-        "PyTorch's own operations, have "
-        'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
+        "For a Function of data, add a rule with gs.register_rule or write it with PyTorch's own "
+        "operations, and call it as Function.apply where it is used. Compute all of the losses "
+        "inside the context, with the model as it was before torch.jit. Or have "
+        'per_example_norms compute one example at a time with fallback="vmap", or leave the '
         f"parameter out by name with exclude={names!r}.",
         names,
     )
 
 
 def _reports_inside(node, root: Root) -> bool:
-    """Whether a node is a compiled graph that takes a parameter and reports its use as well.
+    """Whether a node is a compiled graph that takes a parameter and also reports its use.
 
-    Such a graph takes the parameter itself: uses inside it were tracked when it was traced, save
-    those that tracing could not see. They leave the graph without the parameter's probe.
+    Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
+    traced, and report through the parameter's probe. A graph that does not take the probe has a
+    use that tracing could not see.
     """
     inputs = (child for child, _ in node.next_functions if child is not None)
     return node.name() == "CompiledFunctionBackward" and any(
@@ -160,7 +161,7 @@ def leaves_of(total: Tensor) -> list[Tensor]:
 
 
 def _nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
-    """Yield the nodes of the graph that a tensor was computed in."""
+    """Yield the nodes of the autograd graph behind a tensor."""
     stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(stack)
     while stack:

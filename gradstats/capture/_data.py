@@ -1,4 +1,4 @@
-"""What becomes of the examples in data that are written, changed, and differentiated."""
+"""Where the examples lie after data are written into tensors, changed in place, differentiated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Data(Following):
     """Constants and data of one batch.
 
     Attributes:
-        followed: what a rule returned last, if where its examples lie has been noted: operation by
-            operation, as far as they are out of the ordinary.
-        seen: while an autograd Function runs, the numbers of what its operations returned.
-        inside: names of the parameters that such Functions use in their forward, whose backwards
-            perhaps run one of their own.
+        followed: the last result of a rule that has already noted where its examples lie, so that
+            the mode need not follow it.
+        seen: while an autograd Function runs, the ids of what its operations returned.
+        inside: names of the parameters that such Functions use in their forward: their backward may
+            run a backward of its own.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -51,7 +51,7 @@ class Data(Following):
         """
         given = write.values
         if write.index is not None and not (before or self.is_distinct(after)):
-            given = (write.index,)  # where a number goes says whose it is, if nothing else does
+            given = (write.index,)  # only the place where a number is put says whose it is
         values = [
             item
             for item in given
@@ -81,7 +81,7 @@ class Data(Following):
             elif self.is_marked(target):
                 self.place(after, known)
             if owned and after is target:
-                # A view of which nothing is known, but perhaps of the tensor that it shows.
+                # Nothing is known of the view itself, but perhaps of the tensor that it shows.
                 first = owned[0][1] if write.read is None else None
                 same = isinstance(first, Whole) and all(own == first for _, own in owned)
                 self._note_base(target, first if same else None, first=False)
@@ -98,21 +98,21 @@ class Data(Following):
                 found = layout
                 break
         else:
-            # What held nothing of any example may be all of one.
+            # A tensor that held nothing of any example may now belong to one example as a whole.
             whole = not known and write.read is None and isinstance(first, Whole)
             found = first if whole and all(own == first for _, own in owned) else None
         self.place(after, found)
         packed = self.packed
         if packed and found is None and any(value.requires_grad for value, _ in owned):
-            # Nothing else would say it: losses of packed rows are taken as they come.
+            # Nothing else would catch it: losses of packed rows are taken in the order they have.
             self.note_meeting(after)
         if after is target and (found is None or fresh):
             self._note_base(target, found, first=fresh)
 
     def _shows_unknown(self, view: Tensor) -> bool:
-        """Whether a tensor is a view of data of which nothing is known, not even that it is lost.
+        """Whether a tensor is a view of data of which nothing was noted and shape says nothing.
 
-        As inputs are that have no example axis by contract.
+        Such data are inputs that have no example axis by contract.
         """
         base = view._base
         if base is None or node_of(base) is not None or not self.is_data(base):
@@ -120,21 +120,21 @@ class Data(Following):
         return not self.is_marked(base) and self.layout_of(base) is None
 
     def candidates(self, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
-        """Yield the layouts that a tensor may have which held nothing of any example.
+        """Yield the possible layouts of a tensor that held nothing of any example before a write.
 
         Args:
             target: the tensor.
-            owned: whose a value is that is written into it.
+            owned: whose the value is that is written into it.
         """
         return candidates(target, self._contract, owned)
 
     def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
-        """Note where the examples lie in the tensor that a view shows which was written into.
+        """Note where the examples lie in the base of a view that was written into.
 
         Args:
-            view: what was written into.
+            view: the view.
             owned: whose it is now.
-            first: the tensor held nothing of any example before, or nothing that is known.
+            first: before the write, the base held nothing of any example, or nothing known.
         """
         base = view._base
         if base is None or node_of(base) is not None:
@@ -158,8 +158,8 @@ class Data(Following):
     ) -> Any:
         """Run an autograd Function, and note where the examples lie in what it returns.
 
-        Where its operations were seen that is known. Its results may also be filled by a kernel
-        that nobody sees, which is taken to leave the examples where they are.
+        Where the operations in its forward were seen, that is known. Results that a kernel filled
+        unseen are taken to have the examples where the operands have them.
 
         Args:
             function: its ``apply``.
@@ -197,14 +197,14 @@ class Data(Following):
     def _check_inside(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], inside: set[str]
     ) -> None:
-        """Raise if a part of the model runs inside an autograd Function and cannot be followed.
+        """Raise if an autograd Function runs a part of the model that cannot be followed.
 
-        Its backward runs it again, on tensors of its own, of which nothing but the contract says
-        whose they are.
+        Its backward runs that part again on tensors of its own, of which only the contract can say
+        whose the rows are.
 
         Args:
             function: its ``apply``.
-            tensors: that it takes and returns.
+            tensors: what it takes and returns.
             inside: names of the parameters that it uses.
         """
         for item in tensors:
@@ -219,9 +219,9 @@ class Data(Following):
                     f"{function_name(function)} runs a part of the model, with {names[:4]}, where "
                     "gradients are not recorded, as checkpoints of other libraries do, and takes "
                     f"or returns a tensor of shape {tuple(item.shape)} whose examples do not lie "
-                    f"along batch_dim={self.batch_dim}, or that belongs to none. Whose its rows "
-                    "are is then not known in its backward. Expected "
-                    "torch.utils.checkpoint.checkpoint, or the parameters left out by name with "
+                    f"along batch_dim={self.batch_dim}, or that belongs to none. In its backward "
+                    "it is then not known which example each row belongs to. Use "
+                    "torch.utils.checkpoint.checkpoint, or leave the parameters out by name with "
                     f"exclude={names!r}.",
                     names,
                 )
@@ -240,8 +240,8 @@ class Data(Following):
         Args:
             function: its ``apply``.
             tensor: the result.
-            given, data: the Function's operands, and those of data.
-            seen: the result came about by operations that were seen.
+            given, data: the Function's operands that are not tracked, and those of data.
+            seen: whether the result was computed by operations that were seen.
         """
         base = tensor._base
         trained = [item for item in data if item.requires_grad]
@@ -267,21 +267,21 @@ class Data(Following):
             self.place(tensor, first if fits else None, function_name(function))
 
     def _has_others(self, trained: list[Tensor]) -> bool:
-        """Whether some operands belong to one example, or nobody knows to which, as others do not.
+        """Whether some operands belong to one example as a whole, or to nobody knows which.
 
-        What they pass back may be everybody's, wherever they stand in the forward.
+        The gradients that they pass back may depend on all examples, whatever the forward does.
         """
         return any(self.is_lost(item) or isinstance(self.owned(item), Whole) for item in trained)
 
     def note_seen(self, result: Any) -> None:
-        """Note, inside an autograd Function, that it was seen how a result came about."""
+        """Note that a result was computed, inside an autograd Function, by an operation seen."""
         if self.seen is not None:
             self.seen.update(map(id, flatten((result,))))
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
     ) -> None:
-        """Note where the examples lie in what ``torch.autograd.grad`` found: as in its inputs."""
+        """Note where the examples lie in gradients that ``grad`` returned: as in its inputs."""
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         for source, result in zip(sources, results, strict=True):
@@ -293,7 +293,7 @@ class Data(Following):
                     owned = owned.along(owned.axis + 1)  # gradients along several vectors
                 self.place(result, owned)
             else:
-                self.mark_constant(result)  # numbers, in which all examples were added up
+                self.mark_constant(result)  # a parameter's, in which the examples are summed
 
     def follow_change(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]
@@ -327,7 +327,7 @@ class Data(Following):
         self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
-        """Note of a tensor what is known of the one that it was made of, row by row."""
+        """Note of a tensor, made row by row of another, what is known of that one."""
         if not self.is_data(source):
             self.mark_constant(tensor)
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
@@ -354,20 +354,19 @@ class Data(Following):
         if not moved:
             return None
         if layout is None and self.packed:
-            return None  # sums over packed rows, which the model keeps apart by itself
+            return None  # sums over packed rows: the model keeps the examples apart itself
         if layout is None:
             raise ExampleAxisError(
                 f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
                 "losses, or what was combined with them, were moved or reduced along the example "
-                "axis by an operation that is not followed. Expected losses in the order of the "
-                "batch, each of one example: reduce each example's own rows, or put rows back by "
-                "indexing."
+                "axis in a way that cannot be followed. Expected losses in the order of the batch, "
+                "each of one example: reduce each example's own rows, or put rows back by indexing."
             )
         owner = layout.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:
             raise ExampleAxisError(
                 f"the losses belong to the examples {owner.tolist()}, as followed through the "
-                f"model: expected one loss for each of {self.batch_size} examples. Sum the losses "
+                f"model, expected one loss for each of {self.batch_size} examples. Sum the losses "
                 "of each example."
             )
         return owner

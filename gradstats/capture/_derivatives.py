@@ -1,7 +1,7 @@
-"""What becomes of backward and of torch.autograd.grad inside a context.
+"""backward and torch.autograd.grad inside a context.
 
-Each function stands in the place of PyTorch's, and is given the mode that watches, which is off
-while it handles a call.
+Each function here replaces one of PyTorch's. Its first argument is the context's mode, which is off
+while it handles the call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def backward(
     chosen: tuple = ()
     if inputs is not None:
         chosen = (*_as_tuple(inputs), *mode.tracker.targets(reporting))
-    # Every public way into the engine would come back here; yet checkpoints compute parts of the
-    # forward again in backward, and need the mode on.
+    # Checkpoints compute parts of the forward again in backward, and need the mode on. Under it
+    # every public way into the engine would lead back here.
     with mode:
         spread = mode.tracker.spans_devices
         run_backward(tensors, start, retain_graph, chosen, in_threads=spread)
@@ -124,7 +124,7 @@ def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Te
 
 
 def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
-    """Refuse derivatives with respect to tracked parameters as a part of the loss."""
+    """Refuse gradients of tracked parameters that become a part of the loss."""
     for item in inputs:
         node = node_of(item)
         if node is not None and (create_graph or not tracker.settings.weight_gradients):

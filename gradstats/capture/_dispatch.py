@@ -32,7 +32,7 @@ from gradstats.capture._tensors import (
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
-# Operations on a parameter as an object: they must reach the parameter itself, not its alias.
+# Operations on the tensor as an object: they must reach the parameter itself, not its alias.
 ON_THE_OBJECT = frozenset(
     {
         "register_hook",
@@ -73,7 +73,7 @@ READS_ONLY_FIRST = frozenset(
 )
 
 
-# What to do instead of nesting tensors.
+# The remedy where tensors are nested.
 PACK = (
     "Pack the examples into one row: a jagged tensor's values() as the batch, with "
     "cu_seqlens=x.offsets()."
@@ -94,7 +94,7 @@ IN_PLACE = frozenset(
     )
 )
 
-# Those of them that change its shape alone, with what returns the same as a view.
+# Those of them that only move axes, with their counterparts that return a view.
 MOVES_IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")
@@ -109,15 +109,16 @@ def dispatch(
     kwargs: dict[str, Any],
     operands: Sequence[Tensor],
 ):
-    """Run one operation that has a tracked tensor among its operands."""
+    """Run an operation that has a tracked tensor among its operands."""
     if torch.compiler.is_dynamo_compiling() and _reads_property(func):
-        # Where a mode is on, the compiler brings every property of a subclass back here. Not inside
-        # the next block: the compiler of PyTorch 2.11 would leave the mode off for the whole graph.
+        # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
+        # move into the next block: the compiler of PyTorch 2.11 would then leave the mode off for
+        # the whole graph.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            # The forward of an autograd Function perhaps, whose use of a parameter no graph shows.
+            # This may be the forward of an autograd Function, whose uses no graph would show.
             leave_graph("a parameter where gradients are not recorded")
             if tracker.seen is not None and not _reads_property(func):
                 tracker.note_inside(operands)
@@ -164,7 +165,7 @@ def dispatch(
                 refuse(
                     func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
                 )
-            # Its result is dense as well.
+            # The result is dense in either case.
             args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
         if is_complex:
             leave_graph(f"complex numbers with {nodes[0].describe()}")
@@ -191,9 +192,9 @@ def _reads_property(func) -> bool:
 
 
 def _note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return a result that is not tracked; note of derived operands whose memory it shows."""
+    """Return a result that is not tracked; note which derived operands share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):
-        return result  # a shape, a device: most of what is asked
+        return result  # a shape, a device: most questions about a tensor
     found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
     for operand in operands_of(args, kwargs):
         node = node_of(operand)
@@ -236,7 +237,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
 
 class Changed:
-    """What an operation makes of its first operand in place, as a tensor of its own."""
+    """The out-of-place form of an operation that changes its first operand in place."""
 
     def __init__(self, function):
         self.function = function
@@ -250,14 +251,14 @@ class Changed:
 
 
 def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
-    """Run an operation that changes a tensor in place that belongs to no example.
+    """Run an operation that changes in place a tensor that belongs to no example.
 
-    The tensor stands for another one from now on.
+    From now on that tensor stands for a new derived node.
     """
     target = args[0]
     own = node_of(target)
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
-        return None  # x[i] += w writes a part back that it has changed in place
+        return None  # the last step of x[i] += w: it writes back a part that was changed in place
     if own is None and (whole := _free_base(tracker, target)) is not None:
         view = (target.shape, target.stride(), target.storage_offset())
 
@@ -265,7 +266,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         def change_view(first, *others, **named):
             func(first.as_strided(*view), *others, **named)
 
-        # What the operation finds there is gone afterwards.
+        # A copy, since the operation overwrites the values that it reads.
         copied = (whole.clone(), *args[1:])
         changed = node_of(derive(tracker, Changed(change_view), copied, kwargs))
         func(*args, **kwargs)
@@ -277,13 +278,13 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         return _returned(func, target)
     moves = func in MOVES_IN_PLACE
     if isinstance(own, Derived) and (moves or own.is_alone()):
-        # No number changes that other tensors show where axes are moved.
+        # Where only axes move, no other tensor that shows the same memory sees a number change.
         function = MOVES_IN_PLACE[func] if moves else Changed(func)
         changed = node_of(derive(tracker, function, args, kwargs))
         if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
             own.shown = lambda: None
             if same_storage(target, own.value):
-                target.data = changed.value.detach()  # for who looks at the numbers alone
+                target.data = changed.value.detach()  # for readers of the plain numbers
                 show(changed, target)
             else:
                 func(*args, **kwargs)
@@ -293,7 +294,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         base, others, named = own.args[0], own.args[1:], own.kwargs
         whole = base.shown() if isinstance(base, Derived) else None
         if whole is not None and same_storage(own.value, base.value):
-            # The tensor changes that a part was taken of, and the part is taken again.
+            # The target is a view: change the tensor that it is a part of, and take it anew.
             @wraps(func)
             def change_part(first, *operands, **options):
                 func(own.function(first, *others, **named), *operands, **options)
@@ -305,7 +306,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
                 target.data = part.value.detach()
                 show(part, target)
                 return _returned(func, target)
-    # Views and copies of the old value may be in use: they would describe another tensor.
+    # Views of the old value may still be in use, and would go on to describe that one.
     refuse(
         func,
         node,
@@ -324,9 +325,9 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
 
 
 def _free_base(tracker, constant: Tensor) -> Tensor | None:
-    """Return the tensor that a constant shows, if it was made in this forward and keeps its form.
+    """Return the tensor whose memory a constant shows, if it may stand for a derived node.
 
-    What the model keeps outlives the context, and stands for nothing else.
+    It may if it was made in this forward. What the model keeps outlives the context, and must not.
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
@@ -337,10 +338,10 @@ def _free_base(tracker, constant: Tensor) -> Tensor | None:
 
 
 def _stand_for(node: Derived, constant: Tensor) -> None:
-    """Let a constant that was changed stand for a derived node.
+    """Let a constant that was changed in place stand for a derived node.
 
-    It has memory of its own, and whatever shows that memory has changed with it. If that is used,
-    it shows in the autograd graph as a use that was not seen.
+    It keeps its own memory. Other tensors that show this memory have changed as well; if one of
+    them is used, the autograd graph shows it as a use that was not seen.
     """
     CONSTANTS.pop(id(constant), None)
     constant.__class__ = DerivedTensor
@@ -363,7 +364,7 @@ def same_form(first: Tensor, second: Tensor) -> bool:
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):
-    """Let an operation pass whose result depends on no parameter; refuse every other."""
+    """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
     name = getattr(func, "__name__", "")
     if not (name.endswith("_") and not name.endswith("__")):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Reading equations in Einstein's notation."""
+"""Parsing of equations in Einstein's notation, as ``torch.einsum`` takes them."""
 
 from __future__ import annotations
 

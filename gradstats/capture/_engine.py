@@ -1,4 +1,4 @@
-"""The autograd engine, called below all of its public ways in."""
+"""Running the autograd engine directly, below its public functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class BackwardListener(Protocol):
-    """What wants to know when the backward of a context starts and when it has ended."""
+    """Is told when the backward of a context starts and when it has ended."""
 
     def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
 
@@ -20,7 +20,7 @@ class BackwardListener(Protocol):
 
 @contextmanager
 def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take back for a block what backwards add to the gradients of some tensors."""
+    """Set aside the gradients of some tensors for a block: what backwards add there is dropped."""
     grads = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -43,8 +43,8 @@ def run_backward(
 
     Args:
         tensors, gradients, retain_graph, inputs: as the engine takes them.
-        in_threads: in one for each device. In this one alone, rules in Python take an eighth less
-            time: no other has to be given the interpreter for each of them.
+        in_threads: use one thread for each device. In the calling thread alone, rules in Python
+            take an eighth less time: the interpreter need not be handed over for each of them.
     """
     before = torch._C._is_multithreading_enabled()
     with torch.autograd.set_multithreading_enabled(before and in_threads):
@@ -61,7 +61,7 @@ def run_backward(
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Run a backward without the parameters' hooks, which change gradients and expect some."""
+    """Take off the parameters' hooks for a block: they change gradients, and expect to get one."""
     hooks = [parameter._backward_hooks for parameter in parameters]
     for parameter in parameters:
         parameter._backward_hooks = None

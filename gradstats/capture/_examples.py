@@ -1,4 +1,4 @@
-"""Whose the rows of a tensor are."""
+"""Which examples the rows of a tensor belong to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gradstats._factors import Segments
 
-# For messages about other numbers of rows than expected.
+# For messages about an unexpected number of rows.
 WHERE_THE_NUMBER_IS_FROM = (
-    "If the batch has another number of examples: it is batch_size= of a context, elsewhere the "
-    "size of the batch's first tensor along batch_dim=, and of packed examples what cu_seqlens= "
-    "says."
+    "If the number of examples is wrong: it is batch_size= of a context, elsewhere the size of the "
+    "batch's first tensor along batch_dim=, and for packed examples what cu_seqlens= says."
 )
 
 
@@ -25,9 +24,9 @@ class Examples:
     Attributes:
         batch: number of examples B.
         axis: the example axis.
-        fold: rows of ``axis`` that belong to one example; rows of one example stand together.
-        segments: the example of each row where the rows of examples differ in number; None where
-            ``fold`` says it all.
+        fold: how many rows of ``axis`` belong to each example; they are adjacent.
+        segments: the example of each row, where examples differ in their number of rows or the rows
+            of one are not adjacent; None where ``fold`` says it all.
     """
 
     batch: int
@@ -52,12 +51,12 @@ class Examples:
 
     @property
     def even(self) -> bool:
-        """Whether each example has as many rows."""
+        """Whether all examples have the same number of rows."""
         return self.most * self.batch == self.rows
 
     @property
     def order(self) -> Tensor | None:
-        """The rows in the order of the examples; None where they stand so already."""
+        """The rows in the order of the examples; None where they are in that order already."""
         return None if self.segments is None else self.segments.order
 
     def along(self, axis: int) -> Examples:
@@ -65,7 +64,7 @@ class Examples:
         return self if axis == self.axis else replace(self, axis=axis)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has as many rows along the axis."""
+        """Whether a tensor has the expected number of rows along the axis."""
         return self.axis < tensor.dim() and tensor.shape[self.axis] == self.rows
 
     def lead(self, tensor: Tensor) -> Tensor:
@@ -73,9 +72,9 @@ class Examples:
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of shape (B, *), (B, most, *) where an example may have several rows.
+        """Return the tensor as (B, *), or as (B, most, *) where an example may have several rows.
 
-        It is a view, save where rows of examples differ in number: there zeros fill them up.
+        It is a view, unless examples differ in their number of rows: those are filled with zeros.
         """
         tensor = self.lead(tensor)
         if self.segments is not None:
@@ -83,7 +82,7 @@ class Examples:
         return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
 
     def positions(self, tensor: Tensor) -> Tensor:
-        """Return (…, width) as (B, T, width), where rows do not differ in number."""
+        """Return (…, width) as (B, T, width); only for layouts without segments."""
         tensor = self.lead(tensor)
         if tensor.dim() == 2:
             return tensor.view(self.batch, self.fold, tensor.shape[1])
@@ -114,7 +113,7 @@ class Examples:
         return Examples(batch, axis, 1, Segments(owner, batch))
 
     def whole(self, row: int) -> Whole:
-        """Return what a row of the axis is."""
+        """Return the owner of one row of the axis."""
         row %= self.rows
         owner = row // self.fold if self.segments is None else self.segments.owner[row]
         return Whole(int(owner))
@@ -122,7 +121,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Whole:
-    """All of a tensor belongs to one example, whose number this is."""
+    """All of a tensor belongs to one example, the one with this number."""
 
     example: int
 
@@ -132,14 +131,14 @@ class Whole:
 
 
 class Mixed:
-    """What was computed over all examples: all of them are in each element of a tensor."""
+    """Marks what was computed over all examples: each element depends on all of them."""
 
 
 MIXED = Mixed()
 
 
 def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
-    """Return the layout of tensors joined along ``dim``; each layout is that of one tensor."""
+    """Return the layout of tensors joined along ``dim``, given the layout of each of them."""
     known = [layout for layout in layouts if layout is not None]
     if len(known) != len(layouts) or len({layout.axis for layout in known}) != 1:
         return None
@@ -150,26 +149,26 @@ def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -
 
 
 def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> Iterator[Examples]:
-    """Yield the layouts that a tensor may have which held nothing of any example.
+    """Yield the possible layouts of a tensor that held nothing of any example before a write.
 
     Args:
         target: the tensor.
         contract: where examples lie by contract.
-        owned: whose a value is that is written into it.
+        owned: whose the value is that is written into it.
     """
     axes = range(target.dim())
     for layout in (contract, owned):
         if isinstance(layout, Examples):
             yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
     if contract.batch:
-        # Packed examples may get one row each, as graphs do that are pooled.
+        # Packed examples may get one row each, as pooled graphs do.
         fewest = 2 if contract.segments is None else 1
         for axis in axes:
             rows, rest = divmod(target.shape[axis], contract.batch)
             if rows >= fewest and not rest:
                 yield Examples(contract.batch, axis, rows)
             elif rows >= fewest and rest == 1:
-                # As many to each, and a last one for what finds no place.
+                # The same number for each, and a last one that takes what overflows.
                 owner = Examples(contract.batch, axis, rows).owner(target.device)
                 yield contract.owned_by(torch.cat([owner, owner[-1:]]), axis)
 
@@ -184,7 +183,7 @@ def same_rows(first: Examples, second: Examples) -> bool:
 
 
 def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed | None:
-    """Return whose a tensor is, all of it where its rows belong to one example."""
+    """Return whose a tensor is: a ``Whole`` where all of its rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole
         return owned if sole is None else Whole(sole)

@@ -1,4 +1,4 @@
-"""Where the examples lie in the results of what the user's code computes with data."""
+"""Where the examples lie in the results of the user's operations on data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Call(NamedTuple):
 
 
 class Unchanged:
-    """Says that nothing need be noted of a result: its shape tells where the examples lie."""
+    """Nothing has to be noted of a result: its shape tells where the examples lie."""
 
 
 UNCHANGED = Unchanged()
@@ -89,10 +89,10 @@ class Following(Marks):
         if isinstance(after, Unchanged):
             return
         if isinstance(after, Examples) and not after.fits(result):
-            after = None  # as where an index takes fewer rows than there are
+            after = None  # for instance where an index takes only some of the rows
         unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
         if unclear and (one := self.sole_example(data)) is not None:
-            # Whatever happens to values of one example alone, they stay its own.
+            # Whatever is computed from values of one example alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
             after = one
         if after is not None:
@@ -101,7 +101,7 @@ class Following(Marks):
         self._lose(result, data, function_name(func) if func is not None else None)
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
-        """Note that it is unknown whose the result of the operation named ``at`` on data is."""
+        """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""
         lost = next(filter(self.is_lost, data), None)
         if lost is None:
             self.place(result, None, at)
@@ -115,7 +115,7 @@ class Following(Marks):
         return trained and self.is_data(item)
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
-        """Return the example to which all operands of data belong; None where it is not one."""
+        """Return the one example to which all operands of data belong; None if there is none."""
         if self.batch_size == 1 or not self.follows_layouts:
             return None
         owners = [sole_of(self.owned(item)) if self.is_marked(item) else None for item in data]
@@ -142,7 +142,7 @@ class Following(Marks):
         return self._by_first(call) if family is None else family(self, call)
 
     def _of_linear(self, call: Call) -> Layout | Unchanged:
-        """A layer's weight is shared by all, unless it was computed from parameters and data."""
+        """All examples share a layer's weight, unless it was computed from parameters and data."""
         first = call.args[0]
         of_data = node_of(first) is None and self.is_data(first)
         layout = self.layout_of(first) if of_data else None
@@ -182,7 +182,7 @@ class Following(Marks):
         after = self._broadcast(data, result)
         if after is None or after.axis < result.dim() - 2:
             return after
-        # Each right-hand side is solved alone, if the examples have no matrices of theirs.
+        # Right-hand sides are solved one by one, if the examples have no matrices of their own.
         sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
         alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
         place = result.dim() - (1 if kwargs.get("left", True) else 2)
@@ -210,7 +210,7 @@ class Following(Marks):
         rows = call.data[0]
         layout = self.layout_of(rows) if rows.requires_grad and self.batch_size > 1 else None
         if layout is not None and layout.axis == 0 and rows.dim() == 2 and not self.packed:
-            # Whether a loss depends on it shows in its graph.
+            # Whether a loss depends on the result shows in the loss's graph.
             self.coupled[call.result.grad_fn] = "compares every example with every other"
         return self._by_first(call)
 
@@ -221,9 +221,9 @@ class Following(Marks):
         return self._by_first(call)
 
     def _by_first(self, call: Call) -> Layout | Unchanged:
-        """Return the layout of a result that lies as one operand does, which is moved perhaps."""
+        """Return the layout of a result whose examples follow those of one operand."""
         func, args, kwargs, data, result = call
-        # The compiler of PyTorch 2.14 cannot negate a tuple.
+        # Not ``not args``: the compiler of PyTorch 2.14 cannot negate a tuple.
         constant = len(args) == 0 or not any(tensor is args[0] for tensor in data)
         lost = (
             func in UNFOLLOWED
@@ -243,9 +243,9 @@ class Following(Marks):
         source, layout = self._deciding(data)
         dims = max(item.dim() for item in data)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
-            changes = lost = True  # broadcast perhaps, so that axes count from the right
+            changes = lost = True  # it may be broadcast: then axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
-            changes = lost = True  # the axis that a product sums
+            changes = lost = True  # the examples' axis is summed
         same = not changes if layout is not None else not self.is_lost(source)
         if same and not self.is_marked(source):
             return UNCHANGED
@@ -258,7 +258,7 @@ class Following(Marks):
             after = follow(func, args, kwargs, source, layout, result)
         decides = func in MOVES or type(func) in OPAQUE
         if after is None and layout is not None and decides:
-            # Where nothing else has the batch's size, shape can decide after all.
+            # Shape can decide after all where no other axis has the batch's size.
             alone = self.is_distinct(source) and self.is_distinct(result)
             if alone and layout.plain and self.has_example_axis(result):
                 return UNCHANGED
@@ -267,12 +267,12 @@ class Following(Marks):
     def _agree(
         self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor
     ) -> bool:
-        """Whether trained operands have the same examples in the same places; note if they meet."""
+        """Whether trained operands have the same examples in the same places; note where not."""
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self.is_lost(tensor) for tensor in trained):
             return False
         if self.batch_size > 1 and any(isinstance(self.owned(tensor), Whole) for tensor in trained):
-            return False  # beside what is not this one example's
+            return False  # the other operands are not this one example's
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False
@@ -281,7 +281,7 @@ class Following(Marks):
             if any(tensor is weight for tensor in trained):
                 self.note_meeting(result)
                 return False
-        # Shapes are aligned as broadcasting does it, from the right.
+        # Axes are counted from the right, as in broadcasting.
         places = [
             owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
             for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
@@ -293,7 +293,7 @@ class Following(Marks):
         return False
 
     def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
-        """Whether a trained result has no example axis, which its first operand had by contract."""
+        """Whether a trained result lost the example axis that its first operand had by contract."""
         trained = result.requires_grad and self.by_contract(data[0]) is not None
         return trained and self.by_contract(result) is None
 
@@ -301,7 +301,7 @@ class Following(Marks):
         operands = list(args[:1])
         if func is ATTENTION:
             operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
-        # Rows of packed examples are positions too, which the model keeps apart by itself.
+        # Packed rows are positions too; the model itself keeps those of different examples apart.
         if self.packed:
             return False
         for item in operands:
@@ -324,9 +324,9 @@ class Following(Marks):
         return True
 
     def _whole_of(self, data: list[Tensor]) -> Whole | None:
-        """Return the example to which all of several tensors belongs; None where it is not one.
+        """Return the one example to which several tensors belong as a whole; None if there is none.
 
-        A single number that has no gradient is nobody's, wherever it comes from.
+        A single number without a gradient is nobody's, wherever it comes from.
         """
         marks = [
             mark
@@ -346,7 +346,7 @@ class Following(Marks):
         known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
         trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
         deciding = trained or known
-        # In doubt the first whose layout is out of the ordinary.
+        # In doubt, the first operand about which something was noted.
         first = next((item for item in layouts if self.is_marked(item[0])), layouts[0])
         if not deciding or any(first[0] is tensor for tensor, _ in deciding):
             return first
@@ -355,7 +355,7 @@ class Following(Marks):
     def _broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
         """Return the layout of operands that are broadcast against each other."""
         if any(tensor.dim() > result.dim() for tensor in data):
-            return None  # of losses, which were reduced then
+            return None  # a loss function that reduced its result
         aligned = []
         for tensor in data:
             layout = self.layout_of(tensor)
@@ -370,19 +370,19 @@ class Following(Marks):
         deciding = trained or [layout for _, layout in aligned]
         first = deciding[0]
         if result.shape[first.axis] != first.rows:
-            return None  # the only example, repeated
+            return None  # the only example, broadcast
         if all(same_layout(first, layout) for layout in deciding[1:]):
             return first
         if trained:
             self.note_meeting(result)
             return None
-        # Inputs of several examples meet: by contract the batch's own order says whose it is.
+        # Inputs of different examples meet: by contract, the one in the batch's order decides.
         if any(layout.axis != first.axis for layout in deciding):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
 
-# Operations on several operands of data, or that move the examples, by how their results lie.
+# How results lie, for operations on several operands of data and others that need a rule.
 FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
     **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, Following._of_product),
     linear: Following._of_linear,

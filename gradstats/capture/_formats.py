@@ -1,7 +1,7 @@
-"""Memory formats in which the backward of normalisation layers reads what was meant.
+"""Memory formats that the backward of normalisation layers reads correctly.
 
-Where an axis has size one, as that of a batch of one example, strides may fit two formats at once.
-PyTorch 2.11 to 2.15 then read on a CPU the input in the one and the gradient in the other.
+Where an axis has size one, such as that of a batch of one example, strides may fit two formats at
+once. On a CPU, PyTorch 2.11 to 2.15 then read the input in one and the gradient in the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gradstats.capture._nested import operands_of
 
 BATCH_NORMS = frozenset({functional.batch_norm, torch.batch_norm})
 
-# Instance normalisation reads its gradient as the first format, whatever that of its input.
+# Instance normalisation reads its gradient as contiguous, whatever the format of its input.
 NORMALISATIONS = BATCH_NORMS | {functional.instance_norm, torch.instance_norm}
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    """Have the gradient of a normalisation's result arrive in the format in which it is read."""
+    """Make the gradient of a normalisation's result arrive in the format that backward reads."""
     source = operands_of(args, kwargs)[0]
     last = CHANNELS_LAST.get(source.dim())
     if last is None or 1 not in source.shape or not result.requires_grad:
@@ -35,7 +35,7 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
 
 
 class SettledFormats(TorchFunctionMode):
-    """Does the same where nothing is tracked: for the references of one example each."""
+    """Does this where nothing is tracked: for references computed one example at a time."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

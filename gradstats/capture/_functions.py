@@ -1,11 +1,11 @@
 """Custom autograd Functions, made visible.
 
-PyTorch shows no mode and no subclass what is handed to a ``torch.autograd.Function``. From the
-first context on every ``apply`` comes by here: one whose tensors are tracked parameters, what was
-made of them and constants is an operation like others, whose result is derived. It is pulled back
-by the Function's own backward (see ``_replay``). One that takes data is taken to leave the examples
-where they are (see ``Data.run_function``); if it takes parameters as well, it shows in the autograd
-graph as a use that was not seen (see ``_coverage``).
+PyTorch shows neither modes nor tensor subclasses what is passed to a ``torch.autograd.Function``.
+From the first context on, every ``apply`` comes through here. A Function of parameters, tensors
+derived from them and constants is an operation like any other, with a derived result, through which
+factors are pulled back by the Function's own backward (see ``_replay``). A Function of data is
+assumed to leave the examples where they are (see ``Data.run_function``); if it takes parameters as
+well, the autograd graph shows it as a use that was not seen (see ``_coverage``).
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ from gradstats.errors import UnsupportedOperationError
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
-# What ``Function.apply`` hands over to, also where somebody kept it from before all contexts.
+# The class whose ``apply`` every ``Function.apply`` calls, even one kept from before all contexts.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 
-# Where ``apply`` is looked up: from PyTorch 2.14 on ``Function`` has PyTorch's innermost itself. An
-# ``apply`` that was kept from before all contexts is then not seen, and refused.
+# The class in which ``apply`` is replaced. From PyTorch 2.14 on, ``Function`` itself has the
+# innermost ``apply``; one kept from before all contexts is then not seen, and refused.
 HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 
-# PyTorch's own Functions run code of the caller's, graphs or communication between processes; those
-# of its quantisation are like anybody's. Those of gradstats say what they do with a parameter.
+# Modules whose Functions are left alone. PyTorch's own run the caller's code, compiled graphs, or
+# communication between processes, except those of its quantisation, which are like any user's.
+# Those of gradstats report themselves what they do with a parameter.
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
 
 @cache
 def show_functions() -> None:
-    """Let custom Functions be seen.
+    """Let custom Functions be seen from now on.
 
-    For good: Python looks up what it knows of all subclasses anew whenever this changes, and
-    outside of contexts ``apply`` takes a third of a microsecond longer.
+    This is never undone: every change makes Python drop its lookup caches of all subclasses, while
+    outside of contexts ``apply`` takes only a third of a microsecond longer.
     """
     HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
 
 def show_function(cls, *args, **kwargs):
-    """Run a custom Function, as an operation that can be seen where no data are among its operands.
+    """Run a custom Function, as an operation that modes see if it takes no data.
 
-    It stands in the place of ``apply``.
+    Replaces ``Function.apply``.
     """
     inner = super(SHARED_APPLY, cls).apply
-    # Within a rule, whose own Functions take parameters as they are, no mode is on.
+    # No mode is on inside a rule, whose own Functions take parameters as they are.
     if not (torch._C._is_torch_function_enabled() and torch._C._len_torch_function_stack()):
         return inner(*args, **kwargs)
-    # Between graphs the compiler looks at every call; in here there is nothing to trace.
+    # Between graphs the compiler would try to trace what is called here too.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(cls, inner, args, kwargs)
 
@@ -76,7 +77,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     nodes = [node for node in map(node_of, operands) if node is not None]
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
     if tracked and nodes[0].tracker.registered(cls.apply) is not None:
-        # And somebody kept what was there before.
+        # A rule is registered, but the caller kept an ``apply`` from before the registration.
         return handle_torch_function(cls.apply, args, *args, **kwargs)
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
@@ -99,9 +100,9 @@ def _check_unchanged(function, node: Node, version: int) -> None:
     if value._version != version:
         names = [root.name for root in node.roots]
         raise UnsupportedOperationError(
-            f"{function_name(function)} changed {node.describe()} in place, so that what was "
-            "computed from it before is not known any more. Expected a Function that leaves its "
-            "operands as they are: return a new tensor, or leave the parameter out by name with "
+            f"{function_name(function)} changed {node.describe()} in place, so that earlier uses "
+            "of it can no longer be followed. Expected a Function that leaves its operands as they "
+            "are: return a new tensor, or leave the parameter out by name with "
             f"exclude={names!r}.",
             names,
         )

@@ -1,4 +1,4 @@
-"""Operations by way of others: in their place, or beside them where they must stay as they are."""
+"""Operations followed through a decomposition, which runs in their place or beside them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
 
-# By how much a decomposition's result may differ from the operation's, relative to its norm. An
-# operation may compute in lower precision than its result shows; gs.verify is the sharp check.
+# How much a decomposition's result may differ from the operation's, relative to its norm. The
+# operation may compute in lower precision than its result has; gs.verify is the sharp check.
 VALUE_TOLERANCE = {torch.float64: 1e-4}
 OTHER_TOLERANCE = 5e-2
 
@@ -44,7 +44,8 @@ class Grafted:
             return _beside(tracker, item) if node is None else _without_gradient(node)
 
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
-        # Here the operation is being handled, and nothing would be seen of the decomposition.
+        # Modes and subclasses are off while an operation is handled: turn them on again, so that
+        # the decomposition is seen.
         with torch._C._EnableTorchFunction(), tracker.watching():
             shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
         single = isinstance(result, Tensor)
@@ -67,7 +68,7 @@ class Grafted:
         return returned
 
     def follow(self, tracker, args, kwargs, results: list) -> None:
-        """Note where the examples lie in the results of the operation on data alone."""
+        """Note where the examples lie in the operation's results, where it takes data alone."""
 
         def seen(item):
             return _beside(tracker, item)
@@ -94,8 +95,7 @@ class Grafted:
         name = getattr(self.decomposition, "__name__", "the decomposition")
         raise UnsupportedOperationError(
             f"the rule registered for {function_name(func)} on {node.describe()}: {name} returned "
-            f"{problem}. Correct the decomposition, or take the rule back with its handle's "
-            "remove().",
+            f"{problem}. Correct the decomposition, or remove the rule with its handle's remove().",
             [root.name for root in node.roots],
         )
 
@@ -106,7 +106,7 @@ class Graft(torch.autograd.Function):
     @staticmethod
     def forward(ctx, node, shadow, result):
         ctx.node = node
-        # Not a view, which could not be changed in place by a later relu_.
+        # Marked as changed, the result is no view, which a later relu_ could not change in place.
         ctx.mark_dirty(result)
         return result
 
@@ -126,13 +126,13 @@ class Graft(torch.autograd.Function):
 def _graft(node: Node, shadow: Tensor, result: Tensor) -> Tensor:
     if result._is_view():
         result = result.clone()
-    # Nothing is changed, so an operation that needs its own result in backward may find it.
+    # Nothing is really changed: an operation that saved its own result must be able to read it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return Graft.apply(node, shadow, result)
 
 
 class Blocked(torch.autograd.Function):
-    """A view that requires grad and passes none on: the operation itself provides it."""
+    """A view that requires grad but passes none on: the operation's own backward does that."""
 
     @staticmethod
     def forward(ctx, value):
@@ -144,10 +144,10 @@ class Blocked(torch.autograd.Function):
 
 
 def _beside(tracker, item):
-    """Return an operand as the decomposition has it: with its examples, and without gradient."""
+    """Return an operand for the decomposition: its examples are known, no gradient flows back."""
     if not isinstance(item, Tensor):
         return item
-    # That it was trained says what may not meet in the decomposition.
+    # It still has to require grad: examples of trained operands must not meet in the decomposition.
     shown = Blocked.apply(item) if item.requires_grad else item.detach()
     tracker.place_like(shown, item)
     return shown
@@ -175,10 +175,10 @@ def _difference(result, shadow) -> float:
 
 
 class Composed:
-    """The rule of an operation that other operations compute.
+    """The rule of an operation that is replaced by a composition of other operations.
 
-    Where the training gradients must be PyTorch's own, its own operation stays and the others only
-    stand beside it.
+    Where the training gradients must be PyTorch's own, the operation runs as it is and the
+    composition beside it.
     """
 
     def __init__(self, composition: Callable[..., Tensor]):
@@ -192,9 +192,9 @@ class Composed:
 
 
 def watched(tracker, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return a function's result, of whose operations each is handled as the user's own are.
+    """Return a function's result, with each of its operations handled as if the user had called it.
 
-    In the rule that calls this an operation is being handled, and nothing would be seen of others.
+    Modes and subclasses are off in the rule that calls this, and have to be turned on again.
     """
     with torch._C._EnableTorchFunction(), tracker.watching():
         tracker.followed = function(*args, **kwargs)

@@ -1,18 +1,18 @@
-"""The nodes of PyTorch's autograd graphs that are known by their type."""
+"""Types of nodes in PyTorch's autograd graphs, found by running one operation of each kind."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-# Whatever mode and device whoever imports this has chosen.
+# Independent of the modes and the default device that are set where this is imported.
 with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     _leaf = torch.zeros(1, 1, requires_grad=True)
     _changed = _leaf.clone()
     _changed[:1].mul_(1)
-    # Adds to the gradient of a leaf.
+    # Accumulates into the gradient of a leaf.
     ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(_leaf).node)
-    # An operation that changed a part of its operand stands inside.
+    # Wraps an operation that changed a part of its operand in place.
     COPY_SLICES = type(_changed.grad_fn)
     # A linear layer on rows, with and without a bias.
     ADDMM = type(functional.linear(_leaf, _leaf, torch.zeros(1)).grad_fn)
@@ -23,5 +23,5 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     MUL = type((_leaf * _leaf).grad_fn)
     ADD = type((_leaf + _leaf).grad_fn)
 
-# What applies an autograd Function, inside of all that PyTorch has around it in Python.
+# The C function that applies an autograd Function, below PyTorch's wrappers in Python.
 INNERMOST = torch._C._FunctionBase.__dict__["apply"]

@@ -1,8 +1,8 @@
-"""Operations that PyTorch runs as always, with a hook on the node that it makes for the backward.
+"""Operations that PyTorch runs as always, with a hook on the node of their backward.
 
-Nothing on the way to the training gradient helps to find the norms there. So the operation and its
-backward stay PyTorch's, and a hook that runs after the backward reports: an autograd Function takes
-longer than a small operation.
+For these the norms cannot share any work with the training gradient. So operation and backward stay
+PyTorch's, and a hook that runs after the backward reports. It costs less than an autograd Function,
+which would take longer than a small operation itself.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from gradstats.capture._uses import Settings, Use, check_derivatives
 
 Gradients = tuple[Tensor | None, ...]
 
-# Where an operation's node keeps its ``Hooked``.
+# The key under which an operation's node keeps its ``Hooked`` among its metadata.
 KEY = "gradstats"
 
 
 class Place(NamedTuple):
-    """Where the node that PyTorch makes for an operation has its data.
+    """Where the autograd node of an operation keeps its data.
 
     Attributes:
         kind: type of the node.
-        saved: the attributes that hold what the factors need; the data are the first.
-        edge: the position of the edge to what computed the data; None where they have no gradient.
+        saved: attributes that hold what the factors need, the data first.
+        edge: position of the edge to the node that computed the data; None where data never have a
+            gradient.
     """
 
     kind: type
@@ -54,10 +55,10 @@ KINDS = frozenset({ADDMM, MM, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
 
 
 class Hooked(Use):
-    """The use of some parameters by an operation on whose node a hook reports.
+    """The use of parameters by an operation whose node has a hook that reports.
 
     Attributes:
-        place: where the node has its data.
+        place: where the node keeps its data.
         settings: of the context.
         factors_of: as ``tap`` takes it.
     """
@@ -77,11 +78,11 @@ class Hooked(Use):
         self.lookup = lookup
 
     def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
-        """Report what the result's gradient says; replace that of the data where the loss has it.
+        """Report the factors; in a differentiated backward return gradients that can be tracked.
 
         Args:
-            grads: of the operation's operands.
-            given: the results', after hooks of the user's.
+            grads: gradients of the operation's operands.
+            given: gradients of its results, after the user's hooks.
         """
         grad = given[0]
         if torch.is_grad_enabled():
@@ -110,7 +111,7 @@ class Hooked(Use):
         self.deliver(self.factors_of(grad, *saved))
 
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
-        """Return the gradients with that of the data from tracked operations."""
+        """Return the gradients, that of the data computed by tracked operations."""
         edge = self.place.edge
         if edge is None or grads[edge] is None or grad is None:
             return None
@@ -127,15 +128,15 @@ def hooked(
     run: Callable[..., Tensor],
     lookup: Lookup | None = None,
 ) -> Tensor | None:
-    """Return what PyTorch computes for an operation on whose node a hook reports; None if it can't.
+    """Return PyTorch's result of an operation, with a hook on its node; None if that cannot be.
 
     Args:
         tracker: the context.
-        place: where the operation's node is expected to have its data.
-        parameters: the operands that are not data; all must be parameters, where they are given.
+        place: where the operation's node is expected to keep its data.
+        parameters: the operands that are not data; those that are not None must be parameters.
         factors_of: as ``tap`` takes it.
         examples: where the examples lie in the result.
-        run: called with what stands for ``parameters``.
+        run: the operation, called with the plain tensors for ``parameters``.
         lookup: as ``tap`` takes it.
     """
     settings = tracker.settings
@@ -145,7 +146,7 @@ def hooked(
         root = node_of(item)
         if isinstance(root, Root):
             roots.append(root)
-            # To the bit as PyTorch adds them up, all gradients of a parameter meet at its alias.
+            # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
             operands.append(root.value if settings.exact else root.parameter)
         elif item is None:
             operands.append(None)
@@ -153,16 +154,16 @@ def hooked(
             return None
     if (
         is_compiling()
-        # Autocast would keep its cast of a leaf, made where no gradient is recorded, for others.
+        # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded.
         or torch._C._is_any_autocast_enabled()
-        # Who packs saved tensors may unpack each but once, as checkpoints do.
+        # Hooks on saved tensors may unpack each only once, as those of checkpoints do.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     ):
         return None
     result = run(*operands)
     if type(result.grad_fn) is not place.kind:
         return None
-    node: Any = result.grad_fn  # whose metadata PyTorch's annotations take for a method
+    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
     use = Hooked(roots, place, settings, factors_of, lookup)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
@@ -171,5 +172,5 @@ def hooked(
 
 
 def hooked_on(node: Any) -> Hooked | None:
-    """Return the use that the hook of an operation's node reports; None for all other nodes."""
+    """Return the use that a node's hook reports; None for nodes without such a hook."""
     return node.metadata.get(KEY) if type(node) in KINDS else None

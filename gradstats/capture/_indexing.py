@@ -1,4 +1,4 @@
-"""Where the examples lie in what indices pick out of a tensor."""
+"""Where the examples lie in what an index picks out of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 
 def items_of(source: Tensor, index) -> list:
-    """Return what source[index] takes: tensors for lists, slices for an ellipsis."""
+    """Return the items of source[index], with tensors for lists and slices for an ellipsis."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         torch.as_tensor(item, dtype=None if len(item) else torch.long)
@@ -31,7 +31,7 @@ def items_of(source: Tensor, index) -> list:
 
 
 def dims_at(source: Tensor, items: list) -> int:
-    """Return how many axes ``items`` leave."""
+    """Return how many axes source[items] has."""
     chosen = [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
     sizes = torch.broadcast_shapes(*map(_selected_shape, chosen)) if chosen else ()
     left = sum(item is None or isinstance(item, slice) for item in items)
@@ -39,7 +39,7 @@ def dims_at(source: Tensor, items: list) -> int:
 
 
 def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
-    """Return the layout of what ``items``, as ``items_of`` gives them, pick out of a tensor."""
+    """Return the layout of source[items], with ``items`` as ``items_of`` gives them."""
     if not all(map(_is_ordinary, items)):
         return None
     advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
@@ -77,7 +77,7 @@ def _is_ordinary(item) -> bool:
 
 
 def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples | None:
-    """Return where the examples lie in what indices of data pick out of a constant.
+    """Return where the examples lie in what data, as indices, pick out of a constant.
 
     Args:
         func, args, kwargs: the operation and its arguments.
@@ -95,11 +95,11 @@ def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples |
 
 
 def found_at(items: list) -> tuple[int, int]:
-    """Return behind how many axes what index tensors find stands, and how many axes it has.
+    """Return where in the result the axes of index tensors begin, and how many they are.
 
     Args:
-        items: as ``items_of`` gives them. Numbers are taken before index tensors, which stand in
-            front of everything where others are left between them.
+        items: as ``items_of`` gives them. Numbers are applied before index tensors. If other items
+            then stand between the index tensors, their axes come first in the result.
     """
     left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
@@ -113,13 +113,13 @@ def _is_number(item) -> bool:
 
 
 def axis_of(items: list, index: Tensor) -> int:
-    """Return the first axis that one of the items, as ``items_of`` gives them, is taken along."""
+    """Return the first axis that the item ``index`` is applied to, of ``items_of``'s items."""
     place = next(place for place, item in enumerate(items) if item is index)
     return sum(map(_axes_taken, items[:place]))
 
 
 def argument_of(args, kwargs, position: int, name: str):
-    """Return an operation's argument, given by name or by place."""
+    """Return an operation's argument, whether it was given by name or by position."""
     return kwargs[name] if name in kwargs else args[position]
 
 
@@ -144,7 +144,7 @@ def _selected(items, first_axis, dims, after, layout, source) -> Examples | None
         index = index.to(source.device).expand(dims)
         owner = layout.owner(source.device)[index]
         if owner.dim() != 1:
-            # Several axes are selected at once: the rows of one of them must have one owner each.
+            # The index has several axes: each row along its first one must belong to one example.
             blocks = owner.flatten(1)
             if owner.dim() == 0 or not bool((blocks == blocks[:, :1]).all()):
                 return None

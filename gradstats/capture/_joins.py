@@ -1,4 +1,4 @@
-"""Where the examples lie in tensors that are put side by side."""
+"""Where the examples lie in tensors that are concatenated or stacked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradstats.capture._marks import Marks
 from gradstats.capture._operations import JOINS, PAD_SEQUENCE
 from gradstats.capture._tensors import node_of
 
-# Whose each of several tensors is; None for what holds nothing of any example.
+# Whose each of several tensors is; None for one that holds nothing of any example.
 Owners = list[Examples | Whole | Mixed | None]
 
 
@@ -26,13 +26,13 @@ def joined_layout(
         owners = [sole_of(owned) for owned in _owners(marks, args[0])]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(args[0] if args else kwargs["tensors"])
-    # What is empty, as the list that a loop begins with is, holds nothing of any example.
+    # An empty tensor, as loops often start from, holds nothing of any example.
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
     dim = JOINS[func]
     if dim is None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
     elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
-        return None  # which get an axis, or are joined along another
+        return None  # such tensors get an axis first, or are joined along another one
     owners = _owners(marks, tensors)
     stacked = func is torch.stack
     if not any(isinstance(owned, Whole) for owned in owners):
@@ -61,7 +61,7 @@ def _in_line(
     *,
     stacked: bool,
 ) -> Examples | None:
-    """Return the layout of tensors joined of which each has rows of its examples."""
+    """Return the layout of joined tensors each of which has rows of all its examples."""
     trained = [tensor for tensor in tensors if tensor.requires_grad and _is_data(marks, tensor)]
     if any(map(marks.is_lost, trained)):
         return None
@@ -72,7 +72,7 @@ def _in_line(
         shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
         return joined(shifted, -1, result.device)
     if dim != known[0].axis:
-        # Along other axes constants may stand beside the data.
+        # Along axes other than the examples', constants may stand beside data.
         return joined(known, dim, result.device)
     return joined(known, dim, result.device) if len(known) == len(tensors) else None
 
@@ -80,7 +80,7 @@ def _in_line(
 def _side_by_side(
     marks: Marks, tensors: Sequence[Tensor], owners: Owners, dim: int, *, stacked: bool
 ) -> Examples | None:
-    """Return the layout of tensors along ``dim`` of which some belong to one example each."""
+    """Return the layout of tensors joined along ``dim``, some of which belong to one example."""
     examples: list[int] = []
     of_data: set[int] = set()
     for tensor, owned in zip(tensors, owners, strict=True):
@@ -93,12 +93,13 @@ def _side_by_side(
             examples += own
             of_data.update(own)
         elif owned is None and not marks.is_marked(tensor):
-            # A constant: of the examples in whose place it stands, where the others stand so.
+            # A constant counts for the examples in whose place it stands, if all others are in
+            # their places.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None
     if any(owned is None for owned in owners):
-        # Beside the rows of one example alone a constant may be this one's.
+        # Beside rows of a single example, a constant may also belong to that one.
         if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
             return None
     owner = torch.tensor(examples, device=tensors[0].device)

@@ -1,9 +1,9 @@
-"""Where the examples lie in a tensor of data, followed through what the user's code does to it.
+"""Where the examples lie in a tensor of data after each of the user's operations on it.
 
-By contract data have their examples along the caller's ``batch_dim``. Code that transposes or folds
-that axis leaves tensors in which shape alone would mislead: with as many positions as examples a
-transposed batch looks like an untransposed one. Such tensors carry their layout with them; where it
-is lost, parameters that meet them are refused.
+By contract, data have their examples along the caller's ``batch_dim``. Where code transposes or
+folds that axis, shape alone would mislead: with as many positions as examples, a transposed batch
+looks like an untransposed one. Such tensors carry their layout with them. Where it is lost, they
+are refused when they meet a parameter.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def follow(
         result: the operation's result.
 
     Returns:
-        The layout, or None where the operation may have lost it.
+        The layout; None if the operation may have lost it.
     """
     if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0) or is_one(func, source):
         return None
@@ -75,9 +75,9 @@ def follow(
     if func in OVER_AXES and (func in QUANTILES or result.dim() < source.dim()):
         return reduced(func, args, kwargs, source, layout, result)
     if func in OVER_AXES and result.dim() > source.dim():
-        return None  # broadcast against other operands
+        return None  # it was broadcast against other operands
     if func in OVER_AXES and result.dim() == source.dim():
-        # Axes that it runs over may be kept with size 1.
+        # The axes that were reduced may be kept with size 1.
         return layout if result.shape[layout.axis] == source.shape[layout.axis] else None
     if result.dim() <= layout.axis:
         return None
@@ -86,16 +86,16 @@ def follow(
 
 
 def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
-    """Whether it shows at once that the result of one of ``PLAIN_VIEWS`` lies as its operand does.
+    """Whether a result of ``PLAIN_VIEWS`` obviously has its examples where the operand has them.
 
-    Where it does not, ``follow`` has the answer, for ten times the time.
+    Where this is not obvious, ``follow`` has the answer, but takes ten times as long.
     """
     lead = layout.axis + 1
     if result.shape[:lead] != source.shape[:lead]:
         return False
     if func not in MOVES:
         return True
-    # As in ``_moved``: the same axis, and no other like it.
+    # As in ``moved``: the axis has kept its stride, and no other axis has the same.
     stride, strides = source.stride(layout.axis), result.stride()
     return strides[layout.axis] == stride and strides.count(stride) == 1
 
@@ -106,9 +106,9 @@ def is_one(func, source: Tensor) -> bool:
 
 
 def aligned(func, given: Sequence[Any]) -> bool:
-    """Whether it shows at once that trained operands lie as the first does.
+    """Whether trained operands obviously have their examples where the first operand has them.
 
-    Where they are broadcast, from the right, the examples of one may meet positions of another.
+    Broadcasting aligns axes from the right, so the examples of one may meet positions of another.
 
     Args:
         func: the operation.
@@ -122,7 +122,7 @@ def aligned(func, given: Sequence[Any]) -> bool:
 
 
 def keeps_examples(func, given: Sequence[Any], axis: int, result) -> bool:
-    """Whether it shows at once that an operation that is not watched leaves the examples alone.
+    """Whether an operation that is not in ``WATCHED`` obviously leaves the examples where they are.
 
     Args:
         func: the operation.
@@ -142,9 +142,9 @@ def keeps_examples(func, given: Sequence[Any], axis: int, result) -> bool:
     if is_one(func, first) or not aligned(func, given):
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
-        return False  # the axis that it sums
+        return False  # the examples' axis is summed
     if func in BATCH_FIRST and axis != 0:
-        return False  # which it takes for channels or positions
+        return False  # it takes the examples' axis for channels or positions
     if not result.requires_grad:
         return True
     if func not in KEEPS:
@@ -155,7 +155,7 @@ def keeps_examples(func, given: Sequence[Any], axis: int, result) -> bool:
 
 
 def leaves(func, source: Tensor, axis: int, result) -> bool:
-    """Whether an operation over other axes leaves that of the examples at its place."""
+    """Whether an operation over other axes leaves the examples' axis in its place."""
     if not isinstance(result, Tensor):
         result = result[0]
     if axis == 0:
@@ -164,7 +164,7 @@ def leaves(func, source: Tensor, axis: int, result) -> bool:
 
 
 def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
-    """Whether a product multiplies, of either operand, what lies at one place along an axis."""
+    """Whether a product only multiplies entries at the same place along an axis."""
     if len(operands) != 2:
         return False
     first, second = operands
@@ -172,7 +172,7 @@ def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
 
 
 def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples | None:
-    """An equation says where the example's index goes, of the operand at that place."""
+    """Return where an equation puts the examples of the operand at ``place``."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -184,12 +184,12 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
 
 
 def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
-    """The axes in front of a result's last are in front of what its operands are made of."""
+    """Axes in front of a result's last one stay where they are in the operands."""
     return layout if layout.axis < result.dim() - 1 else None
 
 
 def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
-    """What is left of the first operand's axes, and behind them of the second's."""
+    """The result has the first operand's remaining axes, then those of the second."""
     first, second = args[:2]
     if func is torch.tensordot:
         dims = argument_of((*args, 2), kwargs, 2, "dims")
@@ -212,7 +212,7 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
 def convolved(
     func, args: tuple[Any, ...], kwargs, result: Tensor, place: int, layout: Examples
 ) -> Examples | None:
-    """In groups of channels, as many for each example, every example has a kernel of its own."""
+    """With groups of channels, the same number for each example, each has a kernel of its own."""
     if layout.batch == 1:
         return Examples(1, 0, len(result))
     if place == 0 and layout.axis == 0:
@@ -235,11 +235,11 @@ CHANGES = frozenset().union(
     SOLVES, TENSOR_PRODUCTS,
 )  # fmt: skip
 
-# Views of one operand in which rows keep their order, if any are left on the example axis.
+# Views of one operand in which the rows that are left on the example axis keep their order.
 PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
 
-# Operations whose layouts are known; what any other does is not.
+# Operations whose effect on layouts is known.
 FOLLOWED = KEEPS | CHANGES | frozenset(OVER_AXES) | frozenset({torch.broadcast_tensors})
 
-# Operations with operands that all examples share, unless they were computed from data.
+# Operations with an operand that all examples share, unless it was computed from data.
 SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | frozenset(SHARED_WEIGHT)

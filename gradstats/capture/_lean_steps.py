@@ -1,6 +1,7 @@
-"""Steps back from a tensor to the only one it is made of, that keep factors lean.
+"""Steps from a derived tensor back to the one tensor it was made of that keep factors lean.
 
-A cast, a reshape or an expansion of a parameter has a factor of the same kind as the parameter.
+The factor of a cast, a reshape or an expansion of a parameter becomes one of the same kind for the
+parameter itself.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from gradstats.contractions import lean
 
 
 def lean_step(node: Derived):
-    """Return how factors of a tensor become factors of the only one it is made of, if known.
+    """Return the function that takes factors of a tensor back to its only parent; None if unknown.
 
-    Shapes that are moved about are those of real tensors.
+    Factors see complex tensors as real ones with one more axis, for which most steps do not hold.
     """
     if node.function in SAME_NUMBERS or not (
         node.value.is_complex() or node.parents[0].value.is_complex()
@@ -32,7 +33,7 @@ def lean_step(node: Derived):
 def rearranged_root(node: Node) -> Root | None:
     """Return the parameter of which a tensor is a cast, a reshape or a shift by a constant.
 
-    All have the same per-example gradients. None if it is anything else.
+    These all have the parameter's own per-example gradients. None for any other tensor.
     """
     while isinstance(node, Derived):
         step = lean_step(node)
@@ -61,19 +62,19 @@ def _transpose(factor: Factor, node: Derived) -> Factor | None:
         return factor.transposed() if same and last and node.value.dim() == 3 else None
     if isinstance(factor, Outer) and factor.permutation is None and node.value.dim() == 2:
         dims = [d for d in flatten((node.args[1:], node.kwargs)) if isinstance(d, int)]
-        if len(dims) == 2 and dims[0] % 2 == dims[1] % 2 and node.function is not Tensor.permute:
-            return factor
+        if len(dims) == 2 and dims[0] % 2 == dims[1] % 2:
+            return factor  # an axis exchanged with itself
         return factor.transposed() if factor.left.shape[1] == 1 else None
     return None
 
 
 def _same_shape(factor: Factor, node: Derived) -> Factor | None:
-    """Casts and copies: the gradient is the same numbers in the root's dtype."""
+    """Casts and copies: the gradient has the same numbers, in the root's dtype."""
     return factor if node.value.shape == node.parents[0].shape else None
 
 
 def _same_numbers(factor: Factor, node: Derived) -> Factor:
-    """A complex tensor seen as pairs of real numbers, or the other way: as factors see it."""
+    """A complex tensor viewed as pairs of real numbers, or the reverse: alike to factors."""
     return factor
 
 
@@ -83,12 +84,12 @@ def _shifted(factor: Factor, node: Derived) -> Factor | None:
 
 
 def _only_adds(node: Derived) -> bool:
-    """Whether a sum has no factor ``alpha``, which may stand between its operands too."""
+    """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
     return "alpha" not in node.kwargs and len(node.args) <= 2
 
 
 def _reshaped(factor: Factor, node: Derived) -> Factor | None:
-    """Reshapes of gradients that are written out anyway."""
+    """Reshapes, for factors that hold gradients element by element."""
     if isinstance(factor, Vector) and factor.axis is None:
         shape = tuple(node.parents[0].shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
@@ -98,7 +99,7 @@ def _reshaped(factor: Factor, node: Derived) -> Factor | None:
 
 
 def _axes_added(factor: Factor, node: Derived) -> Factor | None:
-    """w[:, None]: indexing that picks every element once, in order."""
+    """w[:, None]: an index that picks every element once, in order."""
     return _reshaped(factor, node) if _only_adds_axes(node) else None
 
 
@@ -118,7 +119,7 @@ def _expanded(factor: Factor, node: Derived) -> Factor | None:
     padded = (1,) * (len(factor.shape) - len(source)) + source
     values = factor.values
     if factor.axis is not None:
-        # Each example touches its own copy along the example axis; all are copies of one.
+        # Along this axis each example has its own copy; all of them are copies of one.
         if padded[factor.axis] != 1:
             return None
         values = values.unsqueeze(factor.axis + 1)
@@ -156,7 +157,7 @@ def embedding_rows(
 
 
 def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that ids (B, *) look up, and whose each is: (N,) both."""
+    """Return the rows that ids (B, *) look up, and the example of each: (N,) both."""
     positions = ids.numel() // max(1, ids.shape[0])
     example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
     return ids.reshape(-1).long(), example
@@ -202,7 +203,7 @@ LEAN_STEPS = {
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 
-# Steps that keep every element of the gradient, and add none.
+# Steps that only rearrange the elements of the gradient.
 ISOMETRIC_STEPS = frozenset({_transpose, _same_shape, _reshaped, _same_numbers})
 
 

@@ -33,12 +33,12 @@ from gradstats.contractions import Contraction, lean, sqnorm
 
 @dataclass(frozen=True)
 class Pulled:
-    """The per-example gradient of ``root`` that ``inner``, a factor of ``node``, induces.
+    """The factor of a parameter that is given by a factor of a tensor derived from it.
 
     Attributes:
         inner: factor of the derived tensor.
         node: the derived tensor.
-        root: the parameter whose gradient this describes.
+        root: the parameter whose per-example gradients this describes.
     """
 
     inner: Factor
@@ -59,7 +59,7 @@ class Pulled:
 
     @property
     def path(self) -> Path | tuple[()] | None:
-        """How the root's elements were rearranged, None if anything else was done to them."""
+        """How the root's elements were rearranged; None if anything else was done to them."""
         return rearrangement(self.node)
 
     def select(self, rows) -> Pulled:
@@ -75,22 +75,22 @@ class Pulled:
         return self.replay().pull(cotangent)
 
     def push(self, direction: Tensor) -> Tensor | None:
-        """Return how the derived tensor changes along a direction, None if that is not known.
+        """Return how the derived tensor changes along a direction; None if that is not known.
 
-        A custom Function's backward need have no derivative.
+        The backward of a custom Function need not be differentiable.
         """
         return None if self.node.has_function else self.replay().push(direction)
 
     def replay(self, copies: bool = False) -> Replay:
-        """Compute the derived tensor again; from copies it outlives changes of the weights."""
+        """Compute the derived tensor again; from copies, it outlives changes of the weights."""
         kind = FunctionReplay if self.node.has_function else Replay
         return kind(self.node, self.root, copies)
 
     def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
-        """Return the same factor independent of what becomes of the model.
+        """Return the same factor, independent of later changes to the model.
 
         Args:
-            replays: what was computed again for other uses of the same tensor.
+            replays: the replays made so far, shared by all uses of a tensor; may be added to.
         """
         key = (self.node, self.root)
         if key not in replays:
@@ -104,8 +104,8 @@ class Frozen:
 
     Attributes:
         inner: factor of the derived tensor.
-        replay: the derived tensor as it was computed from the root.
-        path: how the root's elements were rearranged, None if anything else was done to them.
+        replay: the computation of the derived tensor from the root.
+        path: how the root's elements were rearranged; None if anything else was done to them.
     """
 
     inner: Factor
@@ -135,7 +135,7 @@ class Frozen:
 
 
 def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
-    """Return the factor of ``root`` that a factor of ``node`` induces."""
+    """Return the factor of ``root`` that results from a factor of ``node``."""
     while isinstance(node, Derived):
         if len(node.parents) == 1 and node.parents[0].roots == (root,):
             step = lean_step(node)
@@ -150,8 +150,8 @@ def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 
-    Views and reshapes put every element of the root at most once into the derived tensor, so norms
-    do not change on the way back. Otherwise chunks of examples are pulled back and squared.
+    Views and reshapes put each element of the root into the derived tensor at most once, so that
+    norms do not change on the way back. Otherwise examples are pulled back and squared in chunks.
     """
     node: Node = factor.node
     while isinstance(node, Derived) and _is_isometric(node):
@@ -164,7 +164,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
 def rearrangement(node: Node) -> Path | tuple[()] | None:
     """Return how a derived tensor picks and arranges elements of its root, each at most once.
 
-    Two tensors with the same answer hold the same elements of the parameter in the same places.
+    Two tensors with the same path hold the same elements of the parameter in the same places.
 
     Returns:
         The path from the root; () for the root itself, None if a step does anything else.
@@ -177,7 +177,7 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     while isinstance(node, Derived):
         if not _is_isometric(node):
             return None
-        # What a cast or a copy takes beside the tensor has no bearing on the elements.
+        # The other arguments of a cast or a copy do not affect which elements it holds.
         arguments = "" if is_cast(node) else repr((node.args[1:], node.kwargs))
         steps.append((node.function, arguments, node.index))
         if view is None and same_storage(node.value, root.value):
@@ -195,7 +195,7 @@ def _is_isometric(node: Derived) -> bool:
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() != node.parents[0].value.is_complex()
     ):
-        return False  # a cast drops the imaginary part of the gradient
+        return False  # a cast from real to complex drops the gradient's imaginary part
     if node.function in ISOMETRIC:
         return True
     # Basic indexing selects each element at most once; an index tensor may repeat some.

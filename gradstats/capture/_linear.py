@@ -1,4 +1,4 @@
-"""Products of data with a weight matrix: one backward for gradients and norms."""
+"""Products of data with a weight matrix whose backward computes gradients and norms together."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LinearFactors:
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
-        weight, bias: which of the two are tracked.
+        weight, bias: whether each of the two is tracked.
         examples: where the examples lie in x.
         shape: of the weight as the operation takes it.
         inputs_first: that shape is (d_in, d_out), not (d_out, d_in).
-        data: which of the two were computed from trained data, as hypernetworks do: their
-            gradients are a part of those that are tracked, and wanted whatever is trained.
+        data: whether each of the two was computed from trained data, as in hypernetworks: then
+            its gradient leads on to tracked parameters, and is needed even for norms alone.
     """
 
     weight: bool
@@ -60,11 +60,11 @@ class LinearFactors:
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def norms(self, grad: Tensor, x: Tensor) -> list[Contraction] | None:
-        """Return the squared norms of a weight, and of a bias, whose rows are the examples."""
+        """Return the squared norms of weight and bias where each row is one example, else None."""
         if not (self.weight and grad.dim() == 2 and self.examples.plain and grad.is_cpu):
             return None
         norms = one_position(grad, x)
-        # The gradient of an example's bias is the row whose norm the weight's needed too.
+        # An example's gradient of the bias is its row of grad, whose norm is a factor of these.
         return [norms, norms.first()] if self.bias else [norms]
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
@@ -72,7 +72,7 @@ class LinearFactors:
         return outer_factor(self.examples, *self._sides(grad, x), self.shape)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return Σ_i G_i, laid out as the weight is: what sums gradients copies others."""
+        """Return Σ_i G_i with the weight's strides, so that accumulating it takes no copy."""
         left, right = (rows_of(side) for side in self._sides(grad, cast(x, grad.dtype)))
         if weight.stride(0) == 1:
             return multiply(right.t(), left).t()
@@ -82,11 +82,11 @@ class LinearFactors:
         return (x, grad) if self.inputs_first else (grad, x)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
-        """Return the gradient of x as tracked operations compute it."""
+        """Return the gradient of x, computed by tracked operations."""
         return (self.data_gradient(nodes[0], nodes[0].tracker.settings, grad),)
 
     def data_gradient(self, node: Node, settings: Settings, grad: Tensor) -> Tensor:
-        """Return the gradient of x from an operation that uses a tracked weight once more."""
+        """Return the gradient of x, by an operation that counts as one more use of the weight."""
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
         again = LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
@@ -110,7 +110,7 @@ def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
 
 
 class LinearUse(torch.autograd.Function):
-    """A linear layer with a backward that contracts while it makes the weight gradient.
+    """A linear layer whose backward computes norms together with the weight gradient.
 
     Shapes: x (B, *, d_in), weight (d_out, d_in) or (d_in, d_out), bias (d_out,) or None.
     """
@@ -123,7 +123,7 @@ class LinearUse(torch.autograd.Function):
         result = layer.forward(x, weight, bias)
         if x.dim() == 2:
             return result
-        # For more than two axes PyTorch returns a view, which a later relu_ could not change.
+        # With more than two axes it is a view, which a later relu_ could not change in place.
         return result.detach()
 
     @staticmethod
@@ -163,7 +163,8 @@ class LinearUse(torch.autograd.Function):
         if want_x:
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if layer.inputs_first else weight
-            # Other bits of it would grow from layer to layer in what a training step leaves.
+            # Beside training, the product must be PyTorch's own: differences in rounding would grow
+            # from layer to layer in the training gradients.
             product = torch.mm if settings.weight_gradients else multiply
             grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
@@ -172,7 +173,7 @@ class LinearUse(torch.autograd.Function):
 def _is_contracted_here(
     use: Use | None, settings: Settings, factor: Outer | Ragged, want_sum: bool
 ) -> bool:
-    """Whether the norms of a weight's factor are found in the backward of its layer."""
+    """Whether the norms of a weight's factor are computed in the backward of its layer."""
     if use is None:
         return False
     with_sum = want_sum and settings.fused
@@ -201,7 +202,7 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
 
 
 def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vector | Elementwise:
-    """Return the factor of a bias: Σ_t g_t of each example, summed where no kernel will do it.
+    """Return the factor of a bias, Σ_t g_t of each example, summed where no kernel will do that.
 
     Args:
         examples: where the examples of ``grad`` lie.
@@ -227,14 +228,14 @@ def bias_report(
     place: int,
     wanted: torch.dtype | None,
 ) -> tuple[Factor | Fused, Tensor | None]:
-    """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where that can be.
+    """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where possible.
 
     Args:
-        use, settings: the bias is the use's node at ``place``.
-        factor: the bias's.
-        place: among the use's nodes.
-        wanted: the dtype in which the weight gradient is wanted, though it may come in another;
-            None where it is not.
+        use, settings: of the operation and its context.
+        factor: the factor of the bias.
+        place: the bias's place among the use's nodes.
+        wanted: the dtype in which the bias's gradient is wanted, though it may come in another;
+            None where it is not wanted.
     """
     sole = use is not None and settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):

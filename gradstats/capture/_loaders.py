@@ -1,8 +1,8 @@
-"""Batches that a DataLoader fetches inside of a context.
+"""Batches that a DataLoader fetches inside a context.
 
-What a data set makes is data, however it makes it: by operations that take none, or in another
-process, whose tensors are put together here. From the first context on every fetch comes by here.
-While it runs, the contexts of its thread see nothing; other modes stay on.
+What a data set returns is data, however it was made: by operations that take no data, or in another
+process whose tensors are collected here. So from the first context on, every fetch goes through
+here. While it runs, the contexts of its thread see nothing; other modes stay on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradstats.capture._transforms import modes_here
 
 @cache
 def show_loaders() -> None:
-    """Let what loaders fetch be seen, also by iterators that were there before all contexts."""
+    """Let contexts notice what loaders fetch, even with iterators from before all contexts."""
     # A data set may make its batches as its iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
     _show_fetches(_BaseDataLoaderIter)
@@ -30,7 +30,7 @@ def _init_subclass(cls: type, **options) -> None:
 
 
 def _show_fetches(kind: type) -> None:
-    """Let what iterators fetch be seen, of a class and all that are made of it."""
+    """Let contexts notice what iterators of a class and its subclasses fetch."""
     if "__next__" in vars(kind):
         kind.__next__ = _unseen(vars(kind)["__next__"])  # type: ignore[attr-defined]
     own: type
