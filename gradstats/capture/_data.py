@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Data(Following):
     Attributes:
         followed: the last result of a rule that has already noted where its examples lie, so that
             the mode need not follow it.
-        seen: while an autograd Function runs, the ids of what its operations returned.
+        seen: while an autograd Function runs, what its operations returned, by id.
         inside: names of the parameters that such Functions use in their forward: their backward may
             run a backward of its own.
     """
@@ -37,7 +38,7 @@ class Data(Following):
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         super().__init__(batch_size, batch_dim, segments)
         self.followed: Any = None
-        self.seen: set[int] | None = None
+        self.seen: dict[int, ref[Tensor]] | None = None
         self.inside: set[str] = set()
 
     def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
@@ -166,7 +167,7 @@ class Data(Following):
             args, kwargs: what it is called with.
             data: its operands of data.
         """
-        outer, self.seen = (self.seen, self.inside), set()
+        outer, self.seen = (self.seen, self.inside), {}
         self.inside = set()
         try:
             returned = function(*args, **kwargs)
@@ -185,7 +186,10 @@ class Data(Following):
                 self._check_inside(function, (*operands, *results), inside)
             for tensor in results:
                 if not any(tensor is item for item in given):
-                    self._note_returned(function, tensor, given, data, seen=id(tensor) in seen)
+                    # A number alone may be that of a tensor that has been freed since.
+                    found = seen.get(id(tensor))
+                    was_seen = found is not None and found() is tensor
+                    self._note_returned(function, tensor, given, data, seen=was_seen)
         self.note_seen(returned)
         return returned
 
@@ -276,7 +280,8 @@ class Data(Following):
     def note_seen(self, result: Any) -> None:
         """Note that a result was computed, inside an autograd Function, by an operation seen."""
         if self.seen is not None:
-            self.seen.update(map(id, flatten((result,))))
+            tensors = [item for item in flatten((result,)) if isinstance(item, Tensor)]
+            self.seen.update((id(item), ref(item)) for item in tensors)
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]

@@ -530,12 +530,21 @@ def by_nobody(x):
         return torch.empty(x.shape, dtype=x.dtype)
 
 
+def by_nobody_after_scratch(x):
+    """The result's object has the memory, and so the number, of one that was seen and is gone."""
+    scratch = x * 2
+    del scratch
+    with torch._C.DisableTorchFunction():
+        return x * 0
+
+
 ALLOCATIONS = {
     "empty": lambda x: torch.empty(x.shape, dtype=x.dtype),
     "new_zeros": lambda x: x.new_zeros(*x.shape),
     "empty_like": torch.empty_like,
     "a view": lambda x: torch.empty(x.numel(), dtype=x.dtype).view(x.shape),
     "by nobody": by_nobody,
+    "by nobody, after scratch": by_nobody_after_scratch,
 }
 PLACES = {
     "in order": lambda f, h: f(h),
