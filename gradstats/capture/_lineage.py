@@ -195,7 +195,7 @@ def _is_isometric(node: Derived) -> bool:
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() != node.parents[0].value.is_complex()
     ):
-        return False  # a cast from real to complex drops the gradient's imaginary part
+        return False  # a cast between real and complex drops an imaginary part
     if node.function in ISOMETRIC:
         return True
     # Basic indexing selects each element at most once; an index tensor may repeat some.
