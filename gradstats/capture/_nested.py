@@ -12,7 +12,7 @@ from torch import Tensor
 def flatten(items) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts, in order."""
     leaves: list[Any] = []
-    for item in items.values() if type(items) is dict else items:
+    for item in items.values() if isinstance(items, dict) else items:
         if isinstance(item, (tuple, list, dict)):
             leaves.extend(flatten(item))
         else:

@@ -108,6 +108,25 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     return RuleHandle(undo)
 
 
+class VisibleApply(staticmethod):
+    """The ``apply`` of a class with a rule. Subclasses, which have another forward, keep theirs."""
+
+    def __init__(self, apply: Callable[..., Any], function_class: type, before: Any):
+        """Take what ``function_class`` had as its own ``apply`` before, None if it inherited it."""
+        super().__init__(apply)
+        self._class = function_class
+        self._before = before
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
+        if owner is None:  # as torch.compile asks, with the class in the instance's place
+            owner = instance
+        if owner is self._class:
+            return self.__func__
+        if self._before is not None:
+            return self._before.__get__(instance, owner)
+        return super(self._class, owner).apply
+
+
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
     """Let contexts see the calls of an autograd Function's ``apply``, and return how to undo it."""
     inner = function_class.apply
@@ -124,7 +143,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
 
     apply.__self__ = function_class  # type: ignore[attr-defined]
     before = function_class.__dict__.get("apply")
-    function_class.apply = staticmethod(apply)
+    function_class.apply = VisibleApply(apply, function_class, before)
 
     def restore() -> None:
         if before is None:
