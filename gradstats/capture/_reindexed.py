@@ -133,6 +133,18 @@ def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
     return layout.along(layout.axis - (dim < layout.axis))
 
 
+_rows_repeated = _along(
+    "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
+)
+
+
+def _repeated_in_place(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """Each row several times, next to itself; given counts alone, the number of each row."""
+    if len(args) == 1 and "repeats" not in kwargs:
+        return layout.owned_by(layout.owner(source.device).repeat_interleave(source), 0)
+    return _rows_repeated(func, args, kwargs, source, layout, result)
+
+
 def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
     """New axes stand in front; an axis of size 1 that is expanded holds no examples but one."""
     after = layout.axis + result.dim() - source.dim()
@@ -226,12 +238,7 @@ REINDEXES = {
         variants("index_select"),
         _along("dim", 1, lambda owner, a, k: owner[argument_of(a, k, 2, "index")]),
     ),
-    **dict.fromkeys(
-        variants("repeat_interleave"),
-        _along(
-            "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
-        ),
-    ),
+    **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
     **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
     Tensor.__reversed__: _along("", 1, lambda owner, a, k: owner.flip(0), 0),
     **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),

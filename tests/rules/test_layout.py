@@ -548,6 +548,20 @@ def test_examples_repeated():
     check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, 4))
 
 
+@pytest.mark.parametrize("counts", [[0, 1, 2], [2, 1, 0], [1, 1, 1], [3, 1, 4]])
+def test_numbers_of_examples_repeated(counts):
+    """The rows of a table for each example's own nodes, of which examples have as many as told."""
+
+    def function(m, x):
+        table = torch.eye(BATCH, 4, dtype=torch.float64)
+        numbers = torch.repeat_interleave(x[:, 0].long())
+        hidden = m.layer(table[numbers])
+        return hidden.new_zeros(BATCH, 2).index_add(0, numbers, hidden.square())
+
+    counted = torch.tensor(counts)[:, None].expand(BATCH, 4).double()
+    check_operation(function, {"layer": nn.Linear(4, 2)}, counted)
+
+
 def test_the_last_position_of_each_example():
     def function(m, x):
         hidden = torch.tanh(m.first(x))
