@@ -114,7 +114,7 @@ class VisibleApply(staticmethod):
     def __init__(self, apply: Callable[..., Any], function_class: type, before: Any):
         """Take what ``function_class`` had as its own ``apply`` before, None if it inherited it."""
         super().__init__(apply)
-        self._class = function_class
+        self._class: Any = function_class
         self._before = before
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ class VisibleApply(staticmethod):
             return self.__func__
         if self._before is not None:
             return self._before.__get__(instance, owner)
-        return super(self._class, owner).apply
+        return super(self._class, owner).apply  # type: ignore[misc]
 
 
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
