@@ -195,7 +195,8 @@ def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
     owner = layout.owner(source.device).int()
     owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
     if not (result._is_view() and same_storage(result, source)):
-        found = func(owner.expand(source.shape).contiguous(), *args[1:], **kwargs)
+        told = {name: item for name, item in kwargs.items() if name != "out"}
+        found = func(owner.expand(source.shape).contiguous(), *args[1:], **told)
     else:
         start = result.storage_offset() - source.storage_offset()
         reach = 1 + _extent(source)

@@ -1188,6 +1188,29 @@ def test_elements_taken_without_an_axis():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, places, out: torch.gather(x, 0, places, out=out),
+        lambda x, places, out: torch.take_along_dim(x, places, 0, out=out),
+        lambda x, places, out: torch.take(x, places, out=out),
+        lambda x, places, out: torch.masked_select(x, x > -1, out=out),
+    ],
+)
+def test_elements_picked_into_a_tensor_that_is_given(pick, dtype):
+    ids = torch.arange(12, dtype=dtype).view(BATCH, 4)
+    places = torch.tensor([[1, 0, 2, 1]])
+    found = []
+
+    def losses(model, ids):
+        found.append(pick(ids, places, torch.empty(0, dtype=dtype)))
+        return model(ids.double()).sum(1)
+
+    gs.per_example_norms(nn.Linear(4, 2).double(), ids, losses)
+    assert torch.equal(found[0], pick(ids, places, None))
+
+
 @pytest.mark.parametrize("after", [lambda h: h, lambda h: h.as_strided((BATCH, 4), (1, BATCH))])
 def test_fewer_rows_gathered_than_there_are(after):
     """Of rows that stand twice only the first are left: as many as examples, of other examples."""
