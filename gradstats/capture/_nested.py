@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts: of an operation's arguments, of its results, of a batch."""
+"""Nested tuples, lists and dicts, as arguments and results of operations and batches are."""
 
 from __future__ import annotations
 
