@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 ATTENTION = torch.nn.functional.multi_head_attention_forward
 
+# Operands of attention with a row for each example, and with one for each of its heads, by name and
+# by position.
+PADDING_MASK = frozenset({"key_padding_mask", 14})
+FOR_EACH_HEAD = frozenset({"attn_mask", 16, "static_k", 21, "static_v", 22})
+
 RECURRENT_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 RECURRENT_CELLS = frozenset(
@@ -72,7 +77,7 @@ def prescribed_layouts(
     lost: list[Examples | None] = [None] * len(results)
     if func is ATTENTION:
         own = _common_along(tracker, args[:3], 1)
-        if any(map(tracker.is_trained, args[3:])):
+        if not _lie_beside(tracker, own, args, kwargs):
             return lost
         return [own, own and own.along(0)][: len(results)]
     if func is PACK:
@@ -153,6 +158,29 @@ def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Exampl
     if not torch.equal(owner, torch.cat([places[:size] for size in sizes])):
         return None
     return layout.owned_by(places, 0)
+
+
+def _lie_beside(
+    tracker: Tracker, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether trained operands of attention beside query, key and value lie as their examples do.
+
+    Only those with a row for each example, or for each head of each example, can.
+    """
+    given: list[tuple[int | str, Any]] = [*enumerate(args[3:], 3), *kwargs.items()]
+    trained = [(name, item) for name, item in given if tracker.is_trained(item)]
+    if not trained or tracker.batch_size == 1:
+        return True
+    for name, item in trained:
+        layout = _layout(tracker, item)
+        rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
+        if own is None or layout is None or layout.axis != 0 or name not in rows_first:
+            return False
+        heads, rest = divmod(layout.rows, own.rows)
+        owner = own.owner(item.device).repeat_interleave(heads)
+        if rest or not torch.equal(layout.owner(item.device), owner):
+            return False
+    return True
 
 
 def _states(hx) -> tuple[Tensor, ...]:
