@@ -595,7 +595,7 @@ def test_a_loss_function_is_called_again_with_what_it_took_out_of_its_batch():
 def test_a_loss_function_that_wrote_into_its_batch_is_not_called_again():
     """What it finds there would be another batch."""
     x = torch.randn(3, 3, dtype=torch.float64)
-    with pytest.raises(gs.CoupledExamplesError, match="taken for a row of each"):
+    with pytest.raises(gs.CoupledExamplesError, match="taken to hold one row of each"):
         gs.per_example_norms(Negatives(), x, lambda model, x: squares(model, x.mul_(2)))
 
 

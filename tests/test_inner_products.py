@@ -593,7 +593,7 @@ def test_compiled_models_run_eagerly():
 
 def test_a_graph_traced_inside_the_context_is_refused():
     settings = Settings(True, True, 1, consumer=Along({}))
-    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.compile traced inside"):
+    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.compile traced a graph inside"):
         _uses.report(None, settings, [])
 
 

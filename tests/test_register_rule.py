@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -319,6 +320,27 @@ def test_a_python_function_that_can_be_overridden(batch):
     assert (stats.by_parameter["weight"] > 0).all()
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_parameters_in_a_dict(batch, kind):
+    def affine(x, weights):
+        operands = (x, *weights.values())
+        if has_torch_function(operands):
+            return handle_torch_function(affine, operands, x, weights)
+        return torch.add(x * weights["scale"], weights["shift"])
+
+    class Affine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(WIDTH))
+            self.shift = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x):
+            return affine(x, kind(scale=self.scale, shift=self.shift)).mean(1)
+
+    with gs.register_rule(affine, lambda x, weights: x * weights["scale"] + weights["shift"]):
+        check_model(Affine().double(), batch, classify)
+
+
 def test_a_decomposition_with_other_values_is_refused(batch):
     model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
     with (
@@ -386,3 +408,25 @@ def test_registered_twice():
         pytest.raises(gs.TrackingError, match=r"ScaledSiLU has a rule already.*remove"),
     ):
         gs.register_rule(ScaledSiLU, scaled_silu)
+
+
+def test_a_subclass_keeps_its_own_forward(batch):
+    class Tripled(ScaledSiLU):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return 3 * ScaledSiLU.forward(ctx, x, weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ScaledSiLU.backward(ctx, 3 * grad)
+
+    x, weight = batch[0], torch.rand(WIDTH, dtype=torch.float64)
+    model = Model(lambda x, w: Tripled.apply(x, w)).double()
+    with gs.register_rule(ScaledSiLU, scaled_silu):
+        torch.testing.assert_close(Tripled.apply(x, weight), 3 * scaled_silu(x, weight))
+        with pytest.raises(gs.UnsupportedOperationError, match=r"Tripled.*register_rule"):
+            gs.per_example_norms(model, batch, classify)
+        with gs.register_rule(Tripled, lambda x, w: 3 * scaled_silu(x, w)):
+            check_model(model, batch, classify)
+            torch.testing.assert_close(ScaledSiLU.apply(x, weight), scaled_silu(x, weight))
+    assert "apply" not in Tripled.__dict__

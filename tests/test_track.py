@@ -278,8 +278,8 @@ def test_a_second_backward_with_other_weights_is_told_how(model, batch):
     weight = (1 / tracker.stats.norm).clamp(max=1)
     message = (
         "a backward reached parameter '4.weight' (of module '4') after its tracking context was "
-        "closed; run the backward inside the context, and for a second one, as clipping by the "
-        "norms takes, run the forward again outside of it."
+        "closed. Run the backward inside the context; for a second one, as clipping by the "
+        "norms needs, run the forward again outside of it."
     )
     with pytest.raises(gs.TrackingError, match=f"^{re.escape(message)}$"):
         (weight * losses).mean().backward()

@@ -1,4 +1,4 @@
-"""What a context notes on tensors: that they are constant, and where the examples of others lie."""
+"""What a context notes about tensors: which are constant, and where examples lie in the others."""
 
 from __future__ import annotations
 
@@ -22,44 +22,53 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 SERIALS = itertools.count()
 
 
-# Constants that some context found, by number, for as long as they live. What a model computed
-# without data, and kept, stays constant; on the tensor, which its user may save, no mark is left.
+# Constants found by any context, by id, for as long as they live: what a model computed without
+# data and kept is still constant in later contexts. They are listed here rather than marked on the
+# tensors, which the user may save.
 CONSTANTS: dict[int, ref[Tensor]] = {}
 
 
-# What is raised where it is not known, or not so, that each value is one example's.
+# Errors raised where values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
 def leave_graph(what: str | Callable[[], str]) -> None:
-    """Stop a graph from being traced: what comes next has to be remembered in Python."""
+    """Stop tracing a graph: what follows has to be recorded in Python.
+
+    Args:
+        what: what cannot be part of a graph, for the message; a function where that takes time.
+    """
     if torch.compiler.is_dynamo_compiling():
         what = what if isinstance(what, str) else what()
-        # The compiler takes this for the end of the graph, or says it where one graph is demanded.
+        # The compiler ends the graph here, or reports this error under fullgraph=True.
         raise RuntimeError(
-            f"a compiled graph holds {what}, which is followed outside of graphs only. Compile "
-            "without fullgraph=True: then this part runs eagerly inside a context."
+            f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
+            "without fullgraph=True: this part then runs eagerly inside a context."
         )
 
 
 class Marks:
-    """Which tensors are constant and whose the others are, noted on the tensors themselves.
+    """Which tensors are constant, and to which examples the others belong.
+
+    Most of this is noted on the tensors themselves.
 
     Attributes:
         batch_size, batch_dim: as the caller gave them.
-        serial: layouts are marked with this number: a tensor may be copied with its mark.
+        serial: identifies this context in the marks on tensors; a copied tensor carries a copy of
+            its mark, perhaps into another context.
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
-        packed: the rows of examples differ in number, as the caller gave them.
-        coupled: autograd nodes in which examples met that a loss may not depend on together, with
-            how they met there.
-        taken: what made a tensor in the forward that counts as data for its size alone, and the
-            tensor's shape.
-        given_are_data: whether those made of values of the caller's do. Where they do not, numbers
-            are exact as well, and what parameters make of such tensors takes longer.
-        maps_examples: whether torch.vmap maps over the examples of all that it was given.
-        maps_places: whether, while a graph is traced, it maps over what is not data.
-        seen_by_graphs: graphs may be traced that look for the marks of constants on the tensors.
+        packed: whether the caller gave packed examples, with different numbers of rows.
+        coupled: autograd nodes that combine several examples, each with a description of how; no
+            loss may depend on them.
+        taken: the function that made a tensor during the forward which counts as data because of
+            its size alone, and the tensor's shape.
+        given_are_data: whether tensors made from the caller's own values may count as data because
+            of their size. If not, results are exact too, but computing with such tensors and
+            parameters takes longer.
+        maps_examples: whether the running torch.vmap maps everything it was given over examples.
+        maps_places: whether, while a graph is traced, torch.vmap maps over something else.
+        seen_by_graphs: whether graphs may be traced, which find constants by marks on the tensors.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -74,39 +83,39 @@ class Marks:
         self.maps_examples = self.maps_places = False
         self.seen_by_graphs = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
-        # Held, not only numbered: a freed tensor's number may come back as that of data.
+        # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
         self._constants: dict[int, Tensor] = {}
-        # The memory of constants that data were written into, under its address.
+        # Storages of constants that data were written into, by address.
         self._written: dict[int, torch.UntypedStorage] = {}
-        # Tensors of data that carry a mark.
+        # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
 
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors of the model's, on which no mark may be left, as constants."""
+        """Remember tensors that the model keeps, on which no mark may be left, as constants."""
         self._constants.update((id(tensor), tensor) for tensor in tensors)
 
     def keep_data(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors for data, also where the model keeps them from an earlier batch."""
+        """Treat tensors as data, even if the model keeps them from an earlier batch."""
         for tensor in tensors:
             _unmark(self._constants.pop(id(tensor), None))
 
     def take_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Take what a call was given for data, also where an earlier context made it of none."""
+        """Treat the tensors of a batch as data, even if an earlier context found them constant."""
         for tensor in tensors:
             self._constants.pop(id(tensor), None)
             _unmark(tensor)
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the model's, which outlives the context."""
+        """Whether the model keeps a tensor, so that it outlives the context."""
         return id(tensor) in self._constants
 
     def mark_kept(self) -> None:
-        """Let graphs that are traced from now on see the model's own tensors as constants."""
+        """Mark the tensors that the model keeps as constants for graphs traced from now on."""
         for tensor in self._constants.values():
             tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def forget_marks(self) -> None:
-        """Leave no mark on tensors of the model's, nor on data."""
+        """Remove the marks from the model's tensors and from data."""
         for reference in self._marked:
             marked = reference()
             if marked is None:
@@ -128,7 +137,7 @@ class Marks:
         if not compiling and id(tensor) in self._constants:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
-            return False  # a parameter that a forward makes holds no examples either
+            return False  # a parameter created in the forward holds no examples either
         if not compiling and id(tensor) in CONSTANTS:
             return False
         return not hasattr(tensor, "_gradstats_constant")
@@ -138,9 +147,12 @@ class Marks:
         return storage is not None and storage._cdata in self._written
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
-        """Note, and return, whether values given or drawn count as data for their size."""
+        """Return whether values given or drawn in the forward count as data for their size.
+
+        If so it is noted, for ``explain``.
+        """
         given = function in GIVEN_VALUES
-        # Where rows of packed examples meet nobody notices that such values were taken for data.
+        # With packed examples a mistake would go unnoticed: rows that meet are not refused there.
         if self.packed or (given and not self.given_are_data):
             return False
         if not self.has_example_axis(tensor):
@@ -151,18 +163,18 @@ class Marks:
 
     @property
     def took_given(self) -> bool:
-        """Whether values of the forward's own were taken for data by their number alone."""
+        """Whether tensors made from given values were taken for data because of their size."""
         return self.taken is not None and self.taken[0] in GIVEN_VALUES
 
     def explain(self, error: BaseException | None) -> None:
-        """Add to an error about the example axis what was taken for data by its size alone."""
+        """Add to an error about examples which tensor was taken for data because of its size."""
         if self.taken is not None and isinstance(error, ABOUT_EXAMPLES):
             function, shape = self.taken
             error.args = (
                 f"{error} In this forward {function_name(function)} made a tensor of shape "
-                f"{shape}: with as many rows as there are examples, it was taken for a row of "
-                "each. If it belongs to no example, keep it in the model (register_buffer), or use "
-                "another batch size.",
+                f"{shape}. Since it has as many rows as there are examples, it was taken to hold "
+                "one row of each. If it belongs to no example, keep it in the model "
+                "(register_buffer), or use another batch size.",
             )
 
     def has_example_axis(self, tensor: Tensor) -> bool:
@@ -170,7 +182,7 @@ class Marks:
         return self.by_contract(tensor) is not None
 
     def by_contract(self, tensor: Tensor) -> Examples | None:
-        """Return where the examples of data lie that nothing else is known of."""
+        """Return where, by contract, the examples lie in data of which nothing else is known."""
         if self._contract.fits(tensor):
             return self._contract
         axis, rows = self.batch_dim, self._contract.rows
@@ -185,7 +197,8 @@ class Marks:
         if torch.compiler.is_dynamo_compiling():
             tensor._gradstats_constant = True  # type: ignore[attr-defined]
         elif id(tensor) not in self._constants:
-            # Forgotten with the tensor, by nothing of Python's: an interrupt would be lost there.
+            # The weak reference's callback is written in C: an exception raised by an interrupt
+            # inside a Python callback would be swallowed.
             CONSTANTS[id(tensor)] = ref(tensor, partial(CONSTANTS.pop, id(tensor)))
             if self.seen_by_graphs:
                 tensor._gradstats_constant = True  # type: ignore[attr-defined]
@@ -200,19 +213,19 @@ class Marks:
                 self._written[storage._cdata] = storage
 
     def mark_blank(self, tensor: Tensor) -> None:
-        """Remember that a tensor with the form of data holds nothing of any example yet."""
+        """Remember that a tensor with the form of data holds no example's values yet."""
         if not (is_compiling() or tensor.is_inference()):
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
-        """Whether a tensor held nothing of any example before so many writes."""
+        """Whether a tensor held no example's values before its last ``writes`` changes."""
         mark = getattr(tensor, "_gradstats_blank", None)
         return mark is not None and mark == (self.serial, tensor._version - writes)
 
     @contextmanager
     def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
-        """Note for a block what torch.vmap maps over there."""
+        """Note for a block whether the torch.vmap that runs there maps over examples."""
         self.maps_examples = maps_examples
         try:
             yield
@@ -220,7 +233,7 @@ class Marks:
             self.maps_examples = False
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
-        """Return where the examples of a tensor of data lie, None where that is not known."""
+        """Return where the examples lie in a tensor of data; None where that is not known."""
         mark = self._mark_of(tensor)
         if mark is None:
             if self._written and self._is_written(tensor) and not self.is_distinct(tensor):
@@ -231,7 +244,7 @@ class Marks:
         return layout if isinstance(layout, Examples) else None
 
     def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
-        """Return where the rows of a tensor lie along an axis all of which are one example's."""
+        """Return the layout along ``axis`` of a tensor that is all one example's, or None."""
         owned = self.owned(tensor)
         if not isinstance(owned, Whole):
             return None
@@ -239,12 +252,12 @@ class Marks:
         return Examples(self.batch_size, axis).owned_by(owner, axis)
 
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
-        """Return, in a tuple, what was noted of a tensor; None where nothing was."""
+        """Return what was noted about a tensor, in a tuple of one; None where nothing was."""
         mark = getattr(tensor, "_gradstats_layout", None)
         return mark[1:2] if mark is not None and mark[0] == self.serial else None
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
-        """Return whose a tensor of data is, as far as that is known."""
+        """Return to which examples a tensor of data belongs; None where that is not known."""
         mark = self._mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
@@ -255,35 +268,36 @@ class Marks:
             self.coupled[result.grad_fn] = "combines trained values of different examples"
 
     def is_distinct(self, tensor: Tensor) -> bool:
-        """Whether one axis and no other has the batch's size."""
+        """Whether exactly one axis has the size of the batch."""
         return sum(size == self.batch_size for size in tensor.shape) == 1
 
     def is_lost(self, tensor: Tensor) -> bool:
-        """Whether an operation left a tensor of data of which nobody knows whose it is.
+        """Whether it is unknown which examples a computed tensor of data belongs to.
 
-        One that was trained unseen, in an autograd Function, carries no mark that says so.
+        A tensor computed inside an autograd Function, where operations are not seen, has no mark.
         """
         if self.owned(tensor) is not None:
             return False
         return self.is_marked(tensor) or tensor.grad_fn is not None
 
     def lost_at(self, tensor: Tensor) -> str | None:
-        """Return the operation after which nobody knew whose a tensor of data is, if one is."""
+        """Return the operation at which the examples of a tensor of data were lost, if known."""
         mark: Any = getattr(tensor, "_gradstats_layout", None)
         return mark[2] if self._mark_of(tensor) == (None,) else None
 
     def place(
         self, tensor: Tensor, layout: Examples | Whole | Mixed | None, at: str | None = None
     ) -> None:
-        """Note where the examples of a tensor of data lie; None for what nobody knows.
+        """Note where the examples lie in a tensor of data.
 
         Args:
             tensor: of data.
-            layout: where they lie.
-            at: the name of the operation after which nobody knows.
+            layout: where they lie; None where that is not known.
+            at: the name of the operation at which that was lost.
         """
         known = layout == self.by_contract(tensor) and self._mark_of(tensor) is None
-        # Nor is a tensor without an example axis nobody's, where it was computed from trained data.
+        # A tensor without an example axis that was computed from trained data is not constant: its
+        # examples are lost.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written and self._is_written(tensor)):
             self._mark(tensor, layout, at)
@@ -295,7 +309,7 @@ class Marks:
         self.follows_layouts = True
 
     def is_marked(self, tensor: Tensor) -> bool:
-        """Whether something was noted of a tensor of data."""
+        """Whether anything was noted about a tensor of data."""
         return self._mark_of(tensor) is not None
 
 
@@ -315,6 +329,6 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory of a tensor; None where it has none of its own, as sparse ones have."""
+    """Return the storage of a tensor; None for layouts without one, such as sparse tensors."""
     tensor = unwrapped(tensor)
     return tensor.untyped_storage() if tensor.layout == torch.strided else None

@@ -18,10 +18,10 @@ def multiplied(
     """Return the layout of a matrix product.
 
     Args:
-        marks: of the context.
-        operands: of which the first two are multiplied.
+        marks: the context's.
+        operands: the operation's; the first two are multiplied.
         result: the product.
-        of_rows: of the rows of both, not of rows and columns.
+        of_rows: rows are multiplied with rows, as linear does, not with columns.
     """
     kept: list[tuple[Tensor, Examples]] = []
     for place, tensor in enumerate(operands[:2]):
@@ -39,7 +39,7 @@ def multiplied(
         summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
         if axis == summed:
             if kept and marks.packed:
-                break  # attention among packed examples: the model keeps them apart
+                break  # attention over packed examples, which the model's mask keeps apart
             return None
         if place == 1 and of_rows and axis == 2:
             axis = 1  # rows of the second operand are columns of the product
@@ -58,11 +58,11 @@ def contraction(
     """Return the layout of a contraction.
 
     Args:
-        marks: of the context.
-        operands: of the contraction.
-        lies: called with the place and the layout of an operand, it returns where the examples lie
+        marks: the context's.
+        operands: what is contracted.
+        lies: called with the position and the layout of an operand, returns where its examples lie
             in the result; None where they are summed.
-        result: the contraction's.
+        result: of the contraction.
     """
     kept = []
     for place, tensor in enumerate(operands):
@@ -85,10 +85,10 @@ def _product(
     found = trained or [layout for _, layout in kept]
     if not found:
         return marks.by_contract(result)
-    apart = marks.packed  # by the model itself, if at all
+    apart = marks.packed  # then the model itself has to keep the examples apart
     axes = {layout.axis for layout in trained}
     if marks.batch_size > 1 and len(axes) > 1 and not apart:
-        # Every example meets every other. Whether a loss depends on it shows in its graph.
+        # Every example meets every other. The graph of the losses shows whether they depend on it.
         size = marks.batch_size
         marks.coupled[result.grad_fn] = (
             f"multiplies every example with every other ({size} × {size} products of trained "

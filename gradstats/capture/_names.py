@@ -11,7 +11,7 @@ from gradstats.capture._operations import SCRIPTS
 
 
 def function_class_of(function: Any) -> type[torch.autograd.Function] | None:
-    """Return the custom autograd Function whose ``apply`` a function is; None if it is none."""
+    """Return the autograd Function whose ``apply`` a function is; None for other functions."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return owner

@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts: of an operation's arguments, of its results, of a batch."""
+"""Nested tuples, lists and dicts, as arguments and results of operations and batches are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def flatten(items) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts, in order."""
     leaves: list[Any] = []
-    for item in items.values() if type(items) is dict else items:
+    for item in items.values() if isinstance(items, dict) else items:
         if isinstance(item, (tuple, list, dict)):
             leaves.extend(flatten(item))
         else:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 # What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
 VALUE, BOUND, COUNT = range(3)
 
-# Operations that may change operands beside the first: running statistics, of the user's.
+# Operations that may change operands other than the first: the user's running statistics.
 UPDATES = frozenset(
     {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
 )
 
-# A second contraction of one root within one context.
+# The message for a second contraction of one root within one context.
 ARRIVED_TWICE = (
     "the gradient of {} arrived in two backwards within one context. One context serves one batch "
     "and one backward: open one context for each micro-batch. If the parameter is shared between "
@@ -66,7 +66,7 @@ class Node:
         return self.value.shape
 
     def describe(self) -> str:
-        """Return how messages call this tensor."""
+        """Return what error messages call this tensor."""
         raise NotImplementedError
 
 
@@ -84,13 +84,14 @@ class Root(Node):
 
     Attributes:
         name, parameter: as the model has them.
-        probe: what a compiled graph, in which no Python runs, returns the root's report through:
-            as the gradient of this leaf, (3, B) float64; None where nothing is compiled.
-        alias: a view of the parameter, once it was used by an operation that takes it.
-        registered: how many uses there have been.
-        counted: how many of them the graph of the losses holds.
+        probe: a leaf whose gradient, (3, B) float64, is the root's report from compiled graphs, in
+            which no Python runs; None where nothing is compiled.
+        alias: the parameter as a plain tensor, which operations read; None before the first use.
+        registered: how many uses there have been in the forward.
+        counted: how many of them the graph of the losses contains.
         expected: how many of those have not delivered yet.
-        postponed: there may be more in the graph; the backward's end tells.
+        postponed: whether the graph may contain more uses than were counted, so that factors can
+            only be contracted when the backward has ended.
         lookups: those of the counted uses that are look-ups.
         result: the squared norms, once all uses have delivered.
     """
@@ -115,14 +116,14 @@ class Root(Node):
 
     @property
     def value(self) -> Tensor:
-        # Every tracked use reads this alias, so that in the autograd graph a use that was not seen
-        # stands out: it is an edge to the parameter that does not come through the alias.
+        # Every tracked use reads this alias, so that a use that was not seen stands out in the
+        # autograd graph: it is an edge to the parameter that does not come through the alias.
         alias = self.alias
         if alias is None or alias.dtype != self.parameter.dtype:
-            # The gradient of an alias may be of any layout; that of a view may not be sparse.
+            # Not a view of the parameter: the gradient of a view cannot be sparse.
             alias = self.alias = self.parameter.as_subclass(Tensor)
         elif not is_compiling() and _place(alias) != _place(self.parameter):
-            # Other numbers were put in the parameter's place: ``parameter.data = ...``.
+            # The parameter was given other memory, as by ``parameter.data = ...``.
             alias.data = self.parameter.detach()
         return alias
 
@@ -144,17 +145,17 @@ class Root(Node):
 
     @property
     def has_one_use(self) -> bool:
-        """Whether the graph of the losses holds one use and no more."""
+        """Whether the graph of the losses contains exactly one use."""
         return self.counted == 1 and not self.postponed
 
     @property
     def is_projection(self) -> bool:
-        """Whether the graph of the losses holds look-ups and one other use."""
+        """Whether the graph of the losses contains look-ups and exactly one other use."""
         others = self.counted - len(self.lookups)
         return bool(self.lookups) and others == 1 and not self.postponed
 
     def deliver(self, factor: Factor | Fused, parts: int = 1) -> None:
-        """Take a part of what a use contributes, which has so many of them."""
+        """Take one factor of a use that contributes ``parts`` of them."""
         kept: Factor | Fused | Projected = factor
         if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
@@ -167,7 +168,7 @@ class Root(Node):
             self.contract()
 
     def settle_alone(self, result: Contraction) -> None:
-        """Note that the only use has delivered, and what came of it."""
+        """Note that the only use has delivered, with the squared norms of its factor."""
         self.expected -= 1
         self.finish(result)
 
@@ -184,7 +185,7 @@ class Root(Node):
         self.result = result
 
     def release(self) -> None:
-        """Let go of the graph when the context closes."""
+        """Drop all references to the graph and the context when it closes."""
         self.tracker = CLOSED  # type: ignore[assignment]
         self.alias = None
         self.lookups = self._delivered = ()
@@ -196,10 +197,10 @@ class Derived(Node):
     Attributes:
         function, args, kwargs: the operation; tracked operands stand as their nodes.
         index: which of the operation's outputs this is; None for a single output.
-        shown: returns the tensor that the user's code has for this, as long as it has it.
-        aliased: a tensor that is not tracked shows the same memory.
-        version: of the tensor that is shown, where it has memory of its own: a later one says that
-            it was changed where nobody saw it.
+        shown: returns the tensor that stands for this in the user's code, None once it is gone.
+        aliased: whether a tensor that is not tracked shares its memory.
+        version: version counter of the shown tensor, where that has memory of its own: if it moves
+            on, the tensor was changed unseen.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Derived(Node):
         self.aliased = False
         self.version: int | None = None
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
-        # Of several results each may depend on some of the operands only.
+        # Each of several results may depend on only some of the operands.
         self.parents = tuple(parents if index is None else _reached(value, parents))
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
         self._value = value
@@ -233,22 +234,22 @@ class Derived(Node):
         shown = None if self.version is None else self.shown()
         if shown is not None and shown._version != self.version:
             raise UnsupportedOperationError(
-                f"{self.describe()} was changed in place where gradients are not recorded, or "
-                "through a tensor that shares its memory, so that per-example gradients are not "
-                "known. Write it out of place.",
+                f"{self.describe()} was changed in place under torch.no_grad(), or through a "
+                "tensor that shares its memory, so its per-example gradients are not known. "
+                "Expected a tensor that is left as it was computed: write the change out of place.",
                 [root.name for root in self.roots],
             )
         return self._value
 
     @property
     def has_function(self) -> bool:
-        """Whether a custom autograd Function is among the operations that it was computed by."""
+        """Whether it was computed with the help of a custom autograd Function."""
         return function_class_of(self.function) is not None or any(
             parent.has_function for parent in self.parents if isinstance(parent, Derived)
         )
 
     def is_alone(self) -> bool:
-        """Whether no other tensor that is still in use shows the same memory."""
+        """Whether no other tensor that is still in use shares its memory."""
         if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
             return False
         return not any(
@@ -266,9 +267,9 @@ class Derived(Node):
 
         Args:
             known: node → value. What is computed on the way is added: each node is computed once,
-                however many ways lead to it, and operands that were one tensor still are, of which
-                attention and recurrent layers make much.
-            copies: take copies of everything else, which may change later.
+                however many paths lead to it, and operands that were one tensor are so again,
+                which matters to attention and recurrent layers.
+            copies: copy all other tensors, which may change later.
         """
         updates = self.function in UPDATES or function_class_of(self.function) is not None
 
@@ -288,7 +289,8 @@ class Derived(Node):
             if isinstance(item, Derived):
                 return item.replay(known, copies)
             value = item.value.detach()
-            # PyTorch chooses the form of a product, and with it the bits, by who needs gradients.
+            # As in the forward: how PyTorch computes a product, and so its rounding, depends on
+            # which operands require grad.
             return (value.clone() if copies else value).requires_grad_()
 
         args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
@@ -304,9 +306,9 @@ class Derived(Node):
         return OneOfSeveral.apply(chosen, *others)
 
     def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
-        """Return a fresh leaf with the root's value and this tensor computed from it.
+        """Return a new leaf with the root's value and this tensor computed from it.
 
-        Both in real numbers.
+        Complex tensors come as real ones, with a last axis of size 2.
         """
         with torch.enable_grad():
             parameter = root.parameter.detach()
@@ -326,9 +328,10 @@ class Derived(Node):
 
 
 class OneOfSeveral(torch.autograd.Function):
-    """One of a custom Function's results, beside which the others have zeros for gradients.
+    """One of a custom Function's results; the gradients of the others are zeros.
 
-    As they have in the backward of a batch; with none at all a Function may take another way.
+    They would otherwise be None, and the Function's backward might take another branch than it does
+    in the backward of the batch.
     """
 
     @staticmethod
@@ -342,21 +345,21 @@ class OneOfSeveral(torch.autograd.Function):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's numbers are, asked for by no operation that a mode would see."""
+    """Return where a tensor's memory is, without an operation that a mode would see."""
     if tensor.layout != torch.strided:
         return ()
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def same_storage(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors show the same memory."""
+    """Whether two tensors share their memory."""
     if not first.layout == second.layout == torch.strided:
         return False
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
-    """Return those of several tensors that another was computed from by one operation."""
+    """Return those operands of an operation on which one of its results depends."""
     if len(parents) == 1:
         return parents
 

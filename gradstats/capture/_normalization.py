@@ -36,7 +36,7 @@ class OnChip(Protocol):
         wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
-        """Return the gradients of input and of parameters, as far as wanted, and squared norms."""
+        """Return the wanted gradients of input and parameters, and the squared norms."""
 
     def input_gradient(
         self,
@@ -46,7 +46,7 @@ class OnChip(Protocol):
         weight: Tensor | None,
         *statistics: Tensor,
     ) -> Tensor:
-        """Return the input's gradient as tracked operations compute it."""
+        """Return the input's gradient, computed by tracked operations."""
 
 
 def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor):
@@ -56,7 +56,7 @@ def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *s
 
 
 class NormalisationUse(torch.autograd.Function):
-    """x̂ w + b with a backward that makes all gradients and the squared norms in one pass.
+    """x̂ w + b, whose backward computes all gradients and the squared norms in one pass.
 
     Shapes: x (B, *, features) or (B, C, *); weight and bias as the layer has them, or None.
     """
@@ -73,12 +73,12 @@ class NormalisationUse(torch.autograd.Function):
     def backward(ctx, grad, x, weight, *statistics):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
         wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[6:8]]
-        # Autocast normalises in a wider dtype than that of the input it is given.
+        # Under autocast layers normalise, and gradients come, in a wider dtype than the input's.
         own = dtype = x.dtype
         if grad.dtype != own:
             dtype = torch.promote_types(own, grad.dtype)
         grad, x = cast(grad, dtype), cast(x, dtype)
-        # All come in one dtype; where the layer has several, each is cast to its own.
+        # The kernel returns both sums in one dtype; if the parameters' differ, each is cast.
         dtypes = [ctx.parameters[index][1] for index in range(2) if wanted[index]]
         total_dtype = dtypes[0] if dtypes else None
         if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
@@ -108,7 +108,7 @@ def _factors(
     x: Tensor,
     *statistics: Tensor,
 ) -> list[Factor | Fused]:
-    """Return what to report of the tracked parameters; factors only where uses must meet."""
+    """Return what to report of each tracked parameter; factors only where several uses meet."""
     tracked = [index for index, own in enumerate((layer.scale, layer.shift)) if own]
     sole = [use.is_sole(position) for position in range(len(use.nodes))]
     factors: list = [None] * len(tracked) if all(sole) else layer(grad, x, *statistics)

@@ -1,8 +1,8 @@
-"""Functions of PyTorch's own that are written in Python, taken apart into the operations in them.
+"""PyTorch functions written in Python, run so that the operations inside them are seen.
 
-A function mode is off while it handles a call. What such a function computes from data, and what it
-does with parameters that PyTorch does not show among its operands, would not be seen: a learned
-temperature, what a function of the caller's uses.
+A function mode is off while it handles a call, so the operations inside such a function would not
+be seen. They matter where a function uses parameters that PyTorch does not report among its
+operands: a learned temperature, or whatever a callable that it was given uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import functional
 
-# Functions that compute with other arguments than those that PyTorch shows.
+# Functions that compute with arguments that PyTorch does not report as operands.
 OPENED: tuple[Callable[..., Any], ...] = (
     functional.gumbel_softmax,
     functional.triplet_margin_with_distance_loss,
@@ -23,12 +23,12 @@ OPENED: tuple[Callable[..., Any], ...] = (
     functional.lp_pool3d,
 )
 
-# The same, where an argument is tracked: otherwise they are followed as they are.
+# Run this way only where an argument is tracked; otherwise they are followed as one operation.
 OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (functional.normalize,)
 
 
 def opened(function: Any) -> Callable[..., Any]:
-    """Return a function of PyTorch's that does not hand itself over to who overrides functions."""
+    """Return a copy of a PyTorch function that skips its ``__torch_function__`` dispatch."""
 
     def no(*_) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""PyTorch's operations by what they do to the axes of their operands."""
+"""PyTorch's operations, grouped by what they do to the axes of their operands."""
 
 from __future__ import annotations
 
@@ -119,17 +119,16 @@ ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 # Products of all elements of two vectors.
 OUTER_PRODUCTS = frozenset(variants("outer", "ger"))
 
-# Products of all of two operands along axes that they are told; the last ones where they are told
-# none.
+# Contractions of two operands along axes that the caller chooses; otherwise along their last ones.
 TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner")}) | OUTER_PRODUCTS
 
-# Products, added to their first operand, with what they call the two that they multiply.
+# Products added to their first operand, with the names of the two operands that are multiplied.
 ADDED_PRODUCTS = {
     **dict.fromkeys(variants("addmm"), ("mat1", "mat2")),
     **dict.fromkeys(variants("baddbmm"), ("batch1", "batch2")),
 }
 
-# Operations on several operands of data, element by element.
+# Element-by-element operations on several operands.
 ELEMENTWISE = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
     "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
@@ -148,7 +147,7 @@ BROADCASTS = POINTWISE_OF_SEVERAL | frozenset(
     ]
 )  # fmt: skip
 
-# Operations that put tensors side by side, with the axis where they take none.
+# Operations that join tensors, with the axis they join along; None where the caller gives it.
 JOINS: dict[Any, int | None] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), None),
     **dict.fromkeys((torch.vstack, torch.row_stack), 0),
@@ -156,11 +155,11 @@ JOINS: dict[Any, int | None] = {
     torch.dstack: 2,
 }
 
-# Fills sequences up to one length and puts them side by side.
+# Pads sequences to one length and stacks them.
 PAD_SEQUENCE = torch._C._nn.pad_sequence
 
-# Operations whose results have axes of other operands, or none of their operands': where sizes
-# agree by accident nobody knows where the examples are.
+# Operations whose results have axes that their first operand does not have: a size that agrees with
+# the batch's does so by accident, so where the examples lie is not known.
 UNFOLLOWED = frozenset(
     function
     for name in (
@@ -171,7 +170,7 @@ UNFOLLOWED = frozenset(
     for function in variants(name)
 ) - frozenset(variants("index_copy"))  # fmt: skip
 
-# Operations that move rows, or mix them, in ways that no shape shows.
+# Operations that move or mix rows without a trace in the shape of the result.
 SCRAMBLES = frozenset(
     variants(
         "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
@@ -179,11 +178,11 @@ SCRAMBLES = frozenset(
     )
 ) | {torch.linalg.multi_dot, torch.pdist, functional.pdist, torch.segment_reduce}  # fmt: skip
 
-# Operations of every row with every other.
+# Operations on every pair of rows.
 OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
 
-# Systems of equations, one for each place along the axes in front of the matrices' two, with the
-# place of the right-hand sides among their arguments.
+# Solvers of linear systems, one for each index of the axes in front of the matrices' two, with the
+# position of the right-hand sides among their arguments.
 SOLVES: dict[Any, int] = {
     torch.linalg.solve: 1,
     torch.linalg.solve_ex: 1,
@@ -193,19 +192,19 @@ SOLVES: dict[Any, int] = {
     **dict.fromkeys(variants("cholesky_solve", "triangular_solve", "lu_solve"), 0),
 }
 
-# Those that take a vector for each matrix as well.
+# Those whose right-hand sides may be vectors.
 SOLVES_VECTORS = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
 
 
 def solves_vector(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a solver takes its right-hand sides for vectors, as the shapes say."""
+    """Whether the shapes make a solver treat its right-hand sides as vectors."""
     if func not in SOLVES_VECTORS or len(args) < 2:
         return False
     return args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
 
 
-# Convolutions, with how many axes they run over; with one axis more data are one example, whose
-# channels are summed.
+# Convolutions, with the number of axes they run over. They take data that have just one axis more
+# for a single example, whose first axis are channels.
 CONVOLUTIONS = {
     getattr(functional, f"conv{kind}{axes}d"): axes
     for kind in ("", "_transpose")
@@ -216,14 +215,13 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
     getattr(functional, f"conv_transpose{axes}d") for axes in (1, 2, 3)
 )
 
-# Operations whose first operand says where the examples lie, unless it is a constant: the others
-# are shared by all examples.
+# Operations whose first operand says where the examples lie, unless it is constant: all examples
+# share the others.
 LOOKS_AT_FIRST = frozenset(
     {functional.linear, functional.embedding, functional.prelu, *variants("prelu"), *CONVOLUTIONS}
 )
 
-# Operands that all examples share, of operations that have others beside the first that they do
-# not, with their place.
+# Operations on several operands of data, with the position of the operand all examples share.
 SHARED_WEIGHT = {functional.bilinear: 2, torch.bilinear: 2, functional.embedding_bag: 1}
 
 # Operations whose rules serve complex numbers.
@@ -239,10 +237,10 @@ COMPLEX = (
     }
 )  # fmt: skip
 
-# Of one operand reductions, of two the larger or smaller element by element.
+# Reductions of one operand; element by element the larger or smaller of two.
 EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
 
-# Operations that take the first axis for that of the examples, and the second for channels.
+# Operations that take the first axis for the examples' and the second for channels.
 BATCH_FIRST = frozenset(
     getattr(owner, name)
     for owner in (functional, torch)
@@ -256,14 +254,14 @@ BATCH_FIRST = frozenset(
     or (owner is functional and name in ("unfold", "fold"))
 )  # fmt: skip
 
-# Types of what TorchScript compiles.
+# Types of the functions and methods that TorchScript compiles.
 SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
-# Types of operations of which nothing is known: a library's own, and TorchScript's.
+# Types of operations of which nothing is known: custom operators, and TorchScript's.
 OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket, *SCRIPTS})
 
-# Layers that keep the rows of their first operand apart along every axis but the last ones, whose
-# sizes they change.
+# Layers that keep the rows of their first operand apart along all but the last axes, whose sizes
+# they change.
 LAYERS = frozenset(
     getattr(owner, name)
     for owner in (functional, torch)
@@ -272,21 +270,20 @@ LAYERS = frozenset(
     if hasattr(owner, name)
 ) - {torch.embedding_bag}  # fmt: skip
 
-# Operations that make a tensor of another's form, with a row for each of its rows.
+# Operations that create a tensor in the form of another, with a row for each of its rows.
 FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
 
-# Operations that keep the examples where they lie in their operands if the sizes of the result
-# agree with it.
+# Operations that leave the examples where they lie in their operands, if the result's sizes agree.
 KEEPS = (
     POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
 )  # fmt: skip
 
-# Operations that make tensors of values that the caller has.
+# Operations that make tensors from values that the caller has.
 GIVEN_VALUES = frozenset(
     {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer}
 )
 
-# Operations that do, or that draw values.
+# Those, and operations that draw random values.
 CALLERS_VALUES = GIVEN_VALUES | {
     torch.rand,
     torch.randn,
@@ -299,7 +296,7 @@ CALLERS_VALUES = GIVEN_VALUES | {
     torch.randint_like,
 }
 
-# Operations that make tensors of a size.
+# Operations that create a tensor of a given size.
 FACTORIES = frozenset(
     {
         torch.zeros,
@@ -312,5 +309,5 @@ FACTORIES = frozenset(
     }
 )
 
-# Operations that take of data their form alone.
+# Operations that take only the form of their operand, and none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})

@@ -21,18 +21,18 @@ from gradstats.capture._uses import derived, tap
 class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 
-    Each index is of one kind: the example's; groups K, in both operands and the result; positions
-    T, in data and result; p, in parameter and result; q, in parameter and data; and indices of the
-    data alone, which are summed away.
+    Each index is of one kind: that of the examples; groups K, in both operands and the result;
+    positions T, in data and result; p, in parameter and result; q, in parameter and data; or an
+    index of the data alone, which is summed away.
 
     Attributes:
-        examples: whose the rows of the example's axis are.
-        left: order of the result's axes (example, K, T, p), and right: of the data's (example, K,
-            T, q, data alone).
+        examples: to which examples the rows of the example axis belong.
+        left: the result's axes in the order (example, K, T, p).
+        right: the data's axes in the order (example, K, T, q, data alone).
         sizes: sizes of K, p and q, axis by axis.
         shape: shape of the parameter.
         permutation: order of the axes (K, p, q) that gives the parameter's own.
-        alone: the result, all of which is one example's, lacks the example's axis in front.
+        alone: the result belongs to one example as a whole, without an example axis in front.
     """
 
     examples: Examples
@@ -91,7 +91,7 @@ class ProductFactor:
         return right.reshape(len(right), groups, -1, q)
 
     def _by_example(self, rows: Tensor) -> Tensor:
-        """Return (rows, K, T, width) by example, whose rows are positions: (B, K, T, width)."""
+        """Return (rows, K, T, width) as (B, K, T, width), an example's rows as positions."""
         if self.examples.plain:
             return rows
         return self.examples.along(0).first(rows).movedim(1, 2).flatten(2, 3)
@@ -106,7 +106,7 @@ class ProductFactor:
                 return [Ragged(left, right, segments.offsets_of(len(left)), self.shape)]
         left, right = self._by_example(left), self._by_example(right)
         if left.is_complex():
-            # The imaginary unit is one more index of parameter and data.
+            # Real and imaginary part are one more index of parameter and data.
             left, right = real_product(left, right)
             within = self.permutation
             sizes_of_k, sizes_of_p, sizes_of_q = self.sizes
@@ -121,7 +121,7 @@ class ProductFactor:
         return [Outer(left, right, self.shape, self.permutation, unfolded)]
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
-        """One more product with the parameter, brought to the form (K, p, q)."""
+        """Return the data's gradient: one more product with the parameter, as (K, p, q)."""
         (node,) = nodes
         groups, p, q = (product(sizes) for sizes in self.sizes)
         order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
@@ -139,7 +139,7 @@ class ProductFactor:
         )
         result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
         result = tap(node.tracker, [matrix], result, again, left)
-        # Axes that the product summed away see the same gradient everywhere.
+        # Along axes that the product summed away the gradient is the same everywhere.
         sizes = [x.shape[axis] for axis in self.right]
         kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
         result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)

@@ -1,11 +1,11 @@
-"""Operations that PyTorch computes as a whole and that backward takes apart.
+"""Operations that PyTorch computes as a whole and that the backward takes apart.
 
-A recurrent layer reaches PyTorch as one operation, in whose backward the gradients of its inner
-products do not show. They are found by computing the operation's inside again in backward: once,
-for the gradients of its operands and for its factors.
+A recurrent layer reaches PyTorch as one operation, whose backward does not show the gradients of
+the products inside. The backward here computes what is inside once more, for the gradients of the
+operands and for their factors.
 
-    Recomputed  the operation's results; backward finds gradients and factors
-    JointTap    identity on the results of PyTorch's own operation; backward finds factors alone
+    Recomputed  the operation's results; the backward finds gradients and factors
+    JointTap    identity on the results of PyTorch's own operation; the backward finds factors only
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Operation(Protocol):
 
         Args:
             grads: of the results.
-            output: the first result, None where it is not known any more.
-            tensors: as they were given.
-            wanted: for each of them, whether its gradient is.
+            output: the first result; None where it was not kept.
+            tensors: the operation's operands.
+            wanted: for each of them, whether its gradient is wanted.
         """
 
     def factor(self, site: Site) -> Factor:
@@ -70,25 +70,26 @@ class Operation(Protocol):
 
 
 class Kept:
-    """An operation's result, kept for its backward for as long as nobody changes it in place.
+    """An operation's result, kept for its backward unless it is changed in place.
 
-    PyTorch's own operations may do without their results, and their users change them.
+    It is not saved as autograd saves tensors, which would raise an error where PyTorch's own
+    operation does not need its result and the user's code changes it.
     """
 
     def __init__(self, result: Tensor):
-        # Who packs saved tensors, as checkpoints do, wants their memory back.
+        # Hooks on saved tensors, such as checkpoints', are there to save memory: keep nothing then.
         packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._alias = None if packs else result.detach()
         self._version = result._version
 
     def take(self) -> Tensor | None:
-        """Return the result and let go of it; None where it is not known any more."""
+        """Return the result and drop it; None where it was not kept or has changed."""
         alias, self._alias = self._alias, None
         return alias if alias is not None and alias._version == self._version else None
 
 
 class Recomputed(torch.autograd.Function):
-    """The results of an operation, with a backward that computes it again."""
+    """The results of an operation, with a backward that computes the operation again."""
 
     @staticmethod
     def forward(ctx, use, settings, operation, tracked, data, *tensors):
@@ -151,7 +152,7 @@ class JointTap(torch.autograd.Function):
 
 
 def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list[Site]]:
-    # Autocast casts what has been cast already, or is to be precise.
+    # The operands have been cast already, and what is accumulated must not be.
     with torch.autocast(tensors[0].device.type, enabled=False):
         return ctx.operation.differentiate(grads, ctx.output.take(), tensors, wanted)
 
@@ -170,19 +171,20 @@ def recomputed(
         tracker: the context.
         nodes: the tracked operands.
         tracked: their positions among ``tensors``.
-        data: the positions of what is in the place of a parameter and was computed from trained
-            data: its gradient is wanted whatever is trained.
+        data: the positions of operands that stand in a parameter's place but were computed from
+            trained data: their gradients are always wanted.
         operation: what computes the results and takes them apart.
-        tensors: its operands, plain.
+        tensors: its operands, as plain tensors.
 
-    Cost: in backward one more forward of the operation, and no memory for it in between but the
-    first result's.
+    Cost: one more forward of the operation in the backward; until then only the first result is
+    kept in memory.
     """
     use = Use(nodes)
     settings: Settings = tracker.settings
     if settings.exact:
         results = tuple(map(free_of_views, operation.native(*tensors)))
-        # The tap changes nothing: an operation that needs its own result in backward may find it.
+        # The tap marks the results as changed but leaves their values alone: without this, an
+        # operation that needs its own result in the backward would raise an error.
         with torch.autograd._unsafe_preserve_version_counter(results):
             kept = Kept(results[0])
             return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
@@ -194,7 +196,7 @@ def _refuse_derivatives(use: Use) -> None:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
-            "how they depend on the parameter is not known for this operation. Write it with "
-            "linear layers, or leave the parameter out by name with "
-            f"exclude={[root.name for root in use.roots]!r}."
+            "how they depend on the parameter is not known for this operation. Expected such "
+            "derivatives through linear layers only: write the layer with these, or leave the "
+            f"parameter out by name with exclude={[root.name for root in use.roots]!r}."
         )

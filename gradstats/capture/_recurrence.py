@@ -1,8 +1,8 @@
 """Recurrent cells, and backpropagation through time where the hidden states are known.
 
-A layer's hidden states are its output. With them the gates of all steps follow at once, and the
-gates' gradients are those of the states times numbers that are known beforehand: step by step goes
-only what takes a gradient to the step before (Werbos 1990).
+A layer's hidden states are its output. Given these, the gates of all steps are computed at once,
+and each gate's gradient is that of its state times a factor that is known beforehand: only what
+takes a gradient to the previous step has to go step by step (Werbos 1990).
 
     Elman  h' = tanh(gate) or max(0, gate)
     Lstm   i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')
@@ -32,11 +32,11 @@ States = list[Tensor]
 
 @dataclass(frozen=True)
 class Steps:
-    """The order in which a layer reads its rows: all examples' first step, then the second, ….
+    """How the rows of a layer are arranged: the first step of all sequences, then the second, ….
 
     Attributes:
-        sizes: number of examples in each step, not increasing.
-        reverse: the layer reads the last step first.
+        sizes: number of sequences in each step, not increasing.
+        reverse: whether the layer reads the last step first.
     """
 
     sizes: tuple[int, ...]
@@ -49,13 +49,13 @@ class Steps:
     def walk(
         self, starts: States, advance: Callable[[int, States], States], *, back: bool = False
     ) -> States:
-        """Carry states from step to step; return what they came to for each example.
+        """Carry states from step to step; return those after each sequence's last step.
 
         Args:
-            starts: (places, width) each: what an example enters its first step with.
-            advance: called as advance(step, states) with the states of the step's examples;
+            starts: (sequences, width) each: the states before each sequence's first step.
+            advance: called as advance(step, states) with the states of the sequences in it;
                 returns those after the step.
-            back: from the step that the layer reads last to that which it reads first.
+            back: walk from the step that the layer reads last to the one that it reads first.
         """
         order = range(len(self.sizes))
         states, alive = [start[:0] for start in starts], 0
@@ -76,7 +76,7 @@ class Steps:
         return [torch.cat(parts) for parts in zip(states, *reversed(left), strict=True)]
 
     def before(self, rows: Tensor, start: Tensor) -> Tensor:
-        """Return, in each row's place, the row of the step that was read before it."""
+        """Return, in place of each row, that of the step read before it."""
         after, found = self.split(rows), [rows] * len(self.sizes)
 
         def note(step: int, states: States) -> States:
@@ -92,8 +92,8 @@ class Cell(Protocol):
 
     Attributes:
         hidden: what the cell computes, before it is projected: (rows, H).
-        inner, outer: once every step was passed back, the gradients of what the input and the
-            hidden state gave to the gates: (rows, gates · H).
+        inner, outer: once gradients have been passed back through every step, the gradients of
+            what input and hidden state contributed to the gates: (rows, gates · H).
     """
 
     hidden: Tensor
@@ -101,7 +101,7 @@ class Cell(Protocol):
     outer: Tensor
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
-        """Take what the input and the hidden state gave to the gates of all steps.
+        """Take what input and hidden state contributed to the gates of all steps.
 
         Args:
             steps: the order of the rows.
@@ -123,8 +123,8 @@ class Cell(Protocol):
             others: of the other states.
 
         Returns:
-            The gradient of ``outer`` at this step; what reaches the hidden state before it beside
-            it, None for nothing; those of the other states before it.
+            The gradient of ``outer`` at this step; what reaches the previous hidden state by other
+            ways, or None; the gradients of the other previous states.
         """
 
 
@@ -245,13 +245,14 @@ class Gru:
 
 @dataclass(frozen=True)
 class Passed:
-    """What came of passing a layer's gradients back.
+    """The result of passing a layer's gradients back through all steps.
 
     Attributes:
-        inner, outer: gradients of what input and hidden state gave to the gates, (rows, gates · H).
+        inner, outer: gradients of what input and hidden state contributed to the gates,
+            (rows, gates · H).
         before: hidden states before each step, (rows, width).
-        hidden, projected: (rows, H) what was projected, and (rows, width) the gradients of what it
-            became; None without a projection.
+        hidden, projected: what was projected, (rows, H), and the gradients of its projection,
+            (rows, width); None without a projection.
         starts: gradients of the initial states.
     """
 
@@ -289,7 +290,7 @@ class Sweep:
 
         Args:
             rows: (rows, d_in).
-            starts: the initial states, (places, width) each.
+            starts: the initial states, (sequences, width) each.
         """
         inner = self.steps.split(self._inner(rows))
         found = list(inner)
@@ -311,9 +312,9 @@ class Sweep:
 
         Args:
             rows, starts: as ``run`` takes them.
-            after: what it returns.
-            grad: the gradient of that; None for nothing.
-            ends: gradients of the final states, (places, width) each.
+            after: what ``run`` returns.
+            grad: the gradient of ``after``; None where it has none.
+            ends: gradients of the final states, (sequences, width) each.
         """
         steps, projection = self.steps, self.projection
         before = steps.before(after, starts[0])

@@ -12,11 +12,10 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._indexing import argument_of
 from gradstats.capture._operations import variants
 
-# The place of what is given by name only.
+# Stands for the position of an argument that can only be given by name.
 KEYWORD = 99
 
-# Operations over some axes of their operand, with the place of the axes among their arguments; as
-# long as every operand lies as the contract says, shape tells what they leave.
+# Reductions, with the position of the axes among their arguments.
 REDUCES: dict[Any, int] = {
     **dict.fromkeys(
         variants(
@@ -46,23 +45,23 @@ def reduced(
     if layout.axis in dims or not dims:
         return None
     if func in QUANTILES and isinstance(argument_of(args, kwargs, 1, "q"), Tensor):
-        return None  # several quantiles stand in front
+        return None  # several quantiles add an axis in front
     if result.dim() == source.dim():
         return layout
     if result.dim() == source.dim() - len(dims):
         return layout.along(layout.axis - sum(d < layout.axis for d in dims))
-    # Not all of the axes are gone, as those of matrices of which numbers are found; or the others
-    # too, as those of losses that are averaged.
+    # Some of these axes are left, as where matrices have vectors for results; or others are gone
+    # too, as where losses are averaged.
     lead = layout.axis + 1
     before = layout.axis < min(dims) and result.shape[:lead] == source.shape[:lead]
     return layout if before else None
 
 
-# Without an axis these run over one that the number of axes decides.
+# Where they are given no axis, these choose one by the number of axes.
 IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.softmin})
 
-# Operations along an axis after which each element depends on all along it, with the place of the
-# axis among their arguments and the axis by default.
+# Operations that make each element depend on others along an axis, with the position of the axis
+# among their arguments and its default.
 SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(
         variants(
@@ -101,7 +100,7 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
 }
 
-# Operations on matrices, which are the last two axes.
+# Operations on matrices, which span the last two axes.
 OVER_MATRICES = frozenset(
     function
     for owner, names in (
@@ -119,7 +118,7 @@ OVER_MATRICES = frozenset(
     if function is not None
 )  # fmt: skip
 
-# Operations over the last axes of their operand, as many as a shape among their arguments has.
+# Operations over as many of the last axes as a shape among their arguments has.
 OVER_LAST = frozenset(
     {
         functional.layer_norm, torch.layer_norm, torch.native_layer_norm, functional.rms_norm,
@@ -127,7 +126,7 @@ OVER_LAST = frozenset(
     }
 )  # fmt: skip
 
-# Losses of rows, with the axis that they run over.
+# Losses of rows, with the axis along which a row lies.
 ROW_LOSSES = {
     getattr(owner, name): axis
     for axis, names in (
@@ -143,8 +142,8 @@ ATTENTION = functional.scaled_dot_product_attention
 
 QUANTILES = frozenset(variants("quantile", "nanquantile"))
 
-# Where the operations that may run over the examples are told their axes, and the axes by default;
-# None for all.
+# All operations that may run over the example axis, with the position of the axes among their
+# arguments and their default; None for all axes.
 OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **SPREADS,
     **{function: (position, None) for function, position in REDUCES.items()},
@@ -165,7 +164,7 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
 
 
 def runs_over(func, args, kwargs, axis: int) -> bool:
-    """Whether an operation of ``OVER_AXES`` on args[0] runs over an axis."""
+    """Whether an operation of ``OVER_AXES`` on args[0] runs over this axis."""
     dims = args[0].dim()
     if func is ATTENTION:
         return axis >= dims - 2

@@ -1,4 +1,4 @@
-"""Rules for users' own operations."""
+"""Rules that users register for their own operations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradstats.errors import TrackingError
 
 
 class RuleHandle:
-    """A registered rule; ``remove`` takes it back, and so does leaving it as a context."""
+    """A registered rule, removed by ``remove`` or at the end of a ``with`` block."""
 
     def __init__(self, undo: list[Callable[[], Any]]):
         self._undo = undo
 
     def remove(self) -> None:
-        """Make everything as it was before the registration; a second call does nothing."""
+        """Undo the registration; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -37,10 +37,10 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     """Tell gradstats how an operation of your own uses its parameters.
 
     Inside a context, wherever ``function`` meets a tracked parameter and data, it runs as always:
-    its values and its gradients are what they were. Beside it ``decomposition`` runs on the same
-    arguments, and the per-example gradients are those of its PyTorch operations for the gradient
-    that reaches the result. A ``torch.autograd.Function`` of parameters and constants alone needs
-    no rule: it is pulled back by its own backward.
+    its values and gradients stay the same. ``decomposition`` runs beside it on the same arguments,
+    and the per-example gradients are computed from the PyTorch operations in there, given the
+    gradient that reaches the result. A ``torch.autograd.Function`` of parameters and constants
+    alone needs no rule: its own backward is used. A rule does not hold for subclasses.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
@@ -67,24 +67,25 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
             function that calls ``torch.overrides.handle_torch_function``. A Python function that
             only calls other operations needs no rule: register the operations inside.
         decomposition: a function of the same arguments that returns the same values and has the
-            same gradient, without side effects or randomness. A gradient that differs from the
-            derivative of the value (straight-through estimators) is written as such:
+            same gradient, without side effects or randomness. Where the gradient is not the
+            derivative of the value (straight-through estimators), write it so that it is not:
             ``x + (x.round() - x).detach()``.
 
     Returns:
-        A handle: ``handle.remove()``, or ``with gs.register_rule(...):``, takes the rule back.
+        A handle: ``handle.remove()``, or the end of ``with gs.register_rule(...):``, removes the
+        rule.
 
     Raises:
-        TrackingError: ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs and ``decomposition`` returns other values.
+        TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
+        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values.
 
     Cost:
         The decomposition's forward and backward beside the operation's.
     """
     if not callable(decomposition):
         raise TrackingError(
-            f"the decomposition is {type(decomposition).__name__}, expected a function of the same "
-            "arguments as the operation, written with PyTorch's own operations."
+            f"the decomposition is {type(decomposition).__name__}, expected a function that takes "
+            "the same arguments as the operation and is written with PyTorch's own operations."
         )
     # The class itself, or its ``apply``.
     function_class = function_class_of(getattr(function, "apply", function))
@@ -99,7 +100,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
         if key in RULES:
             raise TrackingError(
                 f"{function_name(key)} has a rule already. Expected an operation without one; if "
-                "it was registered before, take that rule back with its handle's remove()."
+                "you registered that rule, remove it first with its handle's remove()."
             )
     rule = Grafted(decomposition)
     for key in keys:
@@ -108,13 +109,32 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     return RuleHandle(undo)
 
 
+class VisibleApply(staticmethod):
+    """The ``apply`` of a class with a rule; its subclasses, with other forwards, keep their own."""
+
+    def __init__(self, apply: Callable[..., Any], function_class: type, before: Any):
+        """Keep the ``apply`` that the class itself defined ``before``; None if it had none."""
+        super().__init__(apply)
+        self._class: Any = function_class
+        self._before = before
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
+        if owner is None:  # as torch.compile asks, with the class in the instance's place
+            owner = instance
+        if owner is self._class:
+            return self.__func__
+        if self._before is not None:
+            return self._before.__get__(instance, owner)
+        return super(self._class, owner).apply  # type: ignore[misc]
+
+
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Let contexts see the calls of an autograd Function's ``apply``, and return how to undo it."""
+    """Let contexts see calls of an autograd Function; return its ``apply`` and how to undo that."""
     inner = function_class.apply
     if inner in RULES:
         raise TrackingError(
             f"{function_class.__name__} has a rule already. Expected an operation without one: "
-            "take the registered rule back with its handle's remove()."
+            "remove the registered rule first with its handle's remove()."
         )
 
     def apply(*args, **kwargs):
@@ -124,7 +144,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
 
     apply.__self__ = function_class  # type: ignore[attr-defined]
     before = function_class.__dict__.get("apply")
-    function_class.apply = staticmethod(apply)
+    function_class.apply = VisibleApply(apply, function_class, before)
 
     def restore() -> None:
         if before is None:
@@ -136,7 +156,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
 
 
 def _overridable(function: Any) -> list[Any]:
-    """Return the functions under which contexts see an operation's calls, or raise."""
+    """Return the functions as which contexts see calls of an operation, or raise."""
     operator = getattr(function, "_opoverload", function)  # what torch.library.custom_op returns
     if isinstance(operator, torch._ops.OpOverload):
         return [operator, operator.overloadpacket]

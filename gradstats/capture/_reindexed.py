@@ -1,6 +1,6 @@
 """Where the examples lie after operations that move, cut, pick or repeat along their axis.
 
-One table says what each does to the layout of its first operand.
+One table, ``REINDEXES``, says what each does to the layout of its first operand.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from gradstats.capture._reductions import KEYWORD
 
 
 def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
-    """Moved axes keep their strides, which says where the examples' went."""
-    # Strides name the axes: an axis keeps its stride wherever it is moved, and an axis of another
-    # stride is another axis. Where two axes share a stride, one of them has size 1 or is expanded.
+    """Follow moved axes by their strides, which they keep."""
+    # An axis keeps its stride wherever it is moved, and an axis with another stride is another one.
+    # Two axes have the same stride only if one of them has size 1 or is expanded.
     stride, size = source.stride(layout.axis), source.shape[layout.axis]
     found = [
         axis
         for axis in range(result.dim())
         if result.stride(axis) == stride and result.shape[axis] == size
     ]
-    # One row has the same layout along every axis of size one.
+    # A single row lies along any axis of size 1.
     return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
 
 
 def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
-    """Reshapes keep the order of elements, which says whose each row of the result is."""
+    """Follow reshapes by the order of the elements, which they keep."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
     if result.numel() != source.numel():
-        return None  # seen as another dtype
+        return None  # a view with another dtype
     if result.numel() == 0:
         places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
         return layout.along(places[0]) if len(places) == 1 else None
@@ -54,7 +54,7 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Non
         if (size * step) % width or max(step, width) % min(step, width):
             continue
         if owners is None:
-            # The example of each run of `width` elements, in the order of memory.
+            # The example of each run of ``width`` elements, in order.
             owners = layout.owner(source.device).repeat(source.numel() // (rows * width))
         inner = max(1, step // width)
         blocks = owners.view(-1, size * step // width // inner, inner)
@@ -65,7 +65,7 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Non
 
 
 def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
-    """x[…]: whichever index stands at the example axis selects the examples too."""
+    """x[…]: the index at the example axis selects the examples too."""
     found = read_at(source, items_of(source, args[1]), layout)
     return _picked(func, args, kwargs, source, layout, result) if found is None else found
 
@@ -74,9 +74,9 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
     """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
 
     Args:
-        name, position: keyword and place of the axis among the operation's arguments.
-        change: called as change(owner, args, kwargs), it returns the owners of the new rows; None
-            where elements are picked one by one.
+        name, position: name and position of the axis among the operation's arguments.
+        change: called as change(owner, args, kwargs) with the example of each row, returns that of
+            each new row; None where elements are picked one by one.
         default: the axis where none is given.
     """
 
@@ -96,7 +96,7 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
 
 
 def _ranked(position: int, default: int):
-    """Return a rule for operations that put elements in an order of their own along an axis."""
+    """Return a rule for operations that sort elements along an axis."""
 
     def rule(func, args, kwargs, source, layout, result):
         dim = kwargs.get("dim", args[position] if len(args) > position else default)
@@ -133,8 +133,20 @@ def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
     return layout.along(layout.axis - (dim < layout.axis))
 
 
+_rows_repeated = _along(
+    "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
+)
+
+
+def _repeated_in_place(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+    """Each row repeated in place; given counts alone, the number of each row repeated so."""
+    if len(args) == 1 and "repeats" not in kwargs:
+        return layout.owned_by(layout.owner(source.device).repeat_interleave(source), 0)
+    return _rows_repeated(func, args, kwargs, source, layout, result)
+
+
 def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
-    """New axes stand in front; an axis of size 1 that is expanded holds no examples but one."""
+    """New axes stand in front; the only example's axis, of size 1, may be expanded itself."""
     after = layout.axis + result.dim() - source.dim()
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
 
@@ -148,12 +160,12 @@ def _masked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
 
 
 def _with_axes(func, args, kwargs, source, layout, result) -> Examples | None:
-    """As many axes as an operation wants at least, of one tensor."""
+    """A reshape to a least number of axes, if one tensor was given."""
     return reshaped(source, layout, result) if len(args) == 1 and args[0] is source else None
 
 
 def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | None:
-    """The last axis becomes two, which may stand anywhere among the others."""
+    """The last axis becomes the diagonal of two, which may stand anywhere among the others."""
     if layout.axis == source.dim() - 1:
         return None
     given = tuple(args[1:]) + (0, -2, -1)[len(args) - 1 :]
@@ -162,13 +174,13 @@ def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | Non
 
 
 def _padded(func, args, kwargs, source, layout, result) -> Examples | None:
-    """Widths for both sides of each axis, the last axis first."""
+    """Padding, given as widths for both sides of each axis, the last axis first."""
     place = 2 * (source.dim() - 1 - layout.axis)
     return None if any(argument_of(args, kwargs, 1, "pad")[place : place + 2]) else layout
 
 
 def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
-    """The whole is put side by side, along new axes in front and along its own."""
+    """The whole tensor several times, along new axes in front and along its own."""
     after = layout.axis + result.dim() - source.dim()
     times = result.shape[after] // source.shape[layout.axis]
     if times == 1:
@@ -177,25 +189,26 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
 
 
 def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
-    """Elements picked one by one: what happens to the elements happens to their owners."""
+    """Elements picked one by one: the operation is repeated on the examples' numbers."""
     if not source.numel() or not result.numel() or is_compiling():
         return None  # a graph has no values to look at
     owner = layout.owner(source.device).int()
     owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
     if not (result._is_view() and same_storage(result, source)):
-        found = func(owner.expand(source.shape).contiguous(), *args[1:], **kwargs)
+        told = {name: item for name, item in kwargs.items() if name != "out"}
+        found = func(owner.expand(source.shape).contiguous(), *args[1:], **told)
     else:
         start = result.storage_offset() - source.storage_offset()
         reach = 1 + _extent(source)
         if start < 0 or start + _extent(result) >= reach or source.stride(layout.axis) == 0:
             return None
         memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
-        # What is repeated is written once.
+        # Along expanded axes, of stride 0, one element stands for all.
         sizes = [n if step else 1 for n, step in zip(source.shape, source.stride(), strict=True)]
         memory.as_strided(sizes, source.stride()).copy_(owner)
         found = memory.as_strided(result.shape, result.stride(), start)
     if bool((found < 0).any()):
-        return None  # between the operand's elements lie others
+        return None  # the result shows memory between the operand's elements
     if layout.batch > 1 and bool((found == found.flatten()[0]).all()):
         return Whole(int(found.flatten()[0]))
     for axis in range(found.dim()):
@@ -206,12 +219,12 @@ def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return how far a tensor's last element lies from its first in memory."""
+    """Return the distance in memory between a tensor's first and last element."""
     return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
-    """Return the rule of an operation that takes data of so many axes for a batch."""
+    """Return the rule of an operation that takes data of this many axes for a batch."""
 
     def rule(func, args, kwargs, source, layout, result) -> Examples | None:
         return layout if layout.axis == 0 and source.dim() == dims else None
@@ -219,19 +232,14 @@ def _of_batch(dims: int) -> Callable[..., Examples | None]:
     return rule
 
 
-# Operations that select, repeat or reorder rows, with how the examples go along.
+# Operations that select, repeat or reorder rows, with the rule for the examples.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
         variants("index_select"),
         _along("dim", 1, lambda owner, a, k: owner[argument_of(a, k, 2, "index")]),
     ),
-    **dict.fromkeys(
-        variants("repeat_interleave"),
-        _along(
-            "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
-        ),
-    ),
+    **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
     **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
     Tensor.__reversed__: _along("", 1, lambda owner, a, k: owner.flip(0), 0),
     **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),

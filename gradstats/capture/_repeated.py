@@ -1,9 +1,9 @@
-"""What following came to for one operation, noted again for the next one like it.
+"""A cache of what was noted about the results of operations, for further operations like them.
 
 A model's layers do the same to operands of the same form, step after step. Two operations are alike
-where everything agrees that following reads: the function and its arguments, and of each tensor the
-form, whose its rows are and whether it has a gradient. What reads numbers, or finds more than that
-a result is constant or in which rows its examples lie, is followed each time.
+if they agree in everything that following reads: the function and its arguments, and of each tensor
+the form, the layout of the examples and whether it requires grad. Operations whose following reads
+numbers, or notes more than that a result is constant or how its examples lie, are not cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradstats.capture._sequences import PRESCRIBES
 from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.capture._writes import WRITES
 
-# Operations that pick rows by numbers among their arguments, not in tensors.
+# Operations that pick rows by numbers among their arguments, not by numbers in tensors.
 REINDEXES_BY_NUMBERS = frozenset(
     variants(
         "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "expand", "expand_as",
@@ -33,35 +33,35 @@ REINDEXES_BY_NUMBERS = frozenset(
     )
 ) | {Tensor.__getitem__}  # fmt: skip
 
-# Operations whose results lie as forms say, of which nothing else is noted.
+# Operations for which forms decide how the results lie, and nothing else is noted.
 REPEATABLE = FOLLOWED.difference(
     REINDEXES.keys() - REINDEXES_BY_NUMBERS, WRITES, IN_PLACE, PRESCRIBES, QUANTILES, FACTORIES,
     BLANKS, CALLERS_VALUES,
 )  # fmt: skip
 
-# Types of arguments that are equal where they say the same.
+# Types of arguments that can be compared by value.
 VALUES = frozenset(
     {int, bool, str, type(None), type(...), torch.Size, torch.dtype, torch.device, torch.layout,
      torch.memory_format}
 )  # fmt: skip
 
-# What may be noted of a tensor beside where its examples lie.
+# What may be noted about a tensor other than a layout.
 NOTHING, CONSTANT = "nothing", "constant"
 
-# What was noted of the results of operations that are alike. All is forgotten before it is much.
+# What was noted about the results of each kind of operation, cleared at ``MOST`` entries.
 NOTED: dict[tuple[Any, ...], tuple[Examples | str, ...]] = {}
 MOST = 8192
 
 
 class Repeated(Data):
-    """Data of one batch, of which an operation is followed once where it is done often."""
+    """Data of one batch; of operations that are alike only the first is followed."""
 
     def likeness(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
     ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-        """Return all that following an operation reads, and what is new among its results.
+        """Return a key of all that following an operation reads, and its new results.
 
-        None where it may read more than can be said in short.
+        None where it may read more than that.
         """
         if func not in REPEATABLE or self._written or self.packed:
             return None
@@ -73,7 +73,7 @@ class Repeated(Data):
         try:
             for item in (*args, *kwargs.values()) if kwargs else args:
                 kind = type(item)
-                # Most arguments are of these; a call for each would take longer than the rest.
+                # The most frequent types, inline: a call for each would take longer than the rest.
                 if kind is Tensor:
                     known = id(item) in constants or id(item) in CONSTANTS
                     note: Any = CONSTANT if known else NOTHING
@@ -88,11 +88,11 @@ class Repeated(Data):
                 elif not self._add_argument(item, key, operands):
                     return None
             if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
-                return None  # numbers in an index
+                return None  # the numbers in an index tensor matter
             results: list[Tensor] = []
             for item in (result,) if isinstance(result, Tensor) else result:
                 if item is operands[0]:
-                    key.append(NOTHING)  # it stays what it is
+                    key.append(NOTHING)  # what is noted about it stays
                 elif type(item) is not Tensor or item.__dict__:
                     return None
                 elif id(item) in constants or id(item) in CONSTANTS:
@@ -101,8 +101,8 @@ class Repeated(Data):
                     key += (item.shape, item.stride(), item.requires_grad)
                     results.append(item)
         except RuntimeError:
-            return None  # a layout without strides
-        # Which of several tensors one is may decide.
+            return None  # a sparse tensor, without strides
+        # Where one tensor appears twice, following may depend on which ones are the same.
         if len(operands) > 1:
             every = operands + results
             if len({*map(id, every)}) < len(every):
@@ -110,7 +110,7 @@ class Repeated(Data):
         return tuple(key), results
 
     def _add_argument(self, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
-        """Add what following may read of an argument; return whether that is all."""
+        """Add what following may read of an argument to the key; return whether that is all."""
         kind = type(item)
         if kind is Tensor:
             note = self._note_of(item)
@@ -138,11 +138,11 @@ class Repeated(Data):
             operands.append(item)
         else:
             key.append(kind)
-            return kind is float  # of which no number says where examples lie
+            return kind is float  # whose value never decides where examples lie
         return True
 
     def _note_of(self, tensor: Tensor) -> tuple[int, ...] | str | None:
-        """Return what was noted of a tensor; None where that is more than can be said in short."""
+        """Return what was noted about a tensor; None where a key cannot hold that."""
         notes = tensor.__dict__
         constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
         if not notes:
@@ -158,18 +158,18 @@ class Repeated(Data):
 
     @property
     def noted(self) -> tuple[int, int]:
-        """How many tensors were marked, and in how many nodes examples met."""
+        """The number of tensors marked, and of nodes in which examples met."""
         return len(self._marked), len(self.coupled)
 
     def remember(
         self, key: tuple[Any, ...], results: list[Tensor], before: tuple[int, int]
     ) -> None:
-        """Remember what was noted of the results of an operation, where it can be said in short.
+        """Remember what was noted about the results of an operation, if the cache can hold that.
 
         Args:
-            key: what the operation is like.
-            results: what is new among them.
-            before: what had been noted before it.
+            key: the operation's, from ``likeness``.
+            results: the new ones among its results.
+            before: ``noted`` as it was before the operation was followed.
         """
         marked, coupled = before
         found: list[Examples | str] = []
@@ -190,7 +190,7 @@ class Repeated(Data):
         NOTED[key] = () if found.count(NOTHING) == len(found) else tuple(found)
 
     def note_again(self, results: list[Tensor], found: tuple[Examples | str, ...]) -> None:
-        """Note of results what was noted of those of an operation that was alike."""
+        """Note about results what was noted about those of an operation that is alike."""
         for tensor, note in zip(results, found, strict=True):
             if note is CONSTANT:
                 self.mark_constant(tensor)

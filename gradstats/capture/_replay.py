@@ -1,4 +1,4 @@
-"""Derived tensors computed again, to pull gradients back to the parameters they were made of."""
+"""Derived tensors computed again, to pull gradients back to the parameters they come from."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradstats._factors import Factor, compute_dtype
 from gradstats.capture._nodes import Derived, Root
 from gradstats.errors import UnsupportedOperationError
 
-# By how much the backward of a custom Function may miss linearity, relative to the norms of what it
-# returns. It may compute in lower precision than its results show.
+# How far the backward of a custom Function may be from linear, relative to the norms of what it
+# returns: it may compute in a lower precision than the dtype of its results suggests.
 LINEAR_TOLERANCE = {torch.float64: 1e-6}
 OTHER_TOLERANCE = 2e-2
 
-# The sum that linearity is looked at in weights examples by about this much: losses that are
-# averaged over a batch have gradients as much smaller.
+# Linearity is checked with gradients weighted by up to this factor: those of losses averaged over a
+# batch are smaller by about as much, and a backward that clips gradients might leave them alone.
 LARGEST_WEIGHT = 1024
 
-# What PyTorch says where a backward cannot be differentiated.
+# PyTorch's error message where a backward cannot be differentiated.
 NO_DERIVATIVE = re.compile("derivative for .* is not implemented")
 
 
@@ -35,13 +35,13 @@ class Replay:
     """
 
     def __init__(self, node: Derived, root: Root, copies: bool = False):
-        """Compute ``node`` again from ``root``; from copies it outlives changes of the weights."""
+        """Compute ``node`` again from ``root``; with ``copies``, weights may change afterwards."""
         self.leaf, self.value = node.replay_from(root, copies)
 
     def pull_each(self, factor: Factor) -> Tensor:
-        """Return the root's per-example gradients that a factor of the derived tensor induces."""
+        """Return the root's per-example gradients, given a factor of the derived tensor."""
         cotangents = factor.dense().to(self.value)
-        # Anomaly detection looks for NaN in each gradient, which it cannot in a batch of them.
+        # Anomaly detection cannot look for NaN in a batch of gradients.
         with torch.autograd.set_detect_anomaly(False):
             (pulled,) = torch.autograd.grad(
                 self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
@@ -49,7 +49,7 @@ class Replay:
         return pulled.to(compute_dtype(pulled))
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return the root's gradient that one gradient of the derived tensor induces."""
+        """Return the root's gradient, given one gradient of the derived tensor."""
         cotangent = cotangent.to(self.value)
         (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
         return pulled.to(compute_dtype(pulled))
@@ -57,8 +57,9 @@ class Replay:
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when the root changes by ``direction``.
 
-        It is the derivative of ``pull``, which is linear in its cotangent. None where PyTorch has
-        no derivative of an operation's backward, such as fused attention's, or none that is finite.
+        Computed as the derivative of ``pull``, which is linear in its cotangent. None where PyTorch
+        cannot differentiate an operation's backward, as with fused attention, or gets values that
+        are not finite.
         """
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
@@ -75,10 +76,10 @@ class Replay:
 
 
 class FunctionReplay(Replay):
-    """The same where a custom autograd Function stands on the way.
+    """A replay that passes through a custom autograd Function.
 
-    Its backward is run as autograd runs it, for one gradient at a time: it need not know batches of
-    gradients, nor have a derivative.
+    Its backward runs as autograd would run it, for one gradient at a time: it need not support
+    batches of gradients, nor be differentiable.
     """
 
     def __init__(self, node: Derived, root: Root, copies: bool = False):
@@ -100,7 +101,7 @@ class FunctionReplay(Replay):
             torch._C.DisableTorchFunctionSubclass(),
             OneBackward(self),
         ):
-            # torch.autograd.grad would put the mode aside.
+            # torch.autograd.grad would set the mode aside.
             (pulled,) = torch.autograd.Variable._execution_engine.run_backward(
                 (self.value,),
                 (given,),
@@ -117,8 +118,8 @@ class FunctionReplay(Replay):
     def _check_linear(self, cotangents: Tensor, pulled: Tensor) -> None:
         """Raise unless the backward of a sum is the sum of the backwards.
 
-        The gradients of the examples would not add up to that of the batch, and would depend on how
-        the losses are scaled.
+        Otherwise the examples' gradients would not add up to that of the batch, and would depend on
+        how the losses are scaled.
         """
         count = len(cotangents)
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(pulled)
@@ -127,22 +128,22 @@ class FunctionReplay(Replay):
         size = (weights * pulled.reshape(count, -1).norm(dim=1)).sum()
         difference = (together - expected).norm() / size.clamp(min=1e-300)
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        if bool(difference > tolerance):  # not so where it is not a number
+        if bool(difference > tolerance):  # NaN passes: non-finite gradients are reported elsewhere
             raise UnsupportedOperationError(
-                f"the backward of an autograd Function in {self.described} is not linear: of a "
-                f"weighted sum of gradients it differs by {float(difference):.1e} from the sum of "
-                "what it returns for each, relative to their norms. Expected a backward that "
-                "multiplies the gradient by what the forward left, and leaves that as it was: "
-                "clip or round gradients after the backward (parameter.register_hook), or leave "
-                f"the parameter out by name with exclude={[self.name]!r}.",
+                f"the backward of an autograd Function in {self.described} is not linear: for a "
+                "weighted sum of gradients its result differs from the weighted sum of its results "
+                f"for each by {float(difference):.1e}, relative to their norms. Expected a "
+                "backward that multiplies the gradient by what the forward saved, and leaves that "
+                "unchanged: clip or round gradients after the backward (parameter.register_hook), "
+                f"or leave the parameter out by name with exclude={[self.name]!r}.",
                 [self.name],
             )
 
 
 class OneBackward(TorchFunctionMode):
-    """Refuses a backward inside the backward of a Function that is pulled back.
+    """Refuses a backward started inside the backward of a Function that is pulled back.
 
-    It would add to gradients once for each example, and reach parameters that nobody saw.
+    It would accumulate gradients once for each example, and might reach parameters unseen.
     """
 
     def __init__(self, replay: FunctionReplay):
@@ -155,10 +156,10 @@ class OneBackward(TorchFunctionMode):
                 f"an autograd Function in {self.replay.described} runs a backward of its own in "
                 "its backward, which may reach parameters that were not seen, so that per-example "
                 "gradients are not known. Expected torch.autograd.grad there, or "
-                "torch.utils.checkpoint.checkpoint where it saves memory; "
-                f"or leave the parameter out by name with exclude={[self.replay.name]!r}.",
+                "torch.utils.checkpoint.checkpoint if it is there to save memory; otherwise leave "
+                f"the parameter out by name with exclude={[self.replay.name]!r}.",
                 [self.replay.name],
             )
-        # What is pulled back here is no part of the user's step: other modes need not see it.
+        # This is no part of the user's step: other modes need not see it.
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))

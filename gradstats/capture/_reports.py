@@ -28,7 +28,7 @@ from gradstats.contractions import (
 )
 from gradstats.errors import CoverageError, TrackingError
 
-# Parameters of which a compiled graph was seen to hold several uses.
+# Parameters for which compiled graphs were found to contain several uses.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ONE_OF_SEVERAL = (
@@ -38,26 +38,26 @@ ONE_OF_SEVERAL = (
 
 
 class SharedInGraphError(CoverageError):
-    """Several uses of a parameter reported apart, since a compiled graph held them."""
+    """Several uses of a parameter reported separately, because a compiled graph contains them."""
 
 
 class Reports:
-    """What one backward tells of the parameters.
+    """What one backward reports about the parameters.
 
     Attributes:
         roots: the parameters.
         order: (B,) the example of each loss; None where they stand in the batch's order.
-        twice: whether a compiled graph held several uses of a parameter, once that was asked: on
-            the device where nobody has waited for it.
+        twice: whether a compiled graph was found to contain several uses of a parameter; a tensor
+            on the device until it has been waited for.
     """
 
     def __init__(
         self, roots: Sequence[Root], settings: Settings, batch_size: int, *, runs_graphs: bool
     ):
-        """Take what nothing of a backward changes.
+        """Keep what does not depend on the backward.
 
         Args:
-            roots, settings: of the context.
+            roots, settings: the context's.
             batch_size: number of examples B.
             runs_graphs: whether compiled graphs may report.
         """
@@ -78,16 +78,17 @@ class Reports:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self._settings.consumer, delivered[0]
         if not root.parameter.numel():
-            consumer = None  # no elements add to no product, as if the parameter had no use
+            consumer = None  # without elements it adds nothing, like a parameter without a use
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
             rows = [item for item in delivered if isinstance(item, Rows)]
             known = all(factor.lookup in projected.gathered for factor in rows)
             if len(rows) != len(delivered) - 1 or not known:
                 raise CoverageError(
-                    f"{root.describe()} is used by a product and then, seen only in the backward, "
-                    "in another way, so their cross term is lost. Use "
-                    "torch.utils.checkpoint.checkpoint, or leave the parameter out by name with "
+                    f"{root.describe()} has a further use that showed only in the backward, when "
+                    "what its cross term with the others needs was no longer there. Expected all "
+                    "uses in the graph of the losses: use torch.utils.checkpoint.checkpoint rather "
+                    "than another library's, or leave the parameter out by name with "
                     f"exclude=[{root.name!r}]."
                 )
             return tied_sqnorm(projected, rows, self._settings.workspace)
@@ -102,7 +103,7 @@ class Reports:
             norms = self._sqnorm(factors)
         elif consumer.needs_norms:
             if not any(map(on_chip, factors)):
-                # Gradients smaller than their factors are formed once, for norms and products.
+                # Gradients smaller than their factors are formed once for both, norms and products.
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
@@ -113,7 +114,7 @@ class Reports:
         return norms
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
-        """Return what must be kept of a factor until the look-ups tied to it deliver."""
+        """Return what must be kept of a factor until the parameter's look-ups have delivered."""
         whole = factor.factor if isinstance(factor, Fused) else factor
         if self._settings.consumer is not None or not isinstance(whole, (Outer, Ragged)):
             return factor
@@ -138,8 +139,8 @@ class Reports:
         """Return the squared norms, (parameters, B) float64, zero for what was not used.
 
         Args:
-            wait: for the device, where it must be asked whether a compiled graph held several uses
-                of a parameter: an error is raised then. Otherwise ``twice`` tells later.
+            wait: wait for the device to tell whether a compiled graph contains several uses of a
+                parameter, and raise an error if so. Otherwise ``twice`` tells later.
         """
         if not self.any:
             raise TrackingError(
@@ -158,14 +159,14 @@ class Reports:
     def error_bound(
         self, sqnorm: Tensor, total: Tensor, unit: Tensor | float
     ) -> Callable[[], Tensor]:
-        """Return what finds a bound on the rounding errors of the sum over parameters: (B,).
+        """Return a function that computes a bound on the rounding errors of ``total``: (B,).
 
-        It is relative to the sum, and found when somebody asks: every small operation counts.
+        The bound is relative to the sum. It is computed on demand, since most callers do without.
 
         Args:
             sqnorm: (parameters, B), as reported.
             total: (B,) their sum.
-            unit: what both are divided by, before they are rounded.
+            unit: what both are divided by before they are rounded.
         """
         compiled = self._compiled_reports()
         return partial(
@@ -193,7 +194,7 @@ class Reports:
         """Raise where a parameter reported more than once.
 
         Args:
-            count: (parameters, B) how often each did from compiled graphs.
+            count: (parameters, B) how often each parameter reported from compiled graphs.
             wait: as ``sqnorm_by_parameter`` takes it.
         """
         eagerly = [float(root.result is not None) for root in self.roots]
@@ -206,8 +207,8 @@ class Reports:
                 SHARED_IN_GRAPHS[root.parameter] = True
             raise SharedInGraphError(
                 f"{', '.join(repr(root.name) for root in shared)} contributed more than once to a "
-                "compiled graph: a shared parameter's uses must meet before their norm is taken, "
-                "which a compiled graph cannot do. Contexts opened from now on run this model "
-                "without its compiled graphs: run the step again, or begin with "
+                "compiled graph. The uses of a shared parameter must be added up before their norm "
+                "is taken, which a compiled graph cannot do. Contexts opened from now on run this "
+                "model without its compiled graphs: run the step again, or begin with "
                 "torch.compiler.set_stance('force_eager')."
             )

@@ -1,8 +1,7 @@
 """Which of PyTorch's functions keep the rows of their operands apart.
 
-An operation that stands neither here nor among those of ``_operations``, ``_reductions`` and
-``_layout`` whose axes are followed may move rows or mix them, whatever the sizes of its result:
-where the examples lie in it is not known.
+An operation that is listed neither here nor in ``_operations``, ``_reductions`` or ``_layout`` may
+move or mix rows, whatever the sizes of its result: where the examples lie in it is not known.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Operators that compute element by element from two tensors, and otherwise along an axis.
+# Operators marked as pointwise that reduce when they are given one tensor, or always.
 EXTREMES = frozenset({"max", "min", "equal"})
 
-# Functions that compute element by element and are not marked so: other names of operators that
-# are, what PyTorch composes of them, and what gives the same numbers in another form.
+# Functions that compute element by element though PyTorch does not mark them as pointwise: aliases
+# and compositions of operators that it does mark, and conversions.
 UNMARKED = frozenset(
     {
         "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
@@ -37,10 +36,10 @@ UNMARKED = frozenset(
     }
 )  # fmt: skip
 
-# The same, computed from the first operand, of whatever else is among their arguments.
+# Likewise, and computed from the first operand alone, whatever other tensors they take.
 OF_THE_FIRST = frozenset({"to", "type_as", "bernoulli", "normal"})
 
-# Methods that fill a tensor with numbers that do not come from other places in it.
+# Methods that fill a tensor without moving values from one place in it to another.
 FILLS = frozenset(
     {
         "copy", "fill", "zero", "fill_diagonal", "random", "uniform", "exponential", "geometric",
@@ -48,8 +47,8 @@ FILLS = frozenset(
     }
 )  # fmt: skip
 
-# The overloads of PyTorch's own operators by their names. What is asked of them below is read from
-# the dispatcher: the objects of torch.ops take ten times as long to make.
+# The overloads of PyTorch's own operators, by name. Tags and schemas are read from the dispatcher
+# below: creating the objects of torch.ops takes ten times as long.
 OVERLOADS: dict[str, list[str]] = {}
 for _name in torch._C._dispatch_get_all_op_names():
     if _name.startswith("aten::"):
@@ -58,7 +57,7 @@ for _name in torch._C._dispatch_get_all_op_names():
 
 
 def _overloads(*names: str) -> list[tuple[str, str]]:
-    """Return operator and overload of PyTorch's own operators of some names, if there are any."""
+    """Return the (operator, overload) pairs of all PyTorch operators with one of these names."""
     operators = [f"aten::{name}" for name in names]
     return [(operator, each) for operator in operators for each in OVERLOADS.get(operator, ())]
 
@@ -75,7 +74,7 @@ def _has_several(overload: tuple[str, str]) -> bool:
 
 
 def _elementwise() -> tuple[frozenset[Any], frozenset[Any]]:
-    """Return the functions that compute element by element from one tensor, and from several."""
+    """Return the functions that compute element by element: from one tensor, and from several."""
     found: tuple[list[Any], list[Any]] = [], []
     for owner in (torch, Tensor, functional, torch.special):
         for name in dir(owner):
@@ -84,7 +83,7 @@ def _elementwise() -> tuple[frozenset[Any], frozenset[Any]]:
             overloads = _overloads(*({f"special_{name}"} if special else {name, base}))
             listed = base in UNMARKED or base in OF_THE_FIRST
             if special:
-                # Which marks none of its functions that have another name elsewhere.
+                # The aliases in torch.special are not marked.
                 listed = bool(overloads) and name not in ("softmax", "log_softmax", "logsumexp")
             if name in EXTREMES or not (listed or _is_marked(overloads)):
                 continue
@@ -100,7 +99,7 @@ POINTWISE, POINTWISE_OF_SEVERAL = _elementwise()
 
 
 def is_elementwise_in_place(method: Any) -> bool:
-    """Whether a method that changes its first operand changes every element for itself."""
+    """Whether a method that changes its first operand changes each element on its own."""
     name = method.__name__
     base = name[3:-2] if name.startswith("__i") else name[:-1]
     listed = base in FILLS or base in UNMARKED or base in OF_THE_FIRST

@@ -1,6 +1,7 @@
 """Functions and methods of TorchScript, made visible as operations of which nothing is known.
 
-PyTorch shows no mode what TorchScript runs. From the first context on every call comes by here.
+PyTorch does not show function modes what TorchScript runs. From the first context on, every call
+passes through here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gradstats.capture._transforms import innermost_mode, transform_level
 
 @cache
 def show_scripts() -> None:
-    """Let what TorchScript computes be seen, also where it was compiled before all contexts."""
+    """Make what TorchScript computes visible, even if it was compiled before the first context."""
     for kind in SCRIPTS:
         kind.__call__ = _following(kind.__call__)  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are measured, and what is to be known of them beforehand."""
+"""Which parameters of a model are measured, and what has to be known about the model beforehand."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
-# Wrappers that hold the model that was given to them as ``module``; models may use that name too.
+# Wrappers that keep the model they were given as ``module``, a name that models may use as well.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 
-# Prefixes that these and torch.compile put before parameter names.
+# Prefixes that they and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
-# Devices on which a context runs the graphs of compiled models. Elsewhere the models run eagerly:
-# on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
-# benchmarks/step_overhead.py), and nothing waits for a compiler.
+# Devices on which a context runs the graphs of compiled models. Elsewhere compiled models run
+# eagerly: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
+# benchmarks/step_overhead.py), and nothing has to be compiled.
 GRAPHS_RUN_ON = frozenset({"cuda"})
 
 
@@ -37,8 +37,8 @@ class Anatomy:
         modules: each with its path, once, under its first path.
         parameters: name → parameter, each once, under its first name, in the model's order.
         prefix: what wrappers around the model put before each of these names.
-        tied: whether a trained parameter has several names.
-        compiled: whether the model or a part of it was given to torch.compile.
+        tied: whether a parameter that requires grad has several names.
+        compiled: whether torch.compile was applied to the model or to a part of it.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -54,7 +54,7 @@ class Anatomy:
     def select(
         self, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
     ) -> dict[str, nn.Parameter]:
-        """Return the parameters to track by name, in the model's order.
+        """Return the parameters to track, by name and in the model's order.
 
         Args:
             parameters: fnmatch patterns over names of parameters that require grad.
@@ -88,7 +88,8 @@ class Anatomy:
         }
         if not selected:
             raise CoverageError(
-                f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure."
+                f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure. "
+                "Expected at least one: widen the first or narrow the second."
             )
         return selected
 
@@ -131,12 +132,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 def select_parameters(
     model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model that are to be tracked; see ``Anatomy.select``."""
+    """Return the parameters of a model to track; see ``Anatomy.select``."""
     return anatomy_of(model).select(parameters, exclude)
 
 
 def wrapper_prefix(model: nn.Module) -> str:
-    """Return what the wrappers around a whole model put before the names of what it holds."""
+    """Return the prefix that wrappers around a whole model put before all names in it."""
     prefix, inner = "", model
     while "_orig_mod" in inner._modules or isinstance(inner, WRAPPERS):
         held = "_orig_mod" if "_orig_mod" in inner._modules else "module"
@@ -145,7 +146,7 @@ def wrapper_prefix(model: nn.Module) -> str:
 
 
 def data_parallel_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Return the DistributedDataParallel that a model is, torch.compile around it or not."""
+    """Return the model if it is a DistributedDataParallel, inside torch.compile or not."""
     while "_orig_mod" in model._modules:
         model = model.get_submodule("_orig_mod")
     return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -161,14 +162,14 @@ def clean_name(name: str, prefix: str) -> str:
 
 
 def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """Return each name of a file or mapping with that by which a model may know it.
+    """Return for each given name the one by which the model may know it.
 
-    Wrappers around the model that it was made of have put the same before every name, which is
-    left out where more names are the model's own without it.
+    If the names come from a wrapped model, all of them have the wrappers' prefixes. These are
+    removed where that makes more of the names agree with the model's own.
 
     Args:
-        given: names of a state dict, an optimizer, a direction.
-        own: the unwrapped model's.
+        given: names in a state dict, an optimizer, or a direction.
+        own: names in the unwrapped model.
     """
     names = {name: clean_name(name, "") for name in given}
     candidates = [names]
@@ -183,7 +184,7 @@ def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]
 
 
 def check_trackable(root: Root) -> None:
-    """Raise for parameters whose class cannot be changed for the duration of a context."""
+    """Raise for a parameter whose class cannot be changed for the duration of a context."""
     parameter = root.parameter
     if type(parameter) is TrackedParameter:
         raise TrackingError(
@@ -200,40 +201,40 @@ def check_trackable(root: Root) -> None:
 
 
 def compiler_is_used() -> bool:
-    """Whether anything was given to torch.compile; before that nothing need be ready for it."""
+    """Whether torch.compile has been used; until then nothing need be prepared for it."""
     dynamo = imported_compiler()
     if dynamo is None:
         return False
-    # Optimizers import the compiler without using it.
+    # That it was imported says little: optimizers import it without using it.
     backends = getattr(dynamo.eval_frame, "cached_backends", None)
     return backends is None or any(backend is not None for backend in backends.values())
 
 
 def runs_graphs(model: nn.Module) -> bool:
-    """Whether a context may run compiled graphs of a model that was given to torch.compile."""
+    """Whether a context may run compiled graphs of a model."""
     if "torch._dynamo" not in sys.modules:
         return False
     return any(map(graphs_run_on, model.parameters())) and anatomy_of(model).compiled
 
 
 def graphs_run_on(parameter: nn.Parameter) -> bool:
-    """Whether a context runs compiled graphs where a parameter lies."""
+    """Whether a context runs compiled graphs on the device of a parameter."""
     return parameter.device.type in GRAPHS_RUN_ON
 
 
 def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the patterns that an argument holds, or raise.
+    """Return the patterns in an argument, or raise.
 
     Args:
-        name: of the argument.
-        patterns: what was given.
+        name: the argument's.
+        patterns: its value.
     """
     found: tuple = ()
     with suppress(TypeError):
         found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if all(isinstance(pattern, str) for pattern in found):
             return found
-    # Their values would fill the screen.
+    # The message does not print tensors, whose values would fill the screen.
     tensor = next((type(item).__name__ for item in found if isinstance(item, Tensor)), None)
     given = f"is {reprlib.repr(patterns)}" if tensor is None else f"holds {tensor}"
     raise CoverageError(f"{name} {given}, expected an fnmatch pattern over names, or several.")

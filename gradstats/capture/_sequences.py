@@ -1,10 +1,11 @@
 """Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
 
 These operations prescribe the axes of their operands and results, whatever the caller's
-``batch_dim``; a shape alone would mislead where there are as many layers or steps as examples.
+``batch_dim``; shapes alone would mislead where there are as many layers or steps as examples.
 
-``pack_padded_sequence`` sorts a batch by length and writes the examples' first steps one after the
-other, then their second steps, and so on: rows, of which later steps have fewer.
+``pack_padded_sequence`` sorts the sequences of a batch by length and writes their first steps one
+after the other, then their second steps, and so on: rows, fewer of them for later steps. A *place*
+is the position of a sequence within a step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
 ATTENTION = torch.nn.functional.multi_head_attention_forward
+
+# Operands of attention with a row for each example, and with one for each of its heads, by name and
+# by position.
+PADDING_MASK = frozenset({"key_padding_mask", 14})
+FOR_EACH_HEAD = frozenset({"attn_mask", 16, "static_k", 21, "static_v", 22})
 
 RECURRENT_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
@@ -71,7 +77,7 @@ def prescribed_layouts(
     lost: list[Examples | None] = [None] * len(results)
     if func is ATTENTION:
         own = _common_along(tracker, args[:3], 1)
-        if any(map(tracker.is_trained, args[3:])):
+        if not _lie_beside(tracker, own, args, kwargs):
             return lost
         return [own, own and own.along(0)][: len(results)]
     if func is PACK:
@@ -104,27 +110,27 @@ def prescribed_layouts(
 def _sorted_layouts(
     tracker: Tracker, source: Tensor, results: Sequence[Tensor]
 ) -> list[Examples | None] | None:
-    """Return whose the places are of rows that were sorted among each other, one number each."""
+    """Return to which examples the places of sorted rows belong, if each row is one number."""
     layout = _layout(tracker, source)
     if layout is None or source.dim() != 1 or is_compiling():
         return None
-    chosen = results[-1]  # which of the rows stands at each place
+    chosen = results[-1]  # the row that went to each place
     return [layout.owned_by(layout.owner(source.device)[chosen], 0)] * len(results)
 
 
 def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
-    """Return where bags of ids begin that stand in one row."""
+    """Return where the bags of ids begin, given the offsets."""
     return offsets[:-1] if include_last_offset else offsets
 
 
 def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -> Examples | None:
-    """Return whose the bags are that ids in one row are cut into; None if that is not known.
+    """Return to which examples the bags of ids belong; None if that is not known.
 
     Args:
         tracker: the context.
-        ids: (N,).
+        ids: (N,), the bags one after the other.
         offsets: where the bags begin.
-        last: whether the end of the last bag stands among them.
+        last: whether ``offsets`` includes the end of the last bag.
     """
     starts, layout = starts_of_bags(offsets, last), _layout(tracker, ids)
     if layout is None or not tracker.is_marked(ids):
@@ -137,13 +143,13 @@ def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:
-    """Return the layout of packed rows, given whose the places of a step are."""
+    """Return the layout of packed rows, given that of the places of a step."""
     owner = places.owner(device)
     return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
 
 
 def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
-    """Return whose the places of a step of packed rows are, along axis 0; None if not known."""
+    """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     layout, sizes = _layout(tracker, rows), batch_sizes.tolist()
     if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
         return None
@@ -152,6 +158,29 @@ def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Exampl
     if not torch.equal(owner, torch.cat([places[:size] for size in sizes])):
         return None
     return layout.owned_by(places, 0)
+
+
+def _lie_beside(
+    tracker: Tracker, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether trained operands of attention beside query, key and value lie as their examples do.
+
+    Only those with a row for each example, or for each head of each example, can.
+    """
+    given: list[tuple[int | str, Any]] = [*enumerate(args[3:], 3), *kwargs.items()]
+    trained = [(name, item) for name, item in given if tracker.is_trained(item)]
+    if not trained or tracker.batch_size == 1:
+        return True
+    for name, item in trained:
+        layout = _layout(tracker, item)
+        rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
+        if own is None or layout is None or layout.axis != 0 or name not in rows_first:
+            return False
+        heads, rest = divmod(layout.rows, own.rows)
+        owner = own.owner(item.device).repeat_interleave(heads)
+        if rest or not torch.equal(layout.owner(item.device), owner):
+            return False
+    return True
 
 
 def _states(hx) -> tuple[Tensor, ...]:
@@ -169,12 +198,12 @@ def _layout(tracker: Tracker, tensor: Tensor) -> Examples | None:
 
 
 def _common_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Examples | None:
-    """Return the layout of the tensors of data, if their examples lie along ``axis``, all alike."""
+    """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
     data = [tensor for tensor in tensors if node_of(tensor) is None and tracker.is_data(tensor)]
     if not data:
         return None
     first = tracker.layout_of(data[0])
-    # What is not trained brings nothing of an example along to another.
+    # Data without a gradient may be of other examples: only trained values are attributed.
     for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
         layout = tracker.layout_of(tensor)
         if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):

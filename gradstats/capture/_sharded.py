@@ -1,9 +1,9 @@
 """Parameters that ``fully_shard`` shards: whole only while a module that it manages runs.
 
-Outside, a module holds a shard of each parameter (a DTensor); its forward and backward see another
-object, the whole parameter, which FSDP keeps and fills anew. That one is what the model computes
-with, so that one is tracked: a forward pre-hook on each managed module, which runs after FSDP's
-own, gives it the tracked class.
+Outside, a module holds a shard of each parameter (a DTensor). Its forward and backward see another
+object, the whole parameter, which FSDP keeps and refills. The model computes with the whole one, so
+that is tracked: a forward pre-hook on each managed module, which runs after FSDP's own, gives it
+the tracked class.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class ShardedParameters:
     """The sharded parameters of a model for the duration of one context.
 
     Args:
-        anatomy: of the model.
-        roots: all that is tracked, sharded or not.
-        track, ignore: called with (root, whole parameter) when it first appears, or with a whole
-            parameter that is not tracked.
+        anatomy: the model's.
+        roots: all tracked parameters, sharded or not.
+        track: called with a root and its whole parameter when that first appears.
+        ignore: called with a whole parameter that is not tracked when it first appears.
     """
 
     def __init__(self, anatomy: Anatomy, roots: Iterable[Root], track, ignore):
         self._track, self._ignore = track, ignore
         self._roots: dict[int, Root] = {}
-        # For each managed module, the places that hold its parameters: (owner, name, shard's root).
+        # For each managed module, where its parameters are: (owner, name, root of the shard).
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
         self._whole: dict[int, nn.Parameter] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -67,16 +67,16 @@ class ShardedParameters:
                 raise _tensor_parallel(root.describe())
 
     def holds(self, root: Root) -> bool:
-        """Whether a parameter is one that appears whole only while a managed module runs."""
+        """Whether a parameter is whole only while a managed module runs."""
         return id(root.parameter) in self._roots
 
     def open(self) -> None:
-        """Wait for the whole parameters."""
+        """Register the hooks that track the whole parameters as they appear."""
         for module in self._places:
             self._hooks.append(module.register_forward_pre_hook(self._before_forward))
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -110,7 +110,7 @@ class ShardedParameters:
 
 
 def _managed(module: nn.Module, managed_type: type) -> Iterator[nn.Module]:
-    """Yield a managed module and those below it that no other managed module holds."""
+    """Yield a managed module and the modules below it, except those of other managed modules."""
     yield module
     for child in module.children():
         if not isinstance(child, managed_type):

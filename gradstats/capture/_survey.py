@@ -1,4 +1,4 @@
-"""One forward that finds out what happens to every parameter, and raises for none of them."""
+"""One forward that finds out what happens to every parameter, without raising for any of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gradstats.errors import GradStatsError
 
 
 class Survey(Tracker):
-    """A context that lets refused operations pass and notes them; its numbers are of no use.
+    """A context that notes refused operations and lets them pass. It gives no valid numbers.
 
     Attributes:
-        operations: parameter's name → names of the operations that used it, in order.
-        refused: parameter's name → why its per-example gradient is not known.
+        operations: name of a parameter → names of the operations that used it, in order.
+        refused: name of a parameter → why its per-example gradient is not known.
     """
 
     def __init__(self, model: nn.Module, **options: Any):
@@ -61,7 +61,7 @@ class Survey(Tracker):
         return result
 
     def find_hidden_uses(self, losses: Tensor) -> None:
-        """Note the parameters that operations take which no context can see."""
+        """Note the parameters that are used by operations which no context can see."""
         while losses.grad_fn is not None:
             try:
                 check_coverage(self, [losses.grad_fn])
@@ -84,10 +84,10 @@ def survey(
     loss_fn: Callable[[nn.Module, Any], Tensor],
     **options: Any,
 ) -> Survey:
-    """Return what a forward of ``loss_fn`` does to each parameter, compiled parts run eagerly.
+    """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
-    Where something is refused that values of the forward's own may be to blame for, as many as
-    there are examples, it is run once more with these as constants, as for gradients.
+    If something is refused, and the forward made tensors from values of its own that count as data
+    because of their size, it is run once more with these as constants, as it is for gradients.
 
     Args:
         loss_fn: may be called twice.
@@ -112,7 +112,7 @@ def _look(
 ) -> None:
     """Run a forward under a survey."""
     found.take_batch(tensors_in(batch))
-    # Nothing is compiled before this module was imported, and importing it takes seconds.
+    # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:
         try:

@@ -18,7 +18,7 @@ class TrackedParameter(torch.nn.Parameter):
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
-        # The copy is nobody's: an ordinary parameter, which outlives the context.
+        # The copy is an ordinary parameter, which no context tracks.
         with torch._C.DisableTorchFunctionSubclass():
             result = super().__deepcopy__(memo)
         result.__class__ = torch.nn.Parameter
@@ -35,7 +35,7 @@ class TrackedParameter(torch.nn.Parameter):
 
 
 def release(parameter: torch.nn.Parameter) -> None:
-    """Give a parameter back as it was."""
+    """Stop tracking a parameter, and leave it as it was before."""
     parameter.__dict__.pop("_gradstats", None)
     parameter.__class__ = torch.nn.Parameter  # what it was: see check_trackable
 
@@ -53,7 +53,7 @@ TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor})
 
 def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
-    # The context that owns the first tracked operand decides; a copy of a parameter has none.
+    # The context of the first tracked operand decides; copies of parameters belong to none.
     operands = operands_of(args, kwargs)
     for item in operands:
         if type(item) in TRACKED_TYPES:
@@ -79,13 +79,14 @@ def wrap(node: Derived) -> DerivedTensor:
     node.tracker.derived = True
     tensor = node.value.as_subclass(DerivedTensor)
     show(node, tensor)
-    # Every tracked use reads the value: an edge to what is shown is a use that was not seen.
+    # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
+    # here is a use that was not seen.
     node.tracker.shown[tensor.grad_fn] = node
     return tensor
 
 
 def show(node: Derived, tensor: torch.Tensor) -> None:
-    """Let a tensor of the user's code stand for a derived node."""
+    """Let a tensor in the user's code stand for a derived node."""
     tensor._gradstats = node  # type: ignore[attr-defined]
     node.shown = ref(tensor)
 

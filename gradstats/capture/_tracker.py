@@ -1,4 +1,4 @@
-"""One tracking context: entering and leaving it, what it knows, and what it collects."""
+"""One tracking context: how it is entered and left, what it knows, and what it collects."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Tracker(Repeated, Threaded):
         self.given_are_data = given_are_data
         self.settings = settings
         self.closed = False
-        # Told before and after the backward, while the gradients are as the backward left them.
+        # Called before the backward, and after it while gradients are as the backward left them.
         self.listener: BackwardListener | None = None
         # Whether any tensor was derived from parameters.
         self.derived = False
-        # The autograd nodes of derived tensors as the user's code has them.
+        # Derived tensors by the autograd nodes of what stands for them in the user's code.
         self.shown: dict[GraphNode | None, Derived] = {}
         self.backward_ran = False
         self._undo = ExitStack()
@@ -98,8 +98,8 @@ class Tracker(Repeated, Threaded):
         self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
-        # What a module keeps belongs to no example: buffers, parameters that are not tracked, and
-        # tensors in plain attributes.
+        # What modules keep belongs to no example: buffers, parameters that are not tracked, tensors
+        # in plain attributes.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
         if len(named) < len(self._parameters):
@@ -111,20 +111,21 @@ class Tracker(Repeated, Threaded):
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant((*kept, *attributes))
-        # A model may keep what it saw last: the module whose arguments tell, where sizes allow it.
+        # Attributes may also keep a batch. If one has the size of a batch, what the model is called
+        # with tells whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._tracked: dict[int, nn.Parameter] = {}
-        # Those that the user's code has frozen in the meantime.
+        # Parameters that the user's code has frozen inside the context.
         self._frozen: dict[int, Root] = {}
-        # What was not trained as the context was made, and that of it which the user has unfrozen.
+        # Parameters that did not require grad at first, and those of them unfrozen since.
         self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
         self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def _graphs_serve(self, tied: bool) -> bool:
-        """Whether compiled graphs are to run, where anything was compiled.
+        """Whether compiled graphs can serve this context, if anything was compiled.
 
-        A graph has no place for a consumer, nor one where uses of one parameter meet.
+        They can neither call a consumer nor add up several uses of one parameter.
         """
         if self.settings.consumer is not None or tied:
             return False
@@ -164,7 +165,7 @@ class Tracker(Repeated, Threaded):
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the model is called with is data, also where it keeps the same from before."""
+        """Treat what the model is called with as data, even if the model keeps it as well."""
         self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
@@ -173,7 +174,7 @@ class Tracker(Repeated, Threaded):
         root.parameter._gradstats = root  # type: ignore[attr-defined]
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
-        """Follow a parameter no longer that is about to be frozen, and again once it is trained."""
+        """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
         if trained and id(tensor) in self._frozen:
             self._track(self._frozen.pop(id(tensor)))
         elif not trained and id(tensor) in self._tracked:
@@ -185,21 +186,21 @@ class Tracker(Repeated, Threaded):
             self._unfrozen.append(tensor)
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:
-        """Raise for parameters that are trained now and were not, or were not there, before.
+        """Raise for parameters that were unfrozen or created inside the context.
 
         Args:
-            leaves: of the graph, that are not tracked.
+            leaves: the leaves of the graph that are not tracked.
         """
         unfrozen = {id(each) for each in self._unfrozen if each.requires_grad}
         if unfrozen:
             names = sorted(name for each, name in self._names().items() if each in unfrozen)
             raise CoverageError(
-                f"parameters began to be trained inside the context, {names[:4]}, so that their "
-                "gradient is not measured. Expected parameters that require grad before the "
-                "context is opened: unfreeze them there."
+                f"parameters were unfrozen inside the context, {names[:4]}, so their gradients are "
+                "not measured. Expected parameters that require grad when the context is opened: "
+                "unfreeze them before."
             )
         if not leaves:
-            return  # of most steps
+            return  # as in most steps
         known = set(map(id, self._parameters))
         unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
         given = self._names() if unknown else {}
@@ -207,8 +208,8 @@ class Tracker(Repeated, Threaded):
         if new:
             raise CoverageError(
                 f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
-                "gradient is not measured. Expected parameters that are there before the context "
-                "is opened: where a first forward makes them, run one forward before."
+                "gradients are not measured. Expected parameters that exist when the context is "
+                "opened: if the first forward creates them, run one forward before."
             )
 
     def _names(self) -> dict[int, str]:
@@ -216,7 +217,7 @@ class Tracker(Repeated, Threaded):
         return {id(own): name for name, own in self._modules[0].named_parameters()}
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
-        """Have a layer forget the batch that it counted before its statistics were refused."""
+        """Uncount the batch that a layer counted just before its statistics were refused."""
         for module in self._modules:
             if isinstance(module, _BatchNorm) and module.training:
                 if module.running_mean is running_mean and module.num_batches_tracked is not None:
@@ -231,13 +232,13 @@ class Tracker(Repeated, Threaded):
         self.keep_constant([parameter])
 
     def close(self) -> None:
-        """Give the parameters back as they were; nothing of the context is left on them."""
+        """Leave the parameters as they were before, without a trace of the context."""
         if self.closed:
             return
         try:
             self._close()
         except BaseException:
-            self._close()  # an interrupt comes once: what was left is done
+            self._close()  # after an interrupt, finish what is left
             raise
 
     def _close(self) -> None:
@@ -260,7 +261,7 @@ class Tracker(Repeated, Threaded):
         for root in self.roots:
             root.release()
         self.closed = True
-        # No reference leads back here: what the context held is freed with its last user.
+        # These refer back to the context: without them it is freed with its last user.
         del self._mode, self.sharded, self._model
 
     def watching(self) -> ConstantTracking:
@@ -275,27 +276,27 @@ class Tracker(Repeated, Threaded):
     def dispatch(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ):
-        """Run one operation of whose operands, all of which are given, this context tracks one."""
+        """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
         self.check_thread(func)
         return dispatch(self, RULES, func, args, kwargs, operands)
 
     def note_losses(self, losses: Tensor) -> None:
-        """Remember whose each loss is, where the model put the examples in another order."""
+        """Remember the example of each loss, if the model put the examples in another order."""
         order = self.reports.order = self.order_of(losses)
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
-                f"{order.tolist()[:8]}…, which inner products do not follow. Put the "
-                "losses back in the batch's order."
+                f"{order.tolist()[:8]}…, which inner products do not support. Expected losses in "
+                "the batch's order: put them back by indexing."
             )
 
     @property
     def probes(self) -> tuple[Tensor, ...]:
-        """The leaves whose gradients compiled graphs report."""
+        """The leaves through whose gradients compiled graphs report."""
         return tuple(root.probe for root in self.roots if root.probe is not None)
 
     def targets(self, reporting: Sequence[GraphNode]) -> tuple:
-        """Return what a backward must be told to reach where it is told what to reach.
+        """Return the ``inputs`` of a backward that computes reports only.
 
         Args:
             reporting: the nodes of the graph that report uses.
@@ -317,13 +318,13 @@ class Tracker(Repeated, Threaded):
             reporting = self.before_backward([total], [one], create_graph=False)
         if not self.inside:
             targets = self.targets(reporting)
-            if targets:  # with none to reach, the engine would reach every leaf
+            if targets:  # without any, the engine would compute the gradients of all leaves
                 with without_autocast():
                     run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
-        # What is to be reached shows in the backwards of autograd Functions only. What these add to
-        # other gradients is taken back.
+        # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
+        # not known. Run the whole backward, and take back what it adds to gradients.
         own = {id(probe) for probe in self.probes}
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         with gradients_aside(leaves), without_hooks(self._parameters), without_autocast():
@@ -336,9 +337,9 @@ class Tracker(Repeated, Threaded):
         """Check, before a backward changes anything, that it can be accounted for.
 
         Args:
-            losses: tensors.
-            start: the gradient that the backward starts from at each; None where a tensor has no
-                graph, which PyTorch will refuse.
+            losses: the tensors that the backward starts from.
+            start: the gradient it starts with at each; None where a tensor has no graph, which
+                PyTorch will refuse.
             create_graph: whether the backward is to be differentiated.
 
         Returns:
@@ -346,10 +347,9 @@ class Tracker(Repeated, Threaded):
         """
         if create_graph:
             raise UnsupportedOperationError(
-                "the backward of a tracking context was asked to create a graph, so that the "
-                "training gradient can be differentiated: expected create_graph=False, since what "
-                "is computed from the training gradient mixes the examples. Run that backward "
-                "outside the context."
+                "the backward of a tracking context was given create_graph=True, to differentiate "
+                "the training gradient. Expected create_graph=False: what is computed from the "
+                "training gradient mixes the examples. Run such a backward outside the context."
             )
         nested = torch._C._current_graph_task_id() != -1
         if self.backward_ran and not nested:
@@ -377,15 +377,15 @@ class Tracker(Repeated, Threaded):
 
     def after_backward(self) -> None:
         """Contract what waited; let the listener see the gradients before others change them."""
-        # Inside an autograd Function's the backward as a whole is still running.
+        # In a backward inside that of an autograd Function: the outer one is still running.
         if torch._C._current_graph_task_id() != -1:
             return
         for root in self.roots:
             if root.expected > 0:
                 raise CoverageError(
                     f"the backward did not reach {root.expected} of the {root.counted} uses of "
-                    f"{root.describe()} that the graph of the losses holds, so its gradient would "
-                    "be incomplete. Expected a backward of the whole graph."
+                    f"{root.describe()} in the graph of the losses, so its gradient would be "
+                    "incomplete. Expected a backward of the whole graph, without inputs=."
                 )
         waiting = [root for root in self.roots if root.postponed]
         if waiting:

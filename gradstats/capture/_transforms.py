@@ -1,10 +1,10 @@
 """The transforms of torch.func, and torch.vmap of data and of parameters.
 
-PyTorch shows no mode what enters and leaves a transform, and inside one tensors have not the axes
-that they have outside. From the first context on every ``torch.vmap`` comes by here. Where it maps
-over the examples and nothing else it runs as always. Elsewhere its function is called on one slice
-after the other, as vmap is defined: each operation is then seen for what it is. What other
-transforms compute from parameters is refused.
+PyTorch does not show function modes what enters and leaves a transform, and inside one tensors do
+not have the axes that they have outside. From the first context on, every call of ``torch.vmap``
+passes through here. Where it maps over nothing but the examples it runs as always. Otherwise its
+function is called on one slice after the other, as vmap is defined, so that each operation is seen
+with its true shapes. What other transforms compute from parameters is refused.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from gradstats.errors import UnsupportedOperationError
 
 AT_ONCE = apis.vmap_impl
 
-# How deep the code that is running stands inside transforms; None outside.
+# The number of transforms that the running code is nested in; None outside of all.
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 class HiddenError(UnsupportedOperationError):
-    """A parameter meets data, or what was computed from parameters, inside a transform."""
+    """A parameter, or what was computed from one, is used with data inside a transform."""
 
 
 def check_hidden(tracker, func, args, kwargs, result) -> None:
-    """Refuse what a transform computes from trained data: their axes are not those outside."""
+    """Refuse what a transform computes from trained data, whose axes are hidden there."""
     found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
     if not any(unwrapped(item).requires_grad for item in found):
         return
     for item in operands_of(args, kwargs):
         inner = unwrapped(item)
         if tracker.maps_examples and inner is not item:
-            continue  # torch.vmap shows one example's
+            continue  # torch.vmap shows one example at a time
         if inner.requires_grad and node_of(inner) is None and tracker.is_data(inner):
             raise HiddenError(
                 f"{function_name(func)} inside a torch.func transform (grad, jacrev, jvp …) "
@@ -70,12 +70,12 @@ def innermost_mode() -> Any:
 
 @cache
 def show_vmap() -> None:
-    """Let what torch.vmap maps over be seen, also where it was called before all contexts."""
+    """Make what torch.vmap maps over visible, even if it was called before the first context."""
     apis.vmap_impl = vmapped  # type: ignore[assignment]
 
 
 class Vmap(NamedTuple):
-    """A call of what torch.vmap returned, with what that was told."""
+    """A call of a function that torch.vmap returned, with the options vmap was given."""
 
     function: Callable[..., Any]
     in_dims: Any
@@ -86,16 +86,13 @@ class Vmap(NamedTuple):
     kwargs: dict[str, Any]
 
     def at_once(self) -> Any:
-        """Return what PyTorch returns."""
+        """Return the result of PyTorch's own vmap."""
         *told, args, kwargs = self
         return AT_ONCE(*told, *args, **kwargs)
 
 
 def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs):
-    """Run a function that torch.vmap has made.
-
-    It stands in the place of ``vmap_impl``.
-    """
+    """Run a function that torch.vmap returned. Replaces PyTorch's ``vmap_impl``."""
     call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
     mode = innermost_mode()
     if mode is None:
@@ -104,15 +101,15 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
         return _in_graph(mode.tracker, call)
     if transform_level() is not None:
         return call.at_once()
-    # Between graphs the compiler looks at every call; in here there is nothing to trace.
+    # Between graphs the compiler intercepts every call; in here there is nothing to trace.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(mode.tracker, call)
 
 
 def _in_graph(tracker, call: Vmap):
-    """Run a call while a graph is traced, in which places alone are mapped, as masks are made."""
+    """Run a call while a graph is traced: only over constants such as the positions of a mask."""
     if tracker.maps_places:
-        return call.at_once()  # one call in another
+        return call.at_once()  # a call inside another
     for item in operands_of(call.args, call.kwargs):
         if node_of(item) is not None or tracker.is_data(item):
             leave_graph("torch.vmap of data or of parameters")
@@ -133,7 +130,7 @@ def _run(tracker, call: Vmap):
             with tracker.mapping_examples(bool(layouts)):
                 result = call.at_once()
         except HiddenError:
-            pass  # the function has something from elsewhere
+            pass  # the function uses something that it was not given as an argument
         else:
             _place(tracker, layouts, result, call.out_dims)
             return result
@@ -142,9 +139,9 @@ def _run(tracker, call: Vmap):
     if tracker.settings.exact:
         raise UnsupportedOperationError(
             "torch.vmap over other axes than the examples', or of a function that uses parameters, "
-            "is computed one slice after the other, which rounds otherwise. Under fused=False "
-            "training gradients are PyTorch's own to the bit, so expected fused=True: pass that, "
-            "or write the function for the whole batch."
+            "is computed one slice after the other, which rounds differently. But with fused=False "
+            "training gradients are PyTorch's own to the bit, so expected fused=True: pass "
+            "that, or write the function for the whole batch."
         )
     parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
     results = [
@@ -163,10 +160,12 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
     """Return the layouts of the data among operands that are mapped over nothing but examples.
 
     Args:
-        tracker: of the context.
-        mapped: the operands, and along which axis each is mapped.
+        tracker: the context.
+        mapped: the operands, each with the axis along which it is mapped.
+
     Returns:
-        None where a parameter is among them, or data that are mapped along another axis or none.
+        The layouts; None if there are parameters among the operands, or data that are mapped along
+        another axis or not at all.
     """
     layouts = []
     for item, dim in mapped:
@@ -190,14 +189,14 @@ def _place(tracker, layouts: list[Examples], result, out_dims) -> None:
 
 
 def _dims_of(out_dims, result) -> list[int | None]:
-    """Return along which axis each result is mapped, as torch.vmap reads what it was told."""
+    """Return the axis along which each result is mapped, read from ``out_dims`` as vmap does."""
     if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
         (out_dims,) = out_dims
     structure = pytree.tree_structure(result)
     dims = _broadcast_to_and_flatten(out_dims, structure)
     if dims is None:
         raise ValueError(
-            f"torch.vmap was given out_dims={out_dims}, expected an int or one for each of the "
-            f"results {structure}. Correct out_dims."
+            f"torch.vmap was given out_dims={out_dims}, expected an int, or one for each of the "
+            f"results {structure}."
         )
     return dims

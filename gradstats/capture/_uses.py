@@ -1,11 +1,11 @@
-"""What every use of a parameter shares, and the simplest of them.
+"""What all uses of parameters have in common, and the simplest of them.
 
     Use  the roots that one operation uses, and how its factors reach them
     Tap  identity on the result of an operation that PyTorch computed as always
 
-The autograd Functions that stand where a parameter meets data keep their ``Use`` in ``ctx.use``,
-where the walk over the graph finds it, and deliver factors to the roots. In a compiled graph there
-is no Python object to deliver to and each parameter has one use: there they take the roots' probes,
+The autograd Functions at which a parameter meets data keep their ``Use`` in ``ctx.use``, where the
+walk over the graph finds it, and deliver factors to the roots. A compiled graph has no Python
+objects to deliver to, and one use of each parameter: there they take the roots' probes as operands,
 whose gradients are the reports.
 """
 
@@ -32,12 +32,12 @@ from gradstats.errors import TrackingError, UnsupportedOperationError
 
 @dataclass(frozen=True)
 class Settings:
-    """What a context wants of its uses.
+    """What a context asks of its uses.
 
     Attributes:
-        weight_gradients: the training gradients are wanted too.
-        fused: weight gradients may come from gradstats' own pass over the data.
-        workspace: bytes of scratch a contraction may allocate at once.
+        weight_gradients: whether training gradients are wanted too.
+        fused: whether weight gradients may come from gradstats' own pass over the data.
+        workspace: bytes of scratch memory that a contraction may allocate at once.
         consumer: what else is done with the factors of each parameter; None for norms alone.
     """
 
@@ -58,8 +58,8 @@ class Use:
     Attributes:
         nodes: the tracked tensors.
         roots: the parameters that they are computed from.
-        direct: the nodes are parameters, each of them once.
-        lookup: the look-up that this is, where what is kept for its cross terms depends on it.
+        direct: whether the nodes are parameters, all of them different.
+        lookup: the look-up, if this is one, on which what is kept for cross terms depends.
     """
 
     lookup: Lookup | None = None
@@ -73,7 +73,7 @@ class Use:
             root.registered += 1
 
     def is_sole(self, position: int) -> bool:
-        """Whether the node there is a parameter to which this use alone contributes, once."""
+        """Whether the node there is a parameter whose only use this is, and only there."""
         node = self.nodes[position]
         if not (isinstance(node, Root) and node.has_one_use):
             return False
@@ -81,13 +81,14 @@ class Use:
 
     @property
     def all_sole(self) -> bool:
-        """Whether all nodes are parameters to which this use alone contributes."""
+        """Whether all nodes are parameters whose only use this is."""
         return all(map(self.is_sole, range(len(self.nodes))))
 
     def is_tied(self, position: int, factor: Outer | Ragged) -> bool:
-        """Whether the node there is a parameter that is otherwise only looked up in, by its rows.
+        """Whether the node there is a parameter whose other uses are all look-ups of its rows.
 
-        Of the factor of this use nothing but its norms and what the look-ups need is kept then.
+        Then only the norms of this use's factor are kept, and what cross terms with the look-ups
+        need.
         """
         node = self.nodes[position]
         tied = isinstance(node, Root) and self.direct and node.is_projection
@@ -103,17 +104,16 @@ class Use:
         if self.tracker.closed:
             raise TrackingError(
                 f"a backward reached {self.nodes[0].describe()} after its tracking context was "
-                "closed; run the backward inside the context, and for a second one, as clipping by "
-                "the norms takes, run the forward again outside of it."
+                "closed. Run the backward inside the context; for a second one, as clipping by the "
+                "norms needs, run the forward again outside of it."
             )
         return self.tracker.is_backward_of_losses()
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.
 
-        ``Fused`` stands for a factor whose norms are computed already (a sole use of a parameter,
-        or of a cast or reshape of one); None for a node that the operation's gradient did not
-        reach.
+        ``Fused`` stands for a factor whose norms have been computed already (the only use of a
+        parameter, or of a cast or reshape of one); None for a node that no gradient reached.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -146,25 +146,25 @@ class Use:
 
 
 def _norms(factor: Factor | Fused, settings: Settings, *, guarded: bool = True) -> Contraction:
-    """Return the squared norms of a factor that no other meets."""
+    """Return the squared norms of the only factor of a parameter."""
     if isinstance(factor, Fused):
         return factor.norms
     return sqnorm([factor], settings.workspace, guarded=guarded)
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
-    """Return what to hold of a factor: where uses must meet, sums over positions, if it has any."""
+    """Return what to keep of a factor: where it has to wait for other uses, in lean form."""
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
 def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
-    """Return the use of an operation on ``nodes``; in a compiled graph None, and their probes."""
+    """Return the use of an operation on ``nodes``; in a compiled graph None and their probes."""
     if is_compiling():
         probes = [node.probe for node in nodes]  # type: ignore[attr-defined]
         if any(probe is None for probe in probes):
             raise UnsupportedOperationError(
-                "torch.compile was called for the first time inside a tracking context. Compile "
-                "before the context is opened."
+                "torch.compile was used for the first time inside a tracking context. Expected a "
+                "model compiled beforehand: compile it before the context is opened."
             )
         return None, probes
     return Use(nodes), []
@@ -173,7 +173,7 @@ def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
 def attach(function: type[torch.autograd.Function], *args):
     """Apply an autograd Function that takes a ``Use``.
 
-    In eager mode without what PyTorch does for torch.func transforms, where there is no ``Use``.
+    Eager mode skips PyTorch's support for torch.func transforms, in which there are no uses.
     """
     if is_compiling():
         return function.apply(*args)
@@ -188,13 +188,13 @@ def _innermost(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def fuse(
     factor: Factor, settings: Settings, want_sum: bool, dtype: torch.dtype | None = None
 ) -> Fused:
-    """Return the factor of a sole use with its norms, and with its sum where one pass gives both.
+    """Return the only factor of a parameter with its norms, and its sum if one pass gives both.
 
     Args:
-        factor: the use's.
-        settings: of the context.
+        factor: the factor.
+        settings: the context's.
         want_sum: whether the weight gradient is wanted.
-        dtype: of that gradient, though it may come in another; None for any.
+        dtype: the preferred dtype of the weight gradient; None for any.
     """
     if want_sum and settings.fused:
         return Fused(factor, *sqnorm_and_sum(factor, settings.workspace, dtype))
@@ -208,9 +208,9 @@ def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
         return []
     if settings.consumer is not None:
         raise UnsupportedOperationError(
-            "inner products were asked for in a graph that torch.compile traced inside the "
-            "tracking context; they need the model in eager mode. Compile the model before the "
-            "context is opened: then it runs eagerly inside it."
+            "inner products were requested, and torch.compile traced a graph inside the tracking "
+            "context. Expected the model in eager mode, which they need: compile the model before "
+            "the context is opened, then it runs eagerly inside."
         )
     # In a compiled graph each root has one use.
     results = [_norms(factor, settings, guarded=False) for factor in factors]
@@ -218,17 +218,17 @@ def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
 
 
 def unseen(again):
-    """Make a backward of (ctx, grad, *saved) whose operations no function mode has to look at.
+    """Make a backward of a function of (ctx, grad, *saved), and hide its operations from modes.
 
-    Saved tensors are read first: reading them makes a checkpoint compute its part again, and that
-    must be seen.
+    Saved tensors are read first: reading them makes a checkpoint run its part of the forward again,
+    which modes have to see.
 
     Args:
-        again: what to do with grad mode on, when an inner ``torch.autograd.grad(...,
-            create_graph=True)`` is running: what it returns becomes part of the loss. Nothing is
-            reported then; the gradients of the data come from tracked operations, in which the
-            parameters are used once more. Called as again(ctx, grad, *saved); returns the position
-            and the gradient of each input that is data.
+        again: called as again(ctx, grad, *saved) in place of the function when grad mode is on,
+            that is inside a ``torch.autograd.grad(..., create_graph=True)`` whose result becomes
+            part of the loss. Nothing is reported then. Tracked operations compute the gradients of
+            the data, which uses the parameters once more. Returns the position and the gradient of
+            each input that is data.
     """
 
     def decorate(backward):
@@ -263,9 +263,9 @@ def check_derivatives(use: Use, settings: Settings) -> None:
     if settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
-            f"create_graph=True ran through {use.nodes[0].describe()}), and with fused=False "
-            "gradients are PyTorch's own to the bit, in which these derivatives cannot be told "
-            "apart by example. Use fused=True."
+            f"create_graph=True ran through {use.nodes[0].describe()}). With fused=False gradients "
+            "are PyTorch's own to the bit, which does not allow such derivatives to be told apart "
+            "by example. Use fused=True."
         )
 
 
@@ -275,9 +275,9 @@ def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
-            "how they depend on the parameter is known for linear layers, convolutions, "
-            "normalisation layers, products and whatever broadcasts, not for this operation. Write "
-            "it with such operations, or leave the parameter out by name with "
+            "how they depend on the parameter is not known for this operation. Expected a linear "
+            "layer, convolution, normalisation layer, product, or operation that broadcasts: write "
+            "it with these, or leave the parameter out by name with "
             f"exclude={[root.name for root in ctx.use.roots]!r}."
         )
     gradients = method(ctx.use.nodes, grad, *saved)
@@ -296,8 +296,8 @@ def derived(node: Node, function, *args) -> Derived:
 class Tap(torch.autograd.Function):
     """Identity on an operation's result that turns its gradient into reports.
 
-    The result is marked as changed in place so that it stays an ordinary tensor: a view could not
-    be changed in place by a later ``relu_``.
+    The result is marked as changed in place so that it remains an ordinary tensor: returned as a
+    view, it could not be changed in place by a later ``relu_``.
     """
 
     @staticmethod
@@ -306,7 +306,7 @@ class Tap(torch.autograd.Function):
         ctx.data = range(5 + probes, 5 + len(tensors))
         ctx.save_for_backward(*tensors[probes:])
         if is_compiling():
-            # The compiler of PyTorch 2.11 makes a view of what is marked. Inductor removes copies.
+            # PyTorch 2.11's compiler turns what is marked into a view. Inductor removes the copy.
             return result.clone()
         ctx.mark_dirty(result)
         return result
@@ -341,12 +341,12 @@ def tap(
         result: what the operation returned, still connected to the operands as PyTorch connects it.
         factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
             method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
-            of ``saved`` as tracked operations compute them, or None where the tracked operands do
-            not enter them; its method ``norms(grad, *saved)`` the norms of factors that no other
-            use meets, one ``Contraction`` for each node, without the factors, or None. Equal only
-            to itself: the compiler of PyTorch 2.11 looks what a graph calls up in a set, before it
-            has values to compare.
-        saved: tensors that ``factors_of`` needs; kept as any operation keeps its operands.
+            of ``saved``, computed by tracked operations, or None where these do not depend on the
+            tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
+            norms of factors that need not wait for other uses, one ``Contraction`` for each node,
+            or None. It must compare by identity: PyTorch 2.11's compiler looks up what a graph
+            calls in a set, at a time when there are no values to compare.
+        saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """
     use, probes = use_of(nodes)
@@ -355,16 +355,16 @@ def tap(
     tensors = (result, *probes, *saved)
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
-    # A mode may keep results and look whether they were changed, as selective checkpoints do.
+    # Dispatch modes, such as selective checkpoints, may check that results were not changed.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
-    """Return a result that is nobody's view as one that may be changed in place.
+    """Return a new result, which autograd may take for a view, as an ordinary tensor.
 
-    A view that is marked as changed passes its gradient on through a copy of its base, laid out in
-    another way: sums over it would come out in other bits.
+    A view that is marked as changed passes its gradient on through a copy of its base with other
+    strides, so that sums over it are rounded differently.
     """
     if is_compiling() or not tensor._is_view():
         return tensor

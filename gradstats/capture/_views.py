@@ -1,4 +1,4 @@
-"""A parameter as each example sees it, for everything that broadcasts."""
+"""A parameter as each example sees it, for all operations that broadcast."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gradstats.capture._uses import attach, report, use_of
 class ExampleView(torch.autograd.Function):
     """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
 
-    The operation that follows is PyTorch's own, and so is the gradient that comes back: one slice
-    for each example.
+    The operation that follows is PyTorch's own, and so is the gradient that comes back, with one
+    slice for each example.
     """
 
     @staticmethod
@@ -32,7 +32,7 @@ class ExampleView(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         layout = ctx.layout
-        # In a graph no function mode is on.
+        # Function modes are on in eager mode only.
         with nullcontext() if ctx.use is None else torch._C.DisableTorchFunction():
             factor = layout.factor(grad.detach(), ctx.shape)
             reports = report(ctx.use, ctx.settings, [factor])
@@ -67,7 +67,7 @@ class ExampleLayout:
         return self.rows_of(shape) == self.examples.rows != 1
 
     def serves(self, shape: Sequence[int]) -> bool:
-        """Whether the factor of a tensor of this shape can be told."""
+        """Whether the factor of a tensor of this shape is known."""
         alone = self.examples.batch == 1
         return self.examples.plain or alone or not self.own_slices(shape)
 
@@ -102,7 +102,8 @@ class ExampleLayout:
 def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
     use, probes = use_of([node])
-    # A parameter enters as it is, save where all its gradients are to meet at its alias.
+    # The parameter itself is used rather than its alias, unless training gradients are to be
+    # PyTorch's own to the bit: then those of all uses are added up at the alias.
     bare = use is None or (isinstance(node, Root) and not tracker.settings.exact)
     value = node.parameter if bare else node.value  # type: ignore[attr-defined]
     return attach(ExampleView, use, tracker.settings, layout, value, *probes)

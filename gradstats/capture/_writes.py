@@ -1,7 +1,7 @@
 """Where the examples lie in a tensor that data were written into.
 
-What is written says it: whoever reads the tensor at that place must find there what belongs to the
-same examples. A tensor that held nothing of any example may get them along any axis.
+What is written decides: the place written to must belong to the same examples as the values. In a
+tensor that held no example's values before, the examples may come to lie along any axis.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Write:
     """What an operation writes into its first operand, and where.
 
     Attributes:
-        values: what is written, of which those that are data say whose it is.
-        read: called with a layout of the operand, it returns that of the place written to; None
-            where that is all of the operand.
-        dims: number of axes of that place.
-        index: of a number that is written to some rows, which ones.
+        values: what is written; those that are data say to which examples it belongs.
+        read: called with a layout of the operand, returns that of the place written to; None where
+            the place is the whole operand.
+        dims: number of axes of the place.
+        index: where a number is written to some rows, which rows.
     """
 
     values: tuple[Any, ...]
@@ -38,11 +38,12 @@ class Write:
     index: Tensor | None = None
 
     def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
-        """Whether a value falls on its own examples, where those of the operand lie so.
+        """Whether a value is written to places of its own examples, under a layout of the operand.
 
         Args:
-            layout: of the operand.
-            value: what is written, and ``owned``, whose it is.
+            layout: the operand's.
+            value: what is written.
+            owned: where the examples lie in ``value``.
         """
         place = layout if self.read is None else self.read(layout)
         if isinstance(place, Examples) and isinstance(owned, Examples):
@@ -69,7 +70,7 @@ def _assigned(target: Tensor, index, value) -> Write:
 
 
 def _rows_of_number(target: Tensor, value, index) -> Tensor | None:
-    """Return the rows that a number is written to; None of all other values and places."""
+    """Return the rows that a number is written to; None for other values and other places."""
     number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
     rows = target.dim() == 1 and isinstance(index, Tensor) and index.dtype != torch.bool
     return index if number and rows else None
@@ -94,20 +95,20 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
     def read(layout: Examples) -> Examples | None:
         if layout.axis != dim:
             return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
-        # Rows, where all elements of one go to one place; otherwise each goes its own way.
+        # Rows move as a whole if all elements of one go to the same place.
         rows = index.movedim(dim, 0).flatten(1) if index.dim() > 1 else index.unsqueeze(1)
         if rows.shape[1] == 0 or not bool((rows == rows[:, :1]).all()):
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
-    # Of a number that is written, where it goes says whose it is.
+    # A number belongs to the examples that it is written to.
     return Write((value if isinstance(value, Tensor) else index,), read, target.dim())
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
-    """The elements of the value, one after the other, where the mask is true.
+    """The elements of the value, in order, written where the mask is true.
 
-    Values stand in the order of the examples, whose rows of the mask take them one by one.
+    So each row of the mask takes as many of them as it has true elements.
     """
 
     def read(layout: Examples) -> Examples | None:
@@ -140,7 +141,7 @@ WRITES: dict[Any, Callable[..., Write]] = {
     },
 }
 
-# Changes in place with the form that returns a new tensor, by which they are followed.
+# In-place methods that are followed like the form that returns a new tensor.
 CHANGES_IN_PLACE = {
     method: getattr(Tensor, method.__name__[:-1], None)
     for method in IN_PLACE

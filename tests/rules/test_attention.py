@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, WIDTH, HEADS = 3, 4, 2
@@ -253,6 +253,33 @@ def test_static_key_and_value():
     keys = [normal(BATCH, HEADS, 5, WIDTH // HEADS) for _ in range(2)]
     attention = nn.MultiheadAttention(WIDTH, HEADS)
     check_operation(function, {"attention": attention}, normal(BATCH, 4, WIDTH), *keys)
+
+
+COMPUTED_MASKS = {
+    "for each head": ("attn_mask", lambda m, x: m["mask"](x).repeat_interleave(HEADS, 0), True),
+    "for each example": ("key_padding_mask", lambda m, x: m["mask"](x[:, 0]), True),
+    "heads first": ("attn_mask", lambda m, x: m["mask"](x).repeat(HEADS, 1, 1), False),
+    "of the examples as positions": ("attn_mask", lambda m, x: m["mask"](x[:, 0]), False),
+    "of other examples": ("key_padding_mask", lambda m, x: m["mask"](x[:, 0]).T, False),
+}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name, mask, right", COMPUTED_MASKS.values(), ids=COMPUTED_MASKS)
+def test_masks_computed_from_data(name, mask, right, trained):
+    def losses(model, x):
+        steps = x.transpose(0, 1)
+        given = {name: mask(model, x), "need_weights": False}
+        return model["attention"](steps, steps, steps, **given)[0].square().sum((0, 2))
+
+    attention = nn.MultiheadAttention(WIDTH, HEADS).requires_grad_(trained)
+    model = nn.ModuleDict({"attention": attention, "mask": nn.Linear(WIDTH, BATCH)}).double()
+    x = normal(BATCH, BATCH, WIDTH)
+    if right:
+        check_model(model, x, losses)
+        return
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, x, losses)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -585,6 +585,20 @@ def test_examples_repeated():
     check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, 4))
 
 
+@pytest.mark.parametrize("counts", [[0, 1, 2], [2, 1, 0], [1, 1, 1], [3, 1, 4]])
+def test_numbers_of_examples_repeated(counts):
+    """The rows of a table for each example's own nodes, of which examples have as many as told."""
+
+    def function(m, x):
+        table = torch.eye(BATCH, 4, dtype=torch.float64)
+        numbers = torch.repeat_interleave(x[:, 0].long())
+        hidden = m.layer(table[numbers])
+        return hidden.new_zeros(BATCH, 2).index_add(0, numbers, hidden.square())
+
+    counted = torch.tensor(counts)[:, None].expand(BATCH, 4).double()
+    check_operation(function, {"layer": nn.Linear(4, 2)}, counted)
+
+
 def test_the_last_position_of_each_example():
     def function(m, x):
         hidden = torch.tanh(m.first(x))
@@ -1209,6 +1223,29 @@ def test_elements_taken_without_an_axis():
         {"layer": nn.Linear(4, 4)},
         normal(BATCH, 4),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, places, out: torch.gather(x, 0, places, out=out),
+        lambda x, places, out: torch.take_along_dim(x, places, 0, out=out),
+        lambda x, places, out: torch.take(x, places, out=out),
+        lambda x, places, out: torch.masked_select(x, x > -1, out=out),
+    ],
+)
+def test_elements_picked_into_a_tensor_that_is_given(pick, dtype):
+    ids = torch.arange(12, dtype=dtype).view(BATCH, 4)
+    places = torch.tensor([[1, 0, 2, 1]])
+    found = []
+
+    def losses(model, ids):
+        found.append(pick(ids, places, torch.empty(0, dtype=dtype)))
+        return model(ids.double()).sum(1)
+
+    gs.per_example_norms(nn.Linear(4, 2).double(), ids, losses)
+    assert torch.equal(found[0], pick(ids, places, None))
 
 
 @pytest.mark.parametrize("after", [lambda h: h, lambda h: h.as_strided((BATCH, 4), (1, BATCH))])
