@@ -65,6 +65,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
+from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
@@ -199,12 +200,19 @@ class ConstantTracking(TorchFunctionMode):
         if "axis" in kwargs:  # numpy's word for it
             kwargs = {**kwargs, "dim": kwargs["axis"]}
             del kwargs["axis"]
+        named = False
+        if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
+            if not torch.compiler.is_dynamo_compiling():
+                read_signatures()
+            args, kwargs = by_place(func, args, kwargs)
+            left = [item for item in kwargs.values() if isinstance(item, Tensor)]
+            named = any(node_of(item) is None and tracker.is_data(item) for item in left)
         if not args and not FIRST_NAMES.isdisjoint(kwargs):
             kwargs = dict(kwargs)
             args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
         if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
             func = torch.maximum  # of two operands, whichever it is
-        if args and not tracker.follows_layouts:
+        if args and not named and not tracker.follows_layouts:
             # Almost every operation has data as its first operand, and nothing more to say.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
@@ -343,6 +351,7 @@ def prepare_for_compiler() -> None:
     Traced by itself it would believe that it stands in a graph. So would what shows Functions, and
     what tells whether there is one.
     """
+    read_signatures()
     for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     # What is not in this table makes tensors behind the mode's back while a graph is traced: with

@@ -1362,3 +1362,42 @@ def test_asking_for_the_tensor_that_a_view_shows():
 
     layers = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 2)}
     check_operation(function, layers, normal(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, g: torch.mul(h, other=g),
+        lambda h, g: torch.add(input=h, other=g),
+        lambda h, g: torch.addcmul(h, tensor1=h, tensor2=g),
+        lambda h, g: torch.linalg.vecdot(h, y=g),
+        lambda h, g: torch.outer(g, vec2=g),
+        lambda h, g: nn.functional.linear(h, weight=h),
+        lambda h, g: nn.functional.linear(h, torch.eye(BATCH).double(), bias=g),
+    ],
+)
+def test_operands_of_other_examples_given_by_name_are_refused(function):
+    check_refused(
+        lambda m, x: function(m.layer(x), m.layer(x.sin())[:, 0]),
+        {"layer": nn.Linear(BATCH, BATCH)},
+        normal(BATCH, BATCH),
+        error=gs.GradStatsError,
+        match="which loss belongs to which example was lost|every other|each loss depends on",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, weight: torch.mul(h, other=h.sin()),
+        lambda h, weight: torch.max(h, other=h.sin()),
+        lambda h, weight: torch.gru_cell(h, hx=h.sin(), w_ih=weight, w_hh=weight),
+        lambda h, weight: torch.gru_cell(input=h, hx=h.sin(), w_ih=weight, w_hh=weight),
+    ],
+)
+def test_operands_given_by_name(function):
+    check_operation(
+        lambda m, x: function(m.layer(x), torch.eye(12, 4, dtype=torch.float64)),
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+    )
