@@ -344,7 +344,7 @@ class Following(Marks):
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout."""
-        if len(data) == 1 or not self.follows_layouts:
+        if len(data) == 1 or not (self.follows_layouts or self.layout_of(data[0]) is None):
             return data[0], self.layout_of(data[0])
         layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
         known = [(tensor, layout) for tensor, layout in layouts if layout is not None]

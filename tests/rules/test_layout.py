@@ -1401,3 +1401,32 @@ def test_operands_given_by_name(function):
         {"layer": nn.Linear(4, 4)},
         normal(BATCH, 4),
     )
+
+
+@torch.library.custom_op("gradstats_tests::turned", mutates_args=())
+def turned(scale: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return scale * h.T
+
+
+turned.register_autograd(
+    lambda ctx, grad: (None, (ctx.scale * grad).T),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[0]),
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scale, h: torch.addr(scale, h[:, 0], h[:, 1]),
+        turned,
+    ],
+)
+def test_data_without_examples_before_data_with_them(function):
+    """The first operand does not say where the examples lie, and nobody follows the operation."""
+    check_refused(
+        lambda m, x: function(x.mean(), m.layer(x)),
+        {"layer": nn.Linear(BATCH, BATCH)},
+        normal(BATCH, BATCH),
+        error=gs.ExampleAxisError,
+        match=r"was lost at torch\.(addr|ops\.gradstats_tests\.turned)",
+    )
