@@ -4,6 +4,8 @@ Each function that can be overridden is called in all the ways below that it acc
 afterwards where the examples lie in its result, each row must depend on its own example alone.
 """
 
+from functools import wraps
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.overrides import get_overridable_functions
 
 import gradstats as gs
 from gradstats.capture._examples import Examples
+from gradstats.capture._signatures import NAMES, read_signatures
 
 BATCH = 4  # of every axis, so that no size explains anything
 
@@ -187,6 +190,43 @@ def test_rows_are_those_of_their_examples(dims, layout):
             problem
             for function in FUNCTIONS
             for problem in problems(tracker._tracker, model, x, function, layout)
+        ]
+        tracker.backward(model(x).flatten(1).sum(1))
+    assert not found, "\n".join(found)
+
+
+def by_name(function, first: int):
+    """Return a function that gives all arguments from the first of them on by name."""
+
+    @wraps(function)
+    def call(*args):
+        for names in NAMES[function]:
+            if first < len(args) <= len(names):
+                try:
+                    named = zip(names[first:], args[first:], strict=False)
+                    return function(*args[:first], **dict(named))
+                except (TypeError, RuntimeError, ValueError):
+                    continue
+        raise TypeError("no overload takes these arguments by name")
+
+    return call
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_operands_given_by_name(dims, first):
+    torch.manual_seed(0)
+    read_signatures()
+    functions = [by_name(function, first) for function in FUNCTIONS if NAMES.get(function)]
+    assert len(functions) > 500
+    model = nn.Linear(3, BATCH).double()
+    x = torch.randn(*(BATCH,) * (dims - 1), 3).double()
+    with gs.track(model, batch_size=BATCH) as tracker:
+        found = [
+            problem
+            for function in functions
+            for problem in problems(tracker._tracker, model, x, function, "in order")
         ]
         tracker.backward(model(x).flatten(1).sum(1))
     assert not found, "\n".join(found)

@@ -31,6 +31,7 @@ What is not tracked: constants, and data with the examples in them
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _writes, _einsum
     _data        data that are written, changed, differentiated
+    _signatures  operands that are given by name
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of

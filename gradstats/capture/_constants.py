@@ -66,6 +66,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
+from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
@@ -202,23 +203,27 @@ class ConstantTracking(TorchFunctionMode):
         if "axis" in kwargs:  # NumPy's name for dim
             kwargs = {**kwargs, "dim": kwargs["axis"]}
             del kwargs["axis"]
+        named = False
+        if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
+            if not torch.compiler.is_dynamo_compiling():
+                read_signatures()
+            args, kwargs = by_place(func, args, kwargs)
+            left = [item for item in kwargs.values() if isinstance(item, Tensor)]
+            named = any(node_of(item) is None and tracker.is_data(item) for item in left)
         if not args and not FIRST_NAMES.isdisjoint(kwargs):
             kwargs = dict(kwargs)
             args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
-        if func in EXTREMES:
-            other = args[1] if len(args) > 1 else kwargs.get("other")
-            if isinstance(other, Tensor):
-                func = torch.maximum  # of two operands, whichever it is
-        if args and not tracker.follows_layouts and kwargs.get("out") is None:
-            given = (*args, *kwargs.values()) if kwargs else args
+        if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
+            func = torch.maximum  # of two operands, whichever it is
+        if args and not named and not tracker.follows_layouts and kwargs.get("out") is None:
             # Almost every operation has data as its first operand, and leaves the examples alone.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
                 if func not in WATCHED and type(func) not in OPAQUE:
-                    if keeps_examples(func, given, tracker.batch_dim, result):
+                    if keeps_examples(func, args, tracker.batch_dim, result):
                         return
                 elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
-                    if aligned(func, given) and leaves(func, first, tracker.batch_dim, result):
+                    if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
                         return
                 elif func in PRODUCTS:
                     # A tracked operand's rule has checked where the examples lie; but a stack of
@@ -349,6 +354,7 @@ def prepare_for_compiler() -> None:
     Traced as a frame of its own, the handler would believe that it runs inside a graph. So would
     the function in place of ``apply``, and ``is_compiling`` itself.
     """
+    read_signatures()
     for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     # While a graph is traced, functions missing in this table make tensors that the mode does not

@@ -147,8 +147,7 @@ class Following(Marks):
         of_data = node_of(first) is None and self.is_data(first)
         layout = self.layout_of(first) if of_data else None
         sums = layout is not None and layout.axis == first.dim() - 1
-        others = (*call.args[1:], *call.kwargs.values())
-        if not sums and not any(map(self.is_trained, others)):
+        if not sums and not any(map(self.is_trained, call.args[1:])):
             return self._by_first(call)
         after = self._of_product(call)
         bias = call.kwargs.get("bias", call.args[2] if len(call.args) > 2 else None)
@@ -175,8 +174,6 @@ class Following(Marks):
 
     def _of_solution(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
-        if "B" in kwargs and len(args) == SOLVES[func]:
-            args = (*args, kwargs["B"])
         if solves_vector(func, args):
             return contraction(self, args[:2], partial(in_front, result), result)
         after = self._broadcast(data, result)
@@ -202,8 +199,6 @@ class Following(Marks):
 
     def _of_tensor_product(self, call: Call) -> Layout:
         func, args, kwargs, _, result = call
-        if len(args) == 1:
-            args = (*args, *operands_of((), kwargs))  # the second operand was given by name
         return contraction(self, args[:2], partial(tensordot, func, args, kwargs), result)
 
     def _of_row_pairs(self, call: Call) -> Layout | Unchanged:
@@ -340,7 +335,7 @@ class Following(Marks):
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
         """Return the operand whose layout the result has, and that layout."""
-        if len(data) == 1 or not self.follows_layouts:
+        if len(data) == 1 or not (self.follows_layouts or self.layout_of(data[0]) is None):
             return data[0], self.layout_of(data[0])
         layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
         known = [(tensor, layout) for tensor, layout in layouts if layout is not None]

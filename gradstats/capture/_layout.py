@@ -105,41 +105,30 @@ def is_one(func, source: Tensor) -> bool:
     return func in CONVOLUTIONS and source.dim() == CONVOLUTIONS[func] + 1
 
 
-def aligned(func, given: Sequence[Any]) -> bool:
-    """Whether trained operands obviously have their examples where the first operand has them.
+def aligned(func, args: Sequence[Any]) -> bool:
+    """Whether it shows at once that trained operands lie as the first does.
 
-    Broadcasting aligns axes from the right, so the examples of one may meet positions of another.
-
-    Args:
-        func: the operation.
-        given: its arguments, those given by name included.
+    Where they are broadcast, from the right, the examples of one may meet positions of another.
     """
-    for item in given[1:]:
-        if type(item) is Tensor and (item.requires_grad or item.dim() > given[0].dim()):
-            if func in SHARED or item.dim() != given[0].dim():
+    for item in args[1:]:
+        if type(item) is Tensor and (item.requires_grad or item.dim() > args[0].dim()):
+            if func in SHARED or item.dim() != args[0].dim():
                 return False
     return True
 
 
-def keeps_examples(func, given: Sequence[Any], axis: int, result) -> bool:
-    """Whether an operation that is not in ``WATCHED`` obviously leaves the examples where they are.
-
-    Args:
-        func: the operation.
-        given: its arguments, those given by name included; the first is data.
-        axis: the example axis.
-        result: what it returned.
-    """
+def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
+    """Whether it shows at once that an operation that is not watched leaves the examples alone."""
     if not isinstance(result, Tensor):
         return not any(isinstance(item, Tensor) and item.requires_grad for item in flatten(result))
-    first = given[0]
+    first = args[0]
     if func in BROADCASTS and not all(
         item.dim() in (0, result.dim())
-        for item in given
+        for item in args
         if isinstance(item, Tensor) and node_of(item) is None
     ):
         return False
-    if is_one(func, first) or not aligned(func, given):
+    if is_one(func, first) or not aligned(func, args):
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the examples' axis is summed

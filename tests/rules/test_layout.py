@@ -1399,3 +1399,71 @@ def test_asking_for_the_tensor_that_a_view_shows():
 
     layers = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 2)}
     check_operation(function, layers, normal(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, g: torch.mul(h, other=g),
+        lambda h, g: torch.add(input=h, other=g),
+        lambda h, g: torch.addcmul(h, tensor1=h, tensor2=g),
+        lambda h, g: torch.linalg.vecdot(h, y=g),
+        lambda h, g: torch.outer(g, vec2=g),
+        lambda h, g: nn.functional.linear(h, weight=h),
+        lambda h, g: nn.functional.linear(h, torch.eye(BATCH).double(), bias=g),
+    ],
+)
+def test_operands_of_other_examples_given_by_name_are_refused(function):
+    check_refused(
+        lambda m, x: function(m.layer(x), m.layer(x.sin())[:, 0]),
+        {"layer": nn.Linear(BATCH, BATCH)},
+        normal(BATCH, BATCH),
+        error=gs.GradStatsError,
+        match="which loss belongs to which example was lost|every other|each loss depends on",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, weight: torch.mul(h, other=h.sin()),
+        lambda h, weight: torch.max(h, other=h.sin()),
+        lambda h, weight: torch.gru_cell(h, hx=h.sin(), w_ih=weight, w_hh=weight),
+        lambda h, weight: torch.gru_cell(input=h, hx=h.sin(), w_ih=weight, w_hh=weight),
+    ],
+)
+def test_operands_given_by_name(function):
+    check_operation(
+        lambda m, x: function(m.layer(x), torch.eye(12, 4, dtype=torch.float64)),
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+    )
+
+
+@torch.library.custom_op("gradstats_tests::turned", mutates_args=())
+def turned(scale: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return scale * h.T
+
+
+turned.register_autograd(
+    lambda ctx, grad: (None, (ctx.scale * grad).T),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[0]),
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scale, h: torch.addr(scale, h[:, 0], h[:, 1]),
+        turned,
+    ],
+)
+def test_data_without_examples_before_data_with_them(function):
+    """The first operand does not say where the examples lie, and nobody follows the operation."""
+    check_refused(
+        lambda m, x: function(x.mean(), m.layer(x)),
+        {"layer": nn.Linear(BATCH, BATCH)},
+        normal(BATCH, BATCH),
+        error=gs.ExampleAxisError,
+        match=r"was lost at torch\.(addr|ops\.gradstats_tests\.turned)",
+    )
