@@ -12,9 +12,11 @@ from torch.nn.utils import parametrizations
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, classification, next_token
+from gradstats._factors import Outer
 from gradstats.capture import _tracker, _uses
 from gradstats.capture._consumers import Along
 from gradstats.capture._uses import Settings
+from gradstats.contractions import _outer_pairs
 from gradstats.statistics._kept import keep, products
 from tests.oracle import (
     assert_products,
@@ -624,3 +626,25 @@ def test_on_a_gpu(device_bytes, positions):
     along = torch.cat([value.flatten() for value in direction.values()])[None].double().cpu()
     got = gs.alignment(model, first, next_token, direction)
     assert_products(got[:, None].cpu(), rows, along, 1e-4)
+
+
+def check_pairs_of_rows(dtype, groups):
+    """Compare all pairs' products of factors with one position each on CUDA with plain products."""
+    torch.manual_seed(0)
+    sides = [torch.randn(n, groups, 1, width).to(dtype) for n in (5, 4) for width in (6, 9)]
+    left, right, other_left, other_right = (side.cuda() for side in sides)
+    factors = [Outer(*both, (6, 9)) for both in ((left, right), (other_left, other_right))]
+    got = _outer_pairs.pairs(*factors, 1 << 20, (torch.ones(5), torch.ones(4)))
+    exact = [side.double() for side in sides]
+    rows, columns = ((one.mT @ other).flatten(1) for one, other in (exact[:2], exact[2:]))
+    assert_products(got.cpu(), rows, columns, 1e-6)
+    same = _outer_pairs.pairs(factors[0], factors[0], 1 << 20, (torch.ones(5), torch.ones(5)))
+    assert_products(same.cpu(), rows, rows, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_pairs_of_rows_on_a_gpu(dtype, groups):
+    check_pairs_of_rows(dtype, groups)

@@ -239,6 +239,11 @@ Tensor& set_empty(Tensor& self) {
 
 c10::Scalar to_number(const Tensor& self) { return on_host(self).item(); }
 
+// CPUs have no product of half precision with a result in float32.
+Tensor product_in(const Tensor& self, const Tensor& other, at::ScalarType dtype) {
+  return self.to(dtype).mm(other.to(dtype));
+}
+
 // Attention takes apart: 0 is the form in plain operations.
 int64_t plain_attention(
     const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
@@ -267,6 +272,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("_local_scalar_dense", to_number);
+  library.impl("mm.dtype", product_in);
   // Views share memory, which copies cannot.
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", TORCH_FN(at::native::view));

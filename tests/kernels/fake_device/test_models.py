@@ -29,6 +29,7 @@ from tests.oracle import (
     perturbed,
 )
 from tests.test_backend_models import squared_outputs
+from tests.test_inner_products import check_pairs_of_rows
 
 B = 5
 
@@ -198,6 +199,13 @@ def test_gradients_of_images_are_summed_where_they_lie(positions, dtype, launche
     assert total.dtype == dtype and total.shape == (5, 3, 1, 1)
     in_one = dtype == torch.float32 and positions > 20
     assert ("weight_gradient_sqnorm" in launched) == in_one
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_pairs_of_rows(dtype, groups, launched):
+    check_pairs_of_rows(dtype, groups)
+    assert ("pairwise_gram" in launched) == (dtype == torch.float32)
 
 
 class Recurrent(nn.Module):
