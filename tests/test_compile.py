@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+from collections import Counter
 from dataclasses import is_dataclass
 
 import pytest
@@ -78,6 +80,23 @@ def test_fullgraph(number, backend):
         for got, want in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(got, want.grad, rtol=1e-4, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_graphs_guard_no_tables_of_operations(number):
+    """Guards of every entry, compared whenever a graph is entered, take longer than the graph."""
+    torch._dynamo.reset()
+    found = Counter()
+
+    def note(guards):
+        found.update(re.findall(r"gradstats\w*'\]\.(\w+)", " ".join(each.name for each in guards)))
+        return [True] * len(guards)
+
+    model, batch = list(models())[number]
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager", options={"guard_filter_fn": note})
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+    assert 0 < found.most_common(1)[0][1] < 60, found.most_common(5)
 
 
 class Positioned(nn.Module):

@@ -42,12 +42,13 @@ from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
     CHANGES,
-    FOLLOWED,
     PLAIN_VIEWS,
     aligned,
+    is_followed,
     keeps_examples,
     keeps_rows,
     leaves,
+    may_move,
     stays,
 )
 from gradstats.capture._names import function_name
@@ -62,8 +63,11 @@ from gradstats.capture._operations import (
     PRODUCTS,
     RESHAPES,
     SCRAMBLES,
+    broadcasts,
+    keeps,
+    takes_batch_first,
 )
-from gradstats.capture._reductions import OVER_AXES, runs_over
+from gradstats.capture._reductions import OVER_AXES, axes_of, is_over_axes, runs_over
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
@@ -96,6 +100,18 @@ ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
     | BLANKS | {torch.broadcast_tensors, torch.cdist}
+)  # fmt: skip
+
+
+def is_watched(func) -> bool:
+    return func in WATCHED
+
+
+# Functions that look operations up in large tables. To a graph that is traced their results are
+# constants: it would guard every entry of a table that it saw, and compare all of them each time
+# it is entered, which takes longer than the graph itself.
+LOOKS_UP = (
+    is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
 )  # fmt: skip
 
 # Frequent questions about a tensor whose answers are no tensors.
@@ -219,10 +235,10 @@ class ConstantTracking(TorchFunctionMode):
             # Almost every operation has data as its first operand, and leaves the examples alone.
             first = args[0]
             if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                if func not in WATCHED and type(func) not in OPAQUE:
+                if not is_watched(func) and type(func) not in OPAQUE:
                     if keeps_examples(func, args, tracker.batch_dim, result):
                         return
-                elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
+                elif is_over_axes(func) and not runs_over(func, args, kwargs, tracker.batch_dim):
                     if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
                         return
                 elif func in PRODUCTS:
@@ -266,7 +282,7 @@ class ConstantTracking(TorchFunctionMode):
             if func is torch.autograd.grad:
                 tracker.follow_gradients(args, kwargs, results)
                 return
-            own = tracker.registered(func) if func is not None and func not in FOLLOWED else None
+            own = tracker.registered(func) if func is not None and not is_followed(func) else None
             if own is not None and torch.is_grad_enabled():
                 own.follow(tracker, args, kwargs, results)
                 return
@@ -296,7 +312,7 @@ class ConstantTracking(TorchFunctionMode):
         after = target if func in IN_PLACE else result
         if after is target:
             tracker.mark_data(target)
-        if func in OVER_AXES:
+        if is_over_axes(func):
             tracker.follow_layout(func, args, kwargs, [target], target)
         elif func in MOVES_IN_PLACE or func is Tensor.resize_:
             tracker.follow_move(target)
@@ -357,6 +373,8 @@ def prepare_for_compiler() -> None:
     read_signatures()
     for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
+    for function in LOOKS_UP:
+        torch.compiler.assume_constant_result(function)
     # While a graph is traced, functions missing in this table make tensors that the mode does not
     # see: with PyTorch 2.11 torch.arange and most other factories, with any version the others.
     shown = torch._dynamo.variables.torch.get_overridable_functions()

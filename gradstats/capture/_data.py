@@ -14,7 +14,7 @@ from gradstats._factors import Segments
 from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
-from gradstats.capture._layout import FOLLOWED
+from gradstats.capture._layout import is_followed
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._tensors import node_of
@@ -312,7 +312,7 @@ class Data(Following):
         target = args[0]
         if not target.requires_grad:
             return
-        if func in FOLLOWED:
+        if is_followed(func):
             self.follow_layout(func, args, kwargs, data, target)
         else:
             self.place(target, None)

@@ -14,14 +14,14 @@ from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layo
 from gradstats.capture._indexing import argument_of, looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
-    CHANGES,
-    FOLLOWED,
     contracted,
     convolved,
     follow,
     in_front,
+    is_followed,
     is_one,
     leaves,
+    may_move,
     tensordot,
 )
 from gradstats.capture._marks import Marks
@@ -30,7 +30,6 @@ from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
-    BATCH_FIRST,
     BROADCASTS,
     CONVOLUTIONS,
     JOINS,
@@ -47,8 +46,9 @@ from gradstats.capture._operations import (
     TENSOR_PRODUCTS,
     UNFOLLOWED,
     solves_vector,
+    takes_batch_first,
 )
-from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
+from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._tensors import node_of
 
@@ -130,7 +130,7 @@ class Following(Marks):
             return MIXED
         if func in JOINS or func is PAD_SEQUENCE:
             return joined_layout(self, func, args, kwargs, result)
-        if func in OVER_AXES and self._runs_over_examples(func, args, kwargs):
+        if is_over_axes(func) and self._runs_over_examples(func, args, kwargs):
             if not result.requires_grad or self.batch_size == 1:
                 return None
             if func not in REDUCES:
@@ -223,13 +223,13 @@ class Following(Marks):
         lost = (
             func in UNFOLLOWED
             or type(func) in OPAQUE
-            or (func not in FOLLOWED and func is not None and result.requires_grad)
+            or (not is_followed(func) and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
             or is_one(func, data[0])
         )
-        changes = lost or func in CHANGES or self._is_gone(data, result)
-        moved = func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result)
-        if moved or (func in BATCH_FIRST and self.batch_dim != 0):
+        changes = lost or may_move(func) or self._is_gone(data, result)
+        moved = is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result)
+        if moved or (takes_batch_first(func) and self.batch_dim != 0):
             changes = True
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides

@@ -20,8 +20,6 @@ from gradstats.capture._indexing import argument_of
 from gradstats.capture._nested import flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
-    BATCH_FIRST,
-    BROADCASTS,
     CONVOLUTIONS,
     JOINS,
     KEEPS,
@@ -38,9 +36,12 @@ from gradstats.capture._operations import (
     TENSOR_PRODUCTS,
     TRANSPOSED_CONVOLUTIONS,
     UNFOLLOWED,
+    broadcasts,
+    keeps,
+    takes_batch_first,
     variants,
 )
-from gradstats.capture._reductions import OVER_AXES, QUANTILES, reduced
+from gradstats.capture._reductions import OVER_AXES, QUANTILES, is_over_axes, reduced
 from gradstats.capture._reindexed import REINDEXES, moved, reshaped
 from gradstats.capture._tensors import node_of
 
@@ -64,7 +65,7 @@ def follow(
     Returns:
         The layout; None if the operation may have lost it.
     """
-    if func in SCRAMBLES or (func in BATCH_FIRST and layout.axis != 0) or is_one(func, source):
+    if func in SCRAMBLES or (takes_batch_first(func) and layout.axis != 0) or is_one(func, source):
         return None
     if func in MOVES:
         return moved(source, layout, result)
@@ -72,11 +73,11 @@ def follow(
         return reshaped(source, layout, result)
     if func in REINDEXES:
         return REINDEXES[func](func, args, kwargs, source, layout, result)
-    if func in OVER_AXES and (func in QUANTILES or result.dim() < source.dim()):
+    if is_over_axes(func) and (func in QUANTILES or result.dim() < source.dim()):
         return reduced(func, args, kwargs, source, layout, result)
-    if func in OVER_AXES and result.dim() > source.dim():
+    if is_over_axes(func) and result.dim() > source.dim():
         return None  # it was broadcast against other operands
-    if func in OVER_AXES and result.dim() == source.dim():
+    if is_over_axes(func) and result.dim() == source.dim():
         # The axes that were reduced may be kept with size 1.
         return layout if result.shape[layout.axis] == source.shape[layout.axis] else None
     if result.dim() <= layout.axis:
@@ -122,7 +123,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
     if not isinstance(result, Tensor):
         return not any(isinstance(item, Tensor) and item.requires_grad for item in flatten(result))
     first = args[0]
-    if func in BROADCASTS and not all(
+    if broadcasts(func) and not all(
         item.dim() in (0, result.dim())
         for item in args
         if isinstance(item, Tensor) and node_of(item) is None
@@ -132,11 +133,11 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the examples' axis is summed
-    if func in BATCH_FIRST and axis != 0:
+    if takes_batch_first(func) and axis != 0:
         return False  # it takes the examples' axis for channels or positions
     if not result.requires_grad:
         return True
-    if func not in KEEPS:
+    if not keeps(func):
         return False
     if first.dim() <= axis:
         return True
@@ -229,6 +230,15 @@ PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
 
 # Operations whose effect on layouts is known.
 FOLLOWED = KEEPS | CHANGES | frozenset(OVER_AXES) | frozenset({torch.broadcast_tensors})
+
+
+def may_move(func) -> bool:
+    return func in CHANGES
+
+
+def is_followed(func) -> bool:
+    return func in FOLLOWED
+
 
 # Operations with an operand that all examples share, unless it was computed from data.
 SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | frozenset(SHARED_WEIGHT)

@@ -278,6 +278,19 @@ KEEPS = (
     POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
 )  # fmt: skip
 
+
+def broadcasts(func) -> bool:
+    return func in BROADCASTS
+
+
+def takes_batch_first(func) -> bool:
+    return func in BATCH_FIRST
+
+
+def keeps(func) -> bool:
+    return func in KEEPS
+
+
 # Operations that make tensors from values that the caller has.
 GIVEN_VALUES = frozenset(
     {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer}
