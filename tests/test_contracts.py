@@ -362,10 +362,12 @@ def test_contexts_of_two_models_at_once(model, batch, apart):
     """Their backward reaches one of them: the way on is one context of both."""
     (x, y), other = batch, nn.Linear(4, 3)
     with pytest.raises(gs.TrackingError, match=r"several models.*torch.nn.ModuleList"):
-        with gs.track(model, batch_size=B) as outer, gs.track(other, batch_size=B):
-            losses = [functional.cross_entropy(m(x), y) for m in (model, other)]
-            for loss in losses if apart else [losses[0] + losses[1]]:
-                loss.backward()
+        with gs.track(model, batch_size=B) as outer:
+            loss = functional.cross_entropy(model(x), y)
+            with gs.track(other, batch_size=B):
+                second = functional.cross_entropy(other(x), y)
+                for each in (loss, second) if apart else [loss + second]:
+                    each.backward()
         assert outer.stats
     model.zero_grad()
     both = nn.ModuleList([model, other])

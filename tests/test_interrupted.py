@@ -117,3 +117,28 @@ def test_contexts_that_end_in_another_order(setting):
         assert_sqnorms(tracker.stats, want, 1e-9)
         each.zero_grad()
         assert_unchanged(each, state)
+
+
+@pytest.mark.parametrize("does", ["forward", "backward"])
+def test_a_context_opened_later_covers_the_one_before(setting, does):
+    model, batch = setting
+    other = Kept().double()
+    states = [snapshot(each) for each in (model, other)]
+    expected = [oracle_sqnorms(each, batch, loss_fn) for each in (model, other)]
+    with gs.track(model, batch_size=B) as first:
+        losses = loss_fn(model, batch)
+        with gs.track(other, batch_size=B) as second:
+            with pytest.raises(gs.TrackingError, match="context of another model, opened later"):
+                loss_fn(model, batch) if does == "forward" else first.backward(losses)
+            asked = [(each.requires_grad, each.size(), each.is_leaf) for each in model.parameters()]
+            assert all(trained and leaf for trained, _, leaf in asked)
+            with torch.no_grad():
+                torch.testing.assert_close(loss_fn(model, batch), losses.detach())
+            second.backward(loss_fn(other, batch))
+        first.backward(losses)
+    for each, tracker, want, state in zip(
+        (model, other), (first, second), expected, states, strict=True
+    ):
+        assert_sqnorms(tracker.stats, want, 1e-9)
+        each.zero_grad()
+        assert_unchanged(each, state)

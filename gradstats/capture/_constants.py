@@ -61,6 +61,7 @@ from gradstats.capture._operations import (
     FACTORIES,
     OPAQUE,
     PRODUCTS,
+    QUESTIONS,
     RESHAPES,
     SCRAMBLES,
     broadcasts,
@@ -113,12 +114,6 @@ def is_watched(func) -> bool:
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
 )  # fmt: skip
-
-# Frequent questions about a tensor whose answers are no tensors.
-QUESTIONS = frozenset(
-    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point}
-    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")}
-)
 
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))

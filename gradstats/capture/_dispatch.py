@@ -183,12 +183,18 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
 
 
 def _dense(item):
-    sparse = isinstance(item, Tensor) and item.layout is not torch.strided
-    return item.to_dense() if sparse else item
+    return (
+        item.to_dense() if isinstance(item, Tensor) and item.layout is not torch.strided else item
+    )
 
 
 def _reads_property(func) -> bool:
     return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
+
+
+def is_about_object(func) -> bool:
+    """Whether an operation asks for, or changes, what belongs to the tensor object alone."""
+    return _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT
 
 
 def _note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -205,7 +211,7 @@ def _note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
-    if _reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT:
+    if is_about_object(func):
         return _note_alias(func(*args, **kwargs), args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         described = first_node(*operands_of(args, kwargs)).describe()

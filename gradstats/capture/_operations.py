@@ -324,3 +324,11 @@ FACTORIES = frozenset(
 
 # Operations that take only the form of their operand, and none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})
+
+# What models ask of most tensors, whose answers are no tensors.
+QUESTIONS = frozenset(
+    getattr(Tensor, name)
+    for name in ("size", "dim", "numel", "stride", "is_floating_point", "data_ptr")
+) | frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")
+)

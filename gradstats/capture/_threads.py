@@ -1,18 +1,32 @@
-"""Where a context sees what is computed: in its own thread, but for what makes data."""
+"""When a context sees what is computed.
+
+In the thread that opened it, while no later context is open there, and but for what makes data.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 
 import torch
 
+from gradstats.capture._dispatch import is_about_object
 from gradstats.capture._names import function_name
+from gradstats.capture._operations import QUESTIONS
+from gradstats.capture._transforms import modes_here
 from gradstats.errors import TrackingError
 
 ELSEWHERE = (
     "in another thread than the one that opened the context, where it is not seen what is computed "
     "without parameters. Expected forward and backward in the thread that opens the context: open "
     "it there, or give the other thread a copy of the model."
+)
+
+COVERED = (
+    "while the context of another model, opened later, is still open: that one takes every "
+    "backward, and what is computed without parameters is not seen for the one before it. "
+    "Expected the later context to be closed first, or one context for both models: track a "
+    "torch.nn.ModuleList of them."
 )
 
 FETCHING = (
@@ -30,22 +44,38 @@ class Threaded:
         fetching: how many DataLoaders are fetching, one inside of the other.
     """
 
+    _earlier: Sequence[Threaded] = ()  # before a context is open
+
     def belong_here(self) -> None:
-        """Note which thread opens it."""
+        """Note which thread opens it, and that it covers what is open there already."""
         self._thread = get_ident()
         self.fetching = 0
+        self._later: set[Threaded] = set()
+        self._earlier = [mode.tracker for mode in modes_here()]
+        for earlier in self._earlier:
+            earlier._later.add(self)
+
+    def uncover(self) -> None:
+        """Let what was opened before see again."""
+        for earlier in self._earlier:
+            earlier._later.discard(self)
+        self._earlier = ()
 
     def check_thread(self, func) -> None:
-        """Refuse an operation on tracked parameters where its thread's operations are not seen."""
+        """Refuse an operation on tracked parameters where what goes with it is not seen."""
         # A graph that is traced knows no threads.
         here = torch.compiler.is_dynamo_compiling() or get_ident() == self._thread
-        if here and not self.fetching:
+        if here and not self.fetching and not self._later:
+            return
+        if func in QUESTIONS or is_about_object(func):
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            where = FETCHING if here else ELSEWHERE
+            where = ELSEWHERE if not here else FETCHING if self.fetching else COVERED
             raise TrackingError(f"{function_name(func)} uses tracked parameters {where}")
 
     def check_backward(self) -> None:
         """Refuse a backward where it is not seen."""
-        if get_ident() != self._thread:
-            raise TrackingError(f"tracker.backward was called {ELSEWHERE}")
+        here = get_ident() == self._thread
+        if not here or self._later:
+            where = COVERED if here else ELSEWHERE
+            raise TrackingError(f"tracker.backward was called {where}")

@@ -244,6 +244,7 @@ class Tracker(Repeated, Threaded):
     def _close(self) -> None:
         """Close, or finish what was interrupted."""
         self._mode.take_off()
+        self.uncover()
         for parameter in self._tracked.values():
             release(parameter)
         self.sharded.close()
