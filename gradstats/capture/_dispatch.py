@@ -59,18 +59,10 @@ VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__) 
 # Operations that read only shape, dtype or device of the operands after the first.
 READS_ONLY_FIRST = frozenset(
     {
-        Tensor.to,
-        Tensor.type_as,
-        Tensor.view_as,
-        Tensor.reshape_as,
-        Tensor.expand_as,
-        Tensor.new_tensor,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_empty,
-        Tensor.new_full,
+        Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as,
+        Tensor.new_tensor, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
     }
-)
+)  # fmt: skip
 
 
 # The remedy where tensors are nested.
