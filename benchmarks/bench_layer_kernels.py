@@ -183,11 +183,14 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
             product, read, exact,
         )  # fmt: skip
     yield Provider("weight_gradient", "cudnn", native, product, read + size * weights)
-    yield Provider(
-        "weight_gradient", "gradstats",
-        lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *own),
-        product, read + size * weights, exact, lambda result: result[1],
-    )  # fmt: skip
+    if channels == groups:
+        yield Provider(
+            "weight_gradient", "gradstats",
+            lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+                x, g, *own
+            ),
+            product, read + size * weights, exact, lambda result: result[1],
+        )  # fmt: skip
     yield Provider(
         "direction", "gradstats",
         lambda x, g, w: convolution.convolution_direction(x, g, w, *own),

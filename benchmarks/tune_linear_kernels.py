@@ -195,7 +195,7 @@ def convolution_call(
     operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
 ) -> Callable:
     """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
-    from gradstats.kernels import convolution, convolution_gram, convolution_weight_gradient
+    from gradstats.kernels import convolution, convolution_gram
 
     side = 7 if operation.endswith("gram") else 28
     outputs = 256 if config.rows >= 64 else config.rows
@@ -206,7 +206,9 @@ def convolution_call(
     )
     function = {
         "convolution": convolution.convolution_sqnorm,
-        "convolution_fused": convolution_weight_gradient.convolution_weight_gradient_sqnorm,
+        "convolution_fused": lambda x, g, *layer, config: convolution.convolution_inner(
+            x, g, x, g, *layer, config=config
+        ),
         "convolution_gram": convolution_gram.convolution_gram_sqnorm,
     }[operation]
     return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)

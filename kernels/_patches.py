@@ -16,6 +16,9 @@ import triton.language as tl
 from gradstats.kernels import _check
 from gradstats.kernels._tile import dot
 
+# Channels up to which groups stand side by side in one tile.
+SIDE_BY_SIDE = 64
+
 
 @triton.jit
 def patch_tile(
@@ -215,6 +218,7 @@ class Convolution:
         out: sizes of the three axes of positions.
         groups: how channels divide.
         kernel: sizes of the kernel's own axes, as the caller gave them.
+        blocks: how many groups of the layer stand side by side in each of ``groups``.
     """
 
     x: torch.Tensor
@@ -223,6 +227,7 @@ class Convolution:
     out: tuple[int, int, int]
     groups: int
     kernel: tuple[int, ...]
+    blocks: int = 1
 
     @property
     def batch(self) -> int:
@@ -256,7 +261,7 @@ class Convolution:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return (self.g.shape[1], self.channels, *self.kernel)
+        return (self.g.shape[1], self.channels // self.blocks, *self.kernel)
 
     @property
     def channels_last(self) -> bool:
@@ -290,10 +295,23 @@ class Convolution:
         Where channels come first no whole vectors can be read of patches. They can of channels that
         come last, if they are a multiple of 16.
         """
-        if self.x.shape[1] % 16 or not (self.one_tap or self.channels == 1):
+        if self.x.shape[1] % 16 or not (self.widened().one_tap or self.channels == 1):
             return self
         g = self.g if self.g.shape[1] % 16 else channels_last(self.g)
         return dataclasses.replace(self, x=channels_last(self.x), g=g)
+
+    def widened(self) -> Convolution:
+        """The same with narrow groups side by side, as many as fill a tile of one tap.
+
+        Of such a tile only the blocks on its diagonal are gradients. Computing the others too costs
+        less than reading few channels at a time.
+        """
+        widest = max(self.channels, self.outputs, 1)
+        most = max(1, SIDE_BY_SIDE // widest)
+        blocks = max(each for each in range(1, most + 1) if self.groups % each == 0)
+        wide = dataclasses.replace(self, groups=self.groups // blocks, blocks=blocks)
+        # depthwise layers have kernels of their own
+        return wide if self.channels > 1 and wide.one_tap else self
 
     def select(self, groups: slice, rows: slice) -> Convolution:
         """The part of the weight of some whole groups, or of some rows of a single group."""

@@ -106,6 +106,7 @@ def convolution_kernel(
     CHOSEN: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of the layer's groups stand side by side in one
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -134,6 +135,10 @@ def convolution_kernel(
         depth, height, width, out_height, out_width, positions, channels, outputs, WINDOW, ONE_TAP,
         PRECISION, ROWS, COLUMNS, INNER,
     )  # fmt: skip
+    own_channels = channels // BLOCKS
+    if BLOCKS > 1:
+        own = (rows // (outputs // BLOCKS))[:, None] == (column // own_channels)[None, :]
+        gradient = tl.where(own, gradient, 0.0)
     if MODE == "square":
         tl.store(output_ptr + index, tl.sum(gradient * gradient))
     elif MODE == "inner":
@@ -146,13 +151,19 @@ def convolution_kernel(
         )  # fmt: skip
         tl.store(output_ptr + index, tl.sum(gradient * second))
     else:
-        offsets, mask = weight_offsets(rows, column, tap, channels, outputs, TAPS, ONE_TAP)
-        offsets += g_channel * channels * TAPS
+        if BLOCKS > 1:
+            offsets, mask = weight_offsets(
+                rows, column % own_channels, tap, own_channels, outputs, TAPS, ONE_TAP
+            )
+            mask = mask & own & (column < channels)[None, :]
+        else:
+            offsets, mask = weight_offsets(rows, column, tap, channels, outputs, TAPS, ONE_TAP)
+        offsets += g_channel * own_channels * TAPS
         if MODE == "direction":
             direction = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
             tl.store(output_ptr + index, tl.sum(gradient * direction.to(tl.float32)))
         else:
-            output = output_ptr + example * groups * outputs * channels * TAPS
+            output = output_ptr + example * groups * outputs * own_channels * TAPS
             tl.store(output + offsets, gradient, mask=mask)
 
 
@@ -332,6 +343,7 @@ def _launch(
     config: _config.TileConfig | None,
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    first, second = first.widened(), second.widened()
     operation = "convolution_fused" if mode == "inner" else "convolution"
     config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
@@ -356,6 +368,7 @@ def _launch(
             CHOSEN=chosen is not None,
             WINDOW=first.window,
             ONE_TAP=one_tap,
+            BLOCKS=first.blocks,
             PRECISION=config.precision,
             ROWS=config.rows,
             COLUMNS=config.columns,

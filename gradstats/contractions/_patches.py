@@ -45,11 +45,10 @@ def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
 def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
     if _triton.convolves(factor):
-        # Of ungrouped layers cuDNN forms the weight gradient in a tenth to a half of the time that
-        # one kernel takes for both, on an NVIDIA H100; of depthwise ones in as much or more.
-        grouped = factor.geometry.groups > 1
-        if grouped and _form(factor, with_sum=True, on_chip=True) != "gram":
-            return _triton_layers.convolution_and_sum(factor)
+        # On an NVIDIA H100 one kernel for both takes as long as cuDNN's weight gradient alone where
+        # layers are depthwise, and two to twenty times as long where they are not.
+        if factor.shape[1] == 1:
+            return _triton_layers.depthwise_and_sum(factor)
         return _by_kernels(factor, guarded=True), _total(factor)
     form = _form(factor, with_sum=True)
     if form == "direct" and not factor.cheap:

@@ -38,8 +38,8 @@ def convolution_gram(factor: Patches) -> Doubtful:
     return bounded(operators.convolution_gram_sqnorm(*operands, *_layer(factor)), operands)
 
 
-def convolution_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i from one kernel."""
+def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i from one kernel, of layers with one channel in a group."""
     from gradstats.kernels import operators
 
     gradient, value = operators.convolution_weight_gradient_sqnorm(

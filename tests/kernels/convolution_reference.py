@@ -76,13 +76,14 @@ def check_norms(
     limit = 2 * scale + factor * torch.finfo(torch.float32).eps * terms.square().sum(1)
     got = run(lambda: convolution.convolution_sqnorm(x, g, *layer, config=config))
     assert_close(got, sqnorm, limit, factor)
-    gradient, got = run(
-        lambda: convolution_weight_gradient.convolution_weight_gradient_sqnorm(
-            x, g, *layer, config=fused, splits=splits, gradient_dtype=torch.float32
+    if x.shape[1] == layer[-1]:
+        gradient, got = run(
+            lambda: convolution_weight_gradient.convolution_weight_gradient_sqnorm(
+                x, g, *layer, config=fused, splits=splits, gradient_dtype=torch.float32
+            )
         )
-    )
-    assert_close(got, sqnorm, limit, factor)
-    assert_close(gradient.flatten(), want.sum(0), terms.sum(0), factor)
+        assert_close(got, sqnorm, limit, factor)
+        assert_close(gradient.flatten(), want.sum(0), terms.sum(0), factor)
     got, magnitude, size = run(
         lambda: convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=gram)
     )

@@ -58,7 +58,11 @@ def layouts(operation: str) -> tuple[str, ...]:
         return ("dense",)
     if operation.startswith("group_norm"):
         return ("dense", "first")
-    return ("dense", "stem") if operation.startswith("convolution") else ("dense", "ragged")
+    if operation == "convolution":
+        return ("dense", "stem", "grouped")
+    if operation == "convolution_gram":
+        return ("dense", "stem")
+    return ("dense",) if operation == "convolution_fused" else ("dense", "ragged")
 
 
 def takes(operation: str, config: TileConfig) -> bool:

@@ -271,7 +271,7 @@ def group_norm_launches(operation, config, dtype, aligned, layout):
 def convolution_launches(operation, config, dtype, aligned, layout):
     """Channels last where aligned, else first, as where examples are chosen.
 
-    Layout: "dense", or "stem" with three channels.
+    Layout: "dense", "stem" with three channels, or "grouped" with eight in each group.
     """
     format_ = torch.channels_last if aligned else torch.contiguous_format
     channels = 3 if layout == "stem" else 128
@@ -279,7 +279,8 @@ def convolution_launches(operation, config, dtype, aligned, layout):
         torch.empty((8, count, 28, 28), dtype=dtype, device="meta").to(memory_format=format_)
         for count in (channels, 128)
     )
-    layer = ((3, 3), (1, 1), (1, 1), (1, 1), 128 if operation.startswith("depthwise") else 1)
+    groups = 128 if operation.startswith("depthwise") else 16 if layout == "grouped" else 1
+    layer = ((3, 3), (1, 1), (1, 1), (1, 1), groups)
     with mock.patch.object(_patches.Convolution, "arranged", lambda self: self):
         tiled_convolution_launches(operation, config, layout, x, g, layer)
 
@@ -287,6 +288,9 @@ def convolution_launches(operation, config, dtype, aligned, layout):
 def tiled_convolution_launches(operation, config, layout, x, g, layer):
     """What takes the table's tiles."""
     channels = x.shape[1]
+    if layout == "grouped":
+        convolution.convolution_sqnorm(x, g, *layer, config=config)
+        return
     if operation == "convolution_gram":
         convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
         checked = _patches.check_convolution(x, g, *layer)
@@ -295,11 +299,11 @@ def tiled_convolution_launches(operation, config, layout, x, g, layer):
             config = dataclasses.replace(config, inner=min(config.inner, largest))
             pair_gram_launches(x, g, layer, config)
         return
-    if operation != "convolution":
+    if operation.startswith("depthwise"):
         convolution_weight_gradient.convolution_weight_gradient_sqnorm(
             x, g, *layer, config=config, splits=1
         )
-    if operation != "convolution" and layout == "dense":
+    if operation != "convolution":
         convolution.convolution_inner(x, g, x, g, *layer, config=config)
     if operation != "convolution_fused":
         convolution.convolution_sqnorm(x, g, *layer, config=config)

@@ -199,7 +199,6 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
         _reference,
         convolution,
         convolution_gram,
-        convolution_weight_gradient,
     )
 
     family = _config.family(_check.architecture(torch.device(DEVICE)))
@@ -223,10 +222,17 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
             got = convolution.convolution_sqnorm(x, g, *layer, config=config)
             assert_close(got, want, scale, factor)
         for config in _config.shipped("convolution_fused").get(key, ()):
-            _, got = convolution_weight_gradient.convolution_weight_gradient_sqnorm(
-                x, g, *layer, config=config
-            )
+            got = convolution.convolution_inner(x, g, x, g, *layer, config=config)
             assert_close(got, want, scale, factor)
+        if channels > 16:
+            # groups of 9 channels and 10 outputs, four of which stand side by side
+            grouped = (*layer[:4], 16)
+            want_grouped = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *grouped)
+            for config in _config.shipped("convolution").get(key, ()):
+                got = convolution.convolution_sqnorm(x, g, *grouped, config=config)
+                assert_close(got, want_grouped, scale, factor)
+                got = convolution.convolution_inner(x, g, x, g, *grouped, config=config)
+                assert_close(got, want_grouped, scale, factor)
         for config in _config.shipped("convolution_gram").get(key, ()):
             got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
             assert_close(got, want, scale, grams)

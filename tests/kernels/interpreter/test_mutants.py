@@ -9,7 +9,6 @@ from gradstats.kernels import (
     _tile,
     convolution,
     convolution_pair_gram,
-    convolution_weight_gradient,
     direct,
     gram,
     group_norm,
@@ -77,17 +76,13 @@ def check_rows(module, longest_compared):
     assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
 
 
-def check_convolution(module, fused):
-    layer = ([2, 3], [1, 2], [1, 1], [1, 1], 1)
+def check_convolution(module, groups):
+    layer = ([2, 3], [1, 2], [1, 1], [1, 1], groups)
     x, g = (
         random((2, 18, 4, 5), torch.float32, "cpu", 1),
-        random((2, 5, 5, 3), torch.float32, "cpu"),
+        random((2, 6, 5, 3), torch.float32, "cpu"),
     )
-    options = {"config": TILE}
-    if fused:
-        _, got = module.convolution_weight_gradient_sqnorm(x, g, *layer, **options, splits=1)
-    else:
-        got = module.convolution_sqnorm(x, g, *layer, **options)
+    got = module.convolution_sqnorm(x, g, *layer, config=TILE)
     want = _reference.convolution_sqnorm(x.double(), g.double(), *layer)
     assert_close(got, want)
 
@@ -148,8 +143,8 @@ def test_the_checks_accept_what_is_shipped():
         check_layer_norm(layer_norm, case)
     for longest_compared in (0, 100):
         check_rows(rows, longest_compared)
-    check_convolution(convolution, False)
-    check_convolution(convolution_weight_gradient, True)
+    for groups in (1, 3):
+        check_convolution(convolution, groups)
     check_products_of_patches(convolution_pair_gram, None)
     check_group_norm(group_norm, None)
     for case in ("prime", "ragged in padding"):
@@ -275,18 +270,12 @@ def test_a_broken_order(tmp_path, monkeypatch, right, wrong):
 def test_broken_patches(tmp_path, monkeypatch, right, wrong):
     broken = mutant(_patches, right, wrong, tmp_path)
     monkeypatch.setattr(convolution, "patch_tile", broken.patch_tile)
-    rejects(check_convolution, convolution, False)
+    rejects(check_convolution, convolution, 1)
 
 
-def test_a_convolution_without_example_boundaries(tmp_path):
-    broken = mutant(
-        convolution_weight_gradient,
-        "            total += gradient\n"
-        "            gradient = tl.zeros((ROWS, COLUMNS), tl.float32)\n",
-        "            total = gradient\n",
-        tmp_path,
-    )
-    rejects(check_convolution, broken, True)
+def test_groups_side_by_side_that_meet(tmp_path):
+    right = "gradient = tl.where(own, gradient, 0.0)"
+    rejects(check_convolution, mutant(convolution, right, "gradient += 0.0", tmp_path), 3)
 
 
 @pytest.mark.parametrize(
