@@ -144,10 +144,11 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
 
     if batch * positions <= 8192 or positions == 1:
         pair_flops = 2.0 * batch**2 * positions**2 * (d_in + d_out)
-        yield Provider(
-            "pairwise_gram", "gradstats", lambda a, g, w: pairwise.pairwise_gram(a, g, a, g),
-            pair_flops, read + 4 * batch**2, squares, lambda out: out.diagonal(),
-        )  # fmt: skip
+        if positions > 1 or dtype == torch.float32:  # otherwise the products are PyTorch's
+            yield Provider(
+                "pairwise_gram", "gradstats", lambda a, g, w: pairwise.pairwise_gram(a, g, a, g),
+                pair_flops, read + 4 * batch**2, squares, lambda out: out.diagonal(),
+            )  # fmt: skip
         if positions == 1:
             yield Provider(
                 "pairwise_gram", "torch",

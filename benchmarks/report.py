@@ -24,7 +24,8 @@ NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
 # Of the kernels' tables, which hold every case, what the README shows.
 SHOWN_LAYERS = (
     "gpt2_projection", "gpt2_mlp_up", "llama_7b_projection", "vit_b_mlp", "bert_short", "unaligned",
-    "mlp_wide", "resnet50_stem", "resnet50_stage2", "resnet50_stage4", "convnext_t_stage1",
+    "mlp_wide", "resnet50_stem", "resnet50_stage2", "resnet50_stage4", "resnext50_stage2",
+    "convnext_t_stage1",
     "gpt2_layer_norm", "llama_7b_rms_norm", "resnet50_group_norm", "gpt2_bias", "gpt2_embedding",
 )  # fmt: skip
 SHOWN_OPERATIONS = (
