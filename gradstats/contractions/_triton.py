@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from gradstats.errors import BackendError
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
+
+# Looked for once, here: the compiler warns of functions that remember their results.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Set to "torch" to contract with PyTorch's own operations on CUDA too.
 BACKEND_VARIABLE = "GRADSTATS_BACKEND"
@@ -69,10 +72,9 @@ def convolves(*factors: Patches) -> bool:
     return runs(*(side for each in factors for side in (each.input, each.grad)))
 
 
-@cache
 def require_triton() -> None:
     """Raise unless Triton can be imported."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         raise BackendError(
             "the model is on CUDA, where gradstats contracts with Triton kernels, but triton is "
             "not installed. Install triton>=3.6, or set the environment variable "
