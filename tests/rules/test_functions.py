@@ -210,7 +210,7 @@ def test_an_apply_that_was_kept_from_before_all_contexts():
     if seen:
         check_operation(function, shapes, data)
     else:
-        match = r"RoundedBackward uses parameter 'w'.*apply was kept.*where it is called"
+        match = r"RoundedBackward uses parameter 'w'.*apply was kept.*where it is used"
         check_refused(function, shapes, data, match=match)
 
 
