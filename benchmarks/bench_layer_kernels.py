@@ -129,8 +129,8 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
         convolution_gram,
         convolution_pair_gram,
         convolution_pairs,
-        convolution_weight_gradient,
     )
+    from gradstats.kernels.convolution_weight_gradient import convolution_weight_gradient_sqnorm
 
     channels, outputs, side, kernel, stride, padding, groups = layer.sizes
     out = (side + 2 * padding - kernel) // stride + 1
@@ -186,9 +186,7 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     if channels == groups:
         yield Provider(
             "weight_gradient", "gradstats",
-            lambda x, g, w: convolution_weight_gradient.convolution_weight_gradient_sqnorm(
-                x, g, *own
-            ),
+            lambda x, g, w: convolution_weight_gradient_sqnorm(x, g, *own),
             product, read + size * weights, exact, lambda result: result[1],
         )  # fmt: skip
     yield Provider(

@@ -306,12 +306,12 @@ class Convolution:
         Of such a tile only the blocks on its diagonal are gradients. Computing the others too costs
         less than reading few channels at a time.
         """
-        widest = max(self.channels, self.outputs, 1)
-        most = max(1, SIDE_BY_SIDE // widest)
+        if self.groups == 1 or self.channels <= 1:  # depthwise layers have kernels of their own
+            return self
+        most = max(1, SIDE_BY_SIDE // max(self.channels, self.outputs))
         blocks = max(each for each in range(1, most + 1) if self.groups % each == 0)
         wide = dataclasses.replace(self, groups=self.groups // blocks, blocks=blocks)
-        # depthwise layers have kernels of their own
-        return wide if self.channels > 1 and wide.one_tap else self
+        return wide if wide.one_tap else self
 
     def select(self, groups: slice, rows: slice) -> Convolution:
         """The part of the weight of some whole groups, or of some rows of a single group."""

@@ -28,8 +28,9 @@ def convolution_weight_gradient_sqnorm(
     Args, raises: as `convolution.convolution_sqnorm`, and
         gradient_dtype: dtype of the gradient; None means that of x. Sums are fp32 either way.
         splits: overrides the number of ranges that the examples are split into.
+        KernelInputError also for layers with several input channels in each group.
     Returns:
-        (gradient (O, C / groups, *kernel), sqnorm fp64 (B,)).
+        (gradient (O, 1, *kernel), sqnorm fp64 (B,)).
     Cost: that of the weight gradient alone; workspace 8 bytes per example and tile, 4 bytes per
     split and weight where the examples are split, and the copies of
     `convolution.convolution_sqnorm`.

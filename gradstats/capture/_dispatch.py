@@ -175,9 +175,8 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
 
 
 def _dense(item):
-    return (
-        item.to_dense() if isinstance(item, Tensor) and item.layout is not torch.strided else item
-    )
+    sparse = isinstance(item, Tensor) and item.layout is not torch.strided
+    return item.to_dense() if sparse else item
 
 
 def _reads_property(func) -> bool:

@@ -107,9 +107,9 @@ def is_one(func, source: Tensor) -> bool:
 
 
 def aligned(func, args: Sequence[Any]) -> bool:
-    """Whether it shows at once that trained operands lie as the first does.
+    """Whether trained operands obviously have their examples where the first operand has them.
 
-    Where they are broadcast, from the right, the examples of one may meet positions of another.
+    Broadcasting aligns axes from the right, so the examples of one may meet positions of another.
     """
     for item in args[1:]:
         if type(item) is Tensor and (item.requires_grad or item.dim() > args[0].dim()):
@@ -119,7 +119,14 @@ def aligned(func, args: Sequence[Any]) -> bool:
 
 
 def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
-    """Whether it shows at once that an operation that is not watched leaves the examples alone."""
+    """Whether an operation that is not in ``WATCHED`` obviously leaves the examples where they are.
+
+    Args:
+        func: the operation.
+        args: its operands; the first is data.
+        axis: the example axis.
+        result: what it returned.
+    """
     if not isinstance(result, Tensor):
         return not any(isinstance(item, Tensor) and item.requires_grad for item in flatten(result))
     first = args[0]

@@ -295,6 +295,8 @@ def test_an_empty_batch():
 def test_what_no_kernel_serves_is_refused():
     sizes, outputs, layer = NAMED["grouped"]
     x, g = build(sizes, outputs, layer, "first", torch.float32)
+    with pytest.raises(_check.KernelInputError, match=r"depthwise.*take PyTorch's weight gradient"):
+        convolution_weight_gradient.convolution_weight_gradient_sqnorm(x, g, *layer)
     with pytest.raises(_check.KernelInputError, match=r"has \(6, 2\) positions .* got gradients"):
         convolution.convolution_sqnorm(x, g, [1, 2], *layer[1:])
     with pytest.raises(_check.KernelInputError, match="groups must divide the 36 input and 6"):
