@@ -25,7 +25,8 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
     """Whether any of several tensors holds numbers in double precision: then results are too."""
-    return any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
+    return any(dtype.to_real() == torch.float64 for dtype in dtypes)
 
 
 def real_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,13 @@ PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 def kept_by(module: nn.Module) -> list[str]:
     """Return the names of the plain attributes of a module that may hold tensors."""
     own = module.__dict__
-    names = filterfalse(STANDARD_ATTRIBUTES.__contains__, own)
-    return [name for name in names if type(own[name]) not in PLAIN_TYPES]
+    found = []
+    for name in filterfalse(STANDARD_ATTRIBUTES.__contains__, own):
+        kind = type(own[name])
+        if kind in PLAIN_TYPES or (kind is tuple and PLAIN_TYPES.issuperset(map(type, own[name]))):
+            continue  # as sizes and strides are
+        found.append(name)
+    return found
 
 
 def tensors_kept(attribute: Any) -> list[Tensor]:

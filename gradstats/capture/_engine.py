@@ -46,8 +46,10 @@ def run_backward(
         in_threads: use one thread for each device. In the calling thread alone, rules in Python
             take an eighth less time: the interpreter need not be handed over for each of them.
     """
-    before = torch._C._is_multithreading_enabled()
-    with torch.autograd.set_multithreading_enabled(before and in_threads):
+    alone = not in_threads and torch._C._is_multithreading_enabled()
+    if alone:
+        _allow_threads(False)
+    try:
         torch.autograd.Variable._execution_engine.run_backward(
             tensors,
             gradients,
@@ -57,6 +59,15 @@ def run_backward(
             allow_unreachable=True,
             accumulate_grad=True,
         )
+    finally:
+        if alone:
+            _allow_threads(True)
+
+
+def _allow_threads(allowed: bool) -> None:
+    # PyTorch shows this to modes as it shows them every operation; nobody needs to see it.
+    with torch._C.DisableTorchFunction():
+        torch._C._set_multithreading_enabled(allowed)
 
 
 @contextmanager

@@ -52,7 +52,6 @@ class Node:
         roots: the parameters it is computed from; a root is its own.
     """
 
-    __slots__ = ()
     tracker: Tracker
     roots: tuple[Root, ...]
 
@@ -96,23 +95,19 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
-    __slots__ = (
-        "_delivered", "alias", "counted", "expected", "lookups", "name", "parameter", "postponed",
-        "probe", "registered", "result", "roots", "tracker",
-    )  # fmt: skip
+    probe: Tensor | None = None
+    alias: Tensor | None = None
+    registered = counted = expected = 0
+    postponed = False
+    lookups: tuple[Lookup, ...] = ()
+    result: Contraction | None = None
+    _delivered: tuple[Factor | Fused | Projected, ...] = ()
 
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.roots = (self,)
         self.name = name
         self.parameter = parameter
-        self.probe: Tensor | None = None
-        self.alias: Tensor | None = None
-        self.registered = self.counted = self.expected = 0
-        self.postponed = False
-        self.lookups: tuple[Lookup, ...] = ()
-        self.result: Contraction | None = None
-        self._delivered: tuple[Factor | Fused | Projected, ...] = ()
 
     @property
     def value(self) -> Tensor:
@@ -135,13 +130,6 @@ class Root(Node):
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
         return f"parameter {self.name!r} (of {f'module {module!r}' if module else 'the model'})"
-
-    def expect_use(self, lookup: Lookup | None) -> None:
-        """Count one more use that the backward will reach, perhaps a look-up."""
-        self.counted += 1
-        self.expected += 1
-        if lookup is not None:
-            self.lookups = (*self.lookups, lookup)
 
     @property
     def has_one_use(self) -> bool:

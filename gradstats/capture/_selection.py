@@ -49,6 +49,8 @@ class Anatomy:
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return every parameter, frozen ones too, by its name in the unwrapped model."""
+        if not (self.prefix or self.compiled):
+            return self.parameters
         return {clean_name(name, self.prefix): each for name, each in self.parameters.items()}
 
     def select(

@@ -8,7 +8,7 @@ the tracked class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -47,7 +47,9 @@ class ShardedParameters:
                     "one flat parameter that no module holds. Expected fully_shard (its successor) "
                     "or DistributedDataParallel."
                 )
-        if not any(is_sharded(parameter) for parameter in anatomy.parameters.values()):
+        if {*map(type, anatomy.parameters.values())} == {nn.Parameter}:
+            return  # at once, as for most models
+        if not any(map(is_sharded, anatomy.parameters.values())):
             return
         self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
         from torch.distributed.fsdp import FSDPModule
@@ -66,9 +68,11 @@ class ShardedParameters:
             if id(root.parameter) not in placed:
                 raise _tensor_parallel(root.describe())
 
-    def holds(self, root: Root) -> bool:
-        """Whether a parameter is whole only while a managed module runs."""
-        return id(root.parameter) in self._roots
+    def others(self, roots: Sequence[Root]) -> Sequence[Root]:
+        """Return those of some parameters that are always whole."""
+        if not self._roots:
+            return roots
+        return [root for root in roots if id(root.parameter) not in self._roots]
 
     def open(self) -> None:
         """Register the hooks that track the whole parameters as they appear."""

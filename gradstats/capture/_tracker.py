@@ -143,10 +143,7 @@ class Tracker(Repeated, Threaded):
 
     def _open(self) -> None:
         self.belong_here()
-        whole = [root for root in self.roots if not self.sharded.holds(root)]
-        for root in whole:
-            check_trackable(root)
-        for root in whole:
+        for root in self.sharded.others(self.roots):
             self._track(root)
         self.sharded.open()
         if self._runs_graphs:
@@ -169,9 +166,11 @@ class Tracker(Repeated, Threaded):
         self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
-        self._tracked[id(root.parameter)] = root.parameter
-        root.parameter.__class__ = TrackedParameter
-        root.parameter._gradstats = root  # type: ignore[attr-defined]
+        parameter = root.parameter
+        check_trackable(root)
+        self._tracked[id(parameter)] = parameter
+        parameter.__class__ = TrackedParameter
+        parameter._gradstats = root  # type: ignore[attr-defined]
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
@@ -225,7 +224,6 @@ class Tracker(Repeated, Threaded):
 
     def _track_whole(self, root: Root, parameter: nn.Parameter) -> None:
         root.parameter = parameter
-        check_trackable(root)
         self._track(root)
 
     def _ignore_whole(self, parameter: nn.Parameter) -> None:

@@ -82,6 +82,8 @@ class Use:
     @property
     def all_sole(self) -> bool:
         """Whether all nodes are parameters whose only use this is."""
+        if self.direct:
+            return all([root.has_one_use for root in self.roots])
         return all(map(self.is_sole, range(len(self.nodes))))
 
     def is_tied(self, position: int, factor: Outer | Ragged) -> bool:
@@ -97,7 +99,10 @@ class Use:
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
         for root in self.roots:
-            root.expect_use(self.lookup)
+            root.counted += 1
+            root.expected += 1
+            if self.lookup is not None:
+                root.lookups = (*root.lookups, self.lookup)
 
     def is_due(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""

@@ -102,42 +102,46 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         batch: number of examples B.
         device: where the answer is wanted.
     """
-    found: list[Tensor | None] = [None] * len(results)
-    factored: list[int] = []
-    norms: list[tuple[Tensor, ...]] = []
-    for row, result in enumerate(results):
-        if isinstance(result, WellConditioned) and result.norms:
-            factored.append(row)
-            norms.append(result.norms)
-        elif result is not None:
-            found[row] = result.value.to(device)
-    if factored:
-        value = torch.stack([each[0].to(device) for each in norms]).double()
+    parts = [each.norms if isinstance(each, WellConditioned) else () for each in results]
+    norms = [each for each in parts if each]
+    if norms:
+        # One operation for the first and the second norms of all results.
+        sides = [each[0] for each in norms]
         if any(len(each) == 2 for each in norms):
-            one = ones(batch, norms[0][0].dtype, device)
-            second = [each[1].to(device) if len(each) == 2 else one for each in norms]
-            value.mul_(torch.stack(second))
+            one = ones((batch,), norms[0][0].dtype, device)
+            sides += [each[1] if len(each) == 2 else one for each in norms]
+        if {side.device for side in sides} != {device}:
+            sides = [side.to(device) for side in sides]
+        value = torch.stack(sides).double()
+        if len(sides) > len(norms):
+            first, second = value.view(2, len(norms), batch).unbind()
+            value = first * second
         value.square_()
-        if len(factored) == len(results):
+        if len(norms) == len(results):
             return value
         # Not by an index: the device would have to be given one.
-        for row, each in zip(factored, value.unbind(), strict=True):
-            found[row] = each
+        squares = iter(value.unbind())
     nothing = torch.zeros(batch, dtype=torch.float64, device=device)
-    return torch.stack([nothing if each is None else each for each in found])
+    rows = []
+    for part, result in zip(parts, results, strict=True):
+        if part:
+            rows.append(next(squares))
+        else:
+            rows.append(nothing if result is None else result.value.to(device))
+    return torch.stack(rows)
 
 
-def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ones that nobody may write to; after large products each small operation counts."""
-    if device.type == "cpu":
-        return _kept_ones(size, dtype)
+    if device.type == "cpu" and not is_compiling():
+        return _kept_ones(shape, dtype)
     # What a CUDA graph records has its values, and its memory, in replays alone.
-    return torch.ones(size, dtype=dtype, device=device)
+    return torch.ones(shape, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=8)
-def _kept_ones(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(size, dtype=dtype)
+@lru_cache(maxsize=16)
+def _kept_ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
 
 
 def relative_error(

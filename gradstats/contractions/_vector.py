@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 import torch
+from torch import Tensor
 
 from gradstats._factors import Vector, compute_dtype
 from gradstats.contractions._result import (
@@ -17,8 +18,12 @@ from gradstats.contractions._result import (
 
 def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖values[i]‖²."""
-    dtype = compute_dtype(factor.values)
-    values = factor.values
+    return sqnorm_of(factor.values)
+
+
+def sqnorm_of(values: Tensor) -> Contraction:
+    """Return ‖values[i]‖² of a factor's values (B, *)."""
+    dtype = compute_dtype(values)
     if values.dim() == 1:
         values = values.unsqueeze(1)
     if values.dim() == 2:

@@ -53,7 +53,7 @@ class Normalise(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AffineFactors:
     """The factors of scale and shift.
 
@@ -75,51 +75,64 @@ class AffineFactors:
 
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         if not self._on_chip(grad, x):
-            return self._formed(grad, x, *statistics)
+            return [Vector(each, self.shape) for each in self._formed(grad, x, *statistics)]
         # (B, features) is what uses or batches that meet must hold: the factor itself.
         both = self.normalise.sums(*self._operands(x, grad), *statistics)
         values = zip((self.scale, self.shift), both, strict=True)
         return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
 
-    def _formed(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Vector]:
-        """Return the factors by PyTorch's own operations."""
+    def _formed(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Tensor]:
+        """Return Σ_t g·x̂ and Σ_t g of those that are tracked, by PyTorch's own operations."""
         dtype = compute_dtype(grad)
         grad, x = self.examples.lead(grad), self.examples.lead(x)
-        offsets = self._offsets()
         # x̂ and its product with the gradient are used at once and dropped.
-        example = 2 * grad.numel() // max(1, len(offsets) - 1) * dtype.itemsize
-        chunk = max(1, SCRATCH // max(1, example))
-        scales, shifts = [], []
-        for start in range(0, len(offsets) - 1, chunk):
-            bounds = offsets[start : start + chunk + 1]
-            g = cast(self._rows(grad, bounds), dtype)
-            if self.scale:
-                rows = cast(self._rows(x, bounds), dtype)
-                scales.append(self._sum(self.normalise(rows, *statistics).mul_(g), bounds))
-            if self.shift:
-                shifts.append(self._sum(g, bounds))
-        return [
-            Vector(torch.cat(values) if len(values) > 1 else values[0], self.shape)
-            for values in (scales, shifts)
-            if values
-        ]
+        held = 2 * grad.numel() * dtype.itemsize
+        if held <= SCRATCH and self.examples.segments is None:
+            return self._part(grad, x, dtype, statistics, None)
+        offsets = self._offsets()
+        count = len(offsets) - 1
+        chunk = max(1, SCRATCH * count // max(1, held))
+        bounds = [offsets[start : start + chunk + 1] for start in range(0, count, chunk)]
+        parts = [self._part(grad, x, dtype, statistics, each) for each in bounds]
+        return parts[0] if len(parts) == 1 else [*map(torch.cat, zip(*parts, strict=True))]
+
+    def _part(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        dtype: torch.dtype,
+        statistics: tuple[Tensor, ...],
+        bounds: Sequence[int] | None,
+    ) -> list[Tensor]:
+        """Return the same of some examples: where their rows begin and end; None for all."""
+        if bounds is not None:
+            grad, x = self._rows(grad, bounds), self._rows(x, bounds)
+        grad = cast(grad, dtype)
+        values = []
+        if self.scale:
+            normalised = self.normalise(cast(x, dtype), *statistics)
+            values.append(self._sum(normalised.mul_(grad), bounds))
+        if self.shift:
+            values.append(self._sum(grad, bounds))
+        return values
 
     def norms(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Contraction]:
         """Return squared norms; the kernels take them without writing a gradient."""
         if not self._on_chip(grad, x):
-            formed = self._formed(grad, x, *statistics)
-            return [_vector.sqnorm(factor, 0, guarded=True) for factor in formed]
+            values = self._formed(grad, x, *statistics)
+            return [_vector.sqnorm_of(each) for each in values]
         found = self.backward(grad, x, None, (False, None), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [norms for wanted, norms in both if wanted]
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""
+        if not _triton.runs(grad, x):
+            return False
         segments = self.examples.segments
-        apart = segments is None or segments.order is None
         if self.channel_axis is not None:
-            apart = self.examples.plain
-        return apart and _triton.runs(grad, x)
+            return self.examples.plain
+        return segments is None or segments.order is None
 
     def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
         """Return both as (B, T, features), or packed (rows, features) with bounds of examples."""
@@ -184,11 +197,10 @@ class AffineFactors:
     def _rows(self, tensor: Tensor, bounds: Sequence[int]) -> Tensor:
         segments = self.examples.segments
         if segments is None or segments.order is None:
-            whole = bounds[-1] - bounds[0] == len(tensor)
-            return tensor if whole else tensor[bounds[0] : bounds[-1]]
+            return tensor[bounds[0] : bounds[-1]]
         return tensor[segments.order[bounds[0] : bounds[-1]]]
 
-    def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
+    def _sum(self, product: Tensor, bounds: Sequence[int] | None) -> Tensor:
         """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
         if self.channel_axis is None:
             if product.dim() == 1 + len(self.shape) and self.examples.plain:
@@ -199,8 +211,10 @@ class AffineFactors:
         if self.examples.segments is None:
             # One sum over rows and positions.
             if self.examples.fold != 1:
-                rows = rows.unflatten(0, (len(bounds) - 1, self.examples.fold)).flatten(1, 2)
+                batch = self.examples.batch if bounds is None else len(bounds) - 1
+                rows = rows.unflatten(0, (batch, self.examples.fold)).flatten(1, 2)
             return rows.sum(1)
+        assert bounds is not None
         counts = torch.tensor(bounds, device=product.device).diff()
         return segment_sum(rows.sum(1), counts)
 

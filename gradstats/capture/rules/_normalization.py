@@ -12,12 +12,14 @@ from torch.nn import functional
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
+from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import attach, tap, use_of
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate, plain
 from gradstats.contractions import _triton_layers
+from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients
 
 
@@ -31,11 +33,10 @@ def _attach(
         statistics: what ``normalise`` needs beside the input.
         place: where PyTorch's node for the operation has the input.
     """
-    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
-    shape = tuple((weight if node_of(weight) is not None else bias).shape)
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
+    shape = tuple((weight if scale else bias).shape)
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    own = tracker.is_trained(weight) or tracker.is_trained(bias)
+    own = (not scale and tracker.is_trained(weight)) or (not shift and tracker.is_trained(bias))
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
         result = _attach(tracker, run, weight, None, examples, normalise, channel_axis, input,
@@ -43,7 +44,7 @@ def _attach(
         ones = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *ones)
     if not own and factors.one_pass(tracker.settings, input):
-        use, probes = use_of(nodes)
+        use, probes = use_of(_nodes(weight, bias))
         result = attach(
             NormalisationUse, use, tracker.settings, factors, run, len(probes), input,
             plain(weight), plain(bias), *probes, *statistics,
@@ -56,7 +57,11 @@ def _attach(
         if found is not None:
             return found
     result = run(input, plain(weight), plain(bias))
-    return tap(tracker, nodes, result, factors, input, *statistics)
+    return tap(tracker, _nodes(weight, bias), result, factors, input, *statistics)
+
+
+def _nodes(*parameters: Tensor | None) -> list[Node]:
+    return [node for node in map(node_of, parameters) if node is not None]
 
 
 def layer_norm(
@@ -64,7 +69,7 @@ def layer_norm(
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
-    node = first_node(weight, bias)
+    node = node_of(weight) or first_node(bias)
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
 
     def run(x, weight, bias):
@@ -74,14 +79,14 @@ def layer_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class LayerNormalise:
     shape: tuple[int, ...]
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         # PyTorch takes twice as long without a weight.
-        return torch.layer_norm(x, self.shape, x.new_ones(self.shape), None, self.eps)
+        return torch.layer_norm(x, self.shape, ones(self.shape, x.dtype, x.device), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton_layers.layer_norm_sum(x, g, self.eps, False, offsets)
@@ -105,7 +110,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     return _attach(tracker, run, weight, None, examples, normalise, None, input)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class RootMeanSquareNormalise:
     shape: tuple[int, ...]
     eps: float
@@ -133,7 +138,7 @@ def group_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input, place=place)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class GroupNormalise:
     groups: int
     eps: float
@@ -198,7 +203,7 @@ def batch_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class RunningNormalise:
     eps: float
 
