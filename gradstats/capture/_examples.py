@@ -79,7 +79,7 @@ class Examples:
         tensor = self.lead(tensor)
         if self.segments is not None:
             return self.segments.filled_up(tensor)
-        return tensor if self.fold == 1 else tensor.unflatten(0, (self.batch, self.fold))
+        return tensor if self.fold == 1 else self._apart(tensor)
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return (…, width) as (B, T, width); only for layouts without segments."""
@@ -87,14 +87,18 @@ class Examples:
         if tensor.dim() == 2:
             return tensor.view(self.batch, self.fold, tensor.shape[1])
         if self.fold != 1:
-            tensor = tensor.unflatten(0, (self.batch, self.fold))
+            tensor = self._apart(tensor)
         return tensor if tensor.dim() == 3 else tensor.flatten(1, -2)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over each example's rows of (rows, *): (B, *)."""
         if self.segments is not None:
             return self.segments.sum(values)
-        return values if self.fold == 1 else values.unflatten(0, (self.batch, self.fold)).sum(1)
+        return values if self.fold == 1 else self._apart(values).sum(1)
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        # As unflatten does, in a third of the time.
+        return tensor.view(self.batch, self.fold, *tensor.shape[1:])
 
     def owner(self, device: torch.device) -> Tensor:
         """Return the example of each row, (rows,) int64."""

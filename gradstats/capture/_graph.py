@@ -20,11 +20,6 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     LAYER_NORM = type(functional.layer_norm(_leaf, (1,)).grad_fn)
     GROUP_NORM = type(torch.group_norm(_leaf, 1).grad_fn)
     EMBEDDING = type(functional.embedding(torch.zeros(1, dtype=torch.int64), _leaf).grad_fn)
-    # Shows the rows of such a layer with more axes, with and without a bias.
-    VIEWS = frozenset(
-        type(functional.linear(_leaf.unsqueeze(0), _leaf, bias).grad_fn)
-        for bias in (torch.zeros(1), None)
-    )
     MUL = type((_leaf * _leaf).grad_fn)
     ADD = type((_leaf + _leaf).grad_fn)
 

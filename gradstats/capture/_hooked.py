@@ -16,16 +16,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup
 from gradstats.capture._examples import Examples
-from gradstats.capture._graph import (
-    ADD,
-    ADDMM,
-    EMBEDDING,
-    GROUP_NORM,
-    LAYER_NORM,
-    MM,
-    MUL,
-    VIEWS,
-)
+from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, GROUP_NORM, LAYER_NORM, MM, MUL
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Settings, Use, check_derivatives
@@ -170,11 +161,9 @@ def hooked(
     ):
         return None
     result = run(*operands)
-    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
-    if type(node) in VIEWS:
-        node = node.next_functions[0][0]  # of the rows' product, shown with more axes
-    if type(node) is not place.kind:
+    if type(result.grad_fn) is not place.kind:
         return None
+    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
     use = Hooked(roots, place, settings, factors_of, lookup)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)

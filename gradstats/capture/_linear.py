@@ -195,7 +195,7 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
         return rows
     dtype = compute_dtype(grad)
     if examples.segments is None:
-        return examples.first(grad).flatten(1, -2).sum(1, dtype=dtype)
+        return examples.positions(grad).sum(1, dtype=dtype)
     return examples.reduce(
         rows.to(dtype) if rows.dim() == 2 else rows.flatten(1, -2).sum(1, dtype=dtype)
     )

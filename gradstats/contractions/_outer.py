@@ -42,7 +42,7 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
         return rank_one(factor)
     if form == "gram":
         return guarded_gram(factor, workspace)
-    return _triton.direct(factor) if on_chip else direct(factor, workspace)
+    return _triton.direct(factor) if on_chip else _direct(factor, workspace, with_sum=False)[0]
 
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
@@ -249,6 +249,8 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     each = (alone or chunk == groups == 1) and rows >= p
     if each and batch and not is_compiling():
         norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum, reuse=not alone)
+    elif chunk >= batch and rows >= p and groups * p * q <= SMALL:
+        norms, total = _form_at_once(left, right, dtype, with_sum)
     else:
         norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
     result: Contraction
@@ -288,12 +290,23 @@ def _form_each(
     return norms.unsqueeze(1), None if total is None else total.unsqueeze(0)
 
 
+def _form_at_once(
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norms of all gradients, (B,), which are small, and the sum of them, (K, p, q)."""
+    (batch, groups, _, p), q = left.shape, right.shape[3]
+    left, right = (
+        cast(side[:, 0] if groups == 1 else side.flatten(0, 1), dtype) for side in (left, right)
+    )
+    formed = torch.bmm(left.mT, right)
+    norms = torch.linalg.vector_norm(formed.view(batch, groups * p * q), dim=1)
+    return norms, formed.view(batch, groups, p, q).sum(0) if with_sum else None
+
+
 def _form_chunks(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
 ) -> tuple[Tensor, Tensor | None]:
     """As ``_form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
-
-    The norms are those of whole gradients, (B,), where these are small.
 
     Args:
         chunk: how many examples.
@@ -304,7 +317,6 @@ def _form_chunks(
     scratch = None
     if chunk < batch and rows >= p and not is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
-    small = rows >= p and groups * p * q <= SMALL
     norms, total = [], None
     # Once where there is nothing to form: sums over nothing are zeros.
     for start in range(0, max(1, batch), chunk):
@@ -319,10 +331,10 @@ def _form_chunks(
             out = None if scratch is None else scratch[: len(b)]
             tile = torch.bmm(part, b, out=out)
             tile = tile.view(count, groups, tile.shape[1], q)
-            lengths.append(torch.linalg.vector_norm(tile, dim=(1, 2, 3) if small else -1))
+            lengths.append(torch.linalg.vector_norm(tile, dim=-1))
             if with_sum:
                 sums.append(tile.sum(0))
-        norms.append(lengths[0] if small else _joined(lengths, 2))
+        norms.append(_joined(lengths, 2))
         if with_sum:
             formed = _joined(sums, 1)
             total = formed if total is None else total.add_(formed)

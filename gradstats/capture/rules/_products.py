@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +20,7 @@ from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import Settings, attach, free_of_views, tap, use_of
+from gradstats.capture._uses import attach, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     are_of_one,
@@ -37,10 +35,6 @@ from gradstats.capture.rules._common import (
 )
 from gradstats.capture.rules._summed import Part, summed
 from gradstats.contractions import _multiply
-
-
-# Multiply-adds that take less time than an autograd Function written in Python.
-CHEAP = 2**20
 
 
 def linear(tracker, func, input, weight, bias=None):
@@ -89,13 +83,12 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
         inputs_first,
         (not of_weight and tracker.is_trained(weight), not of_bias and tracker.is_trained(bias)),
     )
-    # Who takes inner products takes factors and the training gradient.
-    if x.is_cpu and settings.consumer is None and _is_pytorchs(x, weight, examples, settings):
+    # Who takes inner products takes factors and the training gradient, and a Function's own
+    # products may be faster than PyTorch's.
+    rows = x.dim() == 2 and examples.plain and x.is_cpu and settings.consumer is None
+    if rows and (settings.exact or not _multiplies_faster(x, weight)):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
-        own = layer
-        if x.dim() > 2:  # of which PyTorch's node sees the rows
-            own = replace(layer, examples=_of_rows(examples, x))
-        result = hooked(tracker, place, (weight, bias), own, examples, partial(layer.forward, x))
+        result = hooked(tracker, place, (weight, bias), layer, examples, partial(layer.forward, x))
         if result is not None:
             return result
     autocast = autocast_dtype(x) is not None
@@ -110,24 +103,6 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
-
-
-def _is_pytorchs(x: Tensor, weight: Tensor, examples: Examples, settings: Settings) -> bool:
-    """Whether a linear layer is best left to PyTorch, with a hook that reports.
-
-    An autograd Function may share a product with the norms, and its own products may be faster; it
-    takes longer than a small layer itself.
-    """
-    if x.dim() == 2 and examples.plain:
-        return settings.exact or not _multiplies_faster(x, weight)
-    if examples.axis != 0 or examples.segments is not None or not x.is_contiguous():
-        return False
-    return x.numel() // max(1, x.shape[-1]) * weight.numel() <= CHEAP
-
-
-def _of_rows(examples: Examples, x: Tensor) -> Examples:
-    """Return where the examples lie in data (rows, *, width) once these are (rows, width)."""
-    return replace(examples, fold=examples.fold * math.prod(x.shape[1:-1]))
 
 
 def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
