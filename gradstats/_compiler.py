@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache, wraps
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._guards import CompileContext, TracingContext
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _LOCK = Lock()
 
@@ -33,6 +37,22 @@ def _compiles_here() -> bool:
     """Whether this thread compiles a model, or exports one."""
     contexts = CompileContext.try_get(), TracingContext.try_get()
     return contexts != (None, None) or torch._C._len_torch_dispatch_stack() > 0
+
+
+def remembered(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a pure function of numbers remember its results, except where code is traced.
+
+    There sizes may be symbols, and the compiler would warn.
+    """
+    cached = lru_cache(maxsize=4096)(function)
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if is_compiling():
+            return function(*args, **kwargs)
+        return cached(*args, **kwargs)
+
+    return call
 
 
 def imported_compiler() -> ModuleType | None:

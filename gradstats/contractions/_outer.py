@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._compiler import is_compiling
+from gradstats._compiler import is_compiling, remembered
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
-from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
+from gradstats.contractions._multiply import (
+    SCRATCH,
+    WORTH_CALLING,
+    multiply,
+    multiply_groups,
+    pays,
+)
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
@@ -73,24 +79,55 @@ def cheapest_form(
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    choose = partial(
-        _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
-        on_chip=on_chip, alone=_forms_alone(factor), examples=batch * groups,
-    )  # fmt: skip
-    form = choose(roundoff=0.0)
+    alone = _forms_alone(factor)
+    sizes = batch * groups, positions, p, q
+    form = _choose(*sizes, with_sum, guarded, on_chip, alone, 0.0, 0.0)
     if form != "gram":
         return form  # whatever its rounding errors
     sides = factor.left, factor.right
-    return choose(roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides))
+    errors = product_roundoff(*sides), cut_off_of(*sides)
+    return _choose(*sizes, with_sum, guarded, on_chip, alone, *errors)
+
+
+@remembered
+def _choose(
+    examples: int,
+    positions: int,
+    p: int,
+    q: int,
+    with_sum: bool,
+    guarded: bool,
+    on_chip: bool,
+    alone: bool,
+    roundoff: float,
+    cut_off: float,
+) -> _cost.Form:
+    return _cost.choose_outer_form(
+        positions, p, q, with_sum=with_sum, guarded=guarded, on_chip=on_chip, alone=alone,
+        examples=examples, roundoff=roundoff, cut_off=cut_off,
+    )  # fmt: skip
 
 
 def _forms_alone(factor: Outer) -> bool:
     """Whether gradients are best formed one at a time, whatever their size."""
     batch, groups, positions, p = factor.left.shape
     size = p * factor.right.shape[3]
-    if groups > 1 or 4 * size > SCRATCH:
+    if groups > 1 or 4 * size > SCRATCH or positions * size < WORTH_CALLING:
         return False
     return pays(positions * size, factor.left, factor.right, times=batch)
+
+
+@remembered
+def _direct_plan(
+    batch: int, groups: int, p: int, q: int, itemsize: int, workspace: int, with_sum: bool
+) -> tuple[bool, int, int]:
+    """Return how gradients are formed: whether turned, how many rows, for how many examples."""
+    turned = _cost.pays_to_turn(p, q, batch, with_sum=with_sum)
+    if turned:
+        p, q = q, p
+    row_bytes = groups * q * itemsize
+    rows = _cost.rows_per_tile(p, row_bytes, workspace)
+    return turned, rows, _cost.direct_chunk(rows * row_bytes, batch, workspace)
 
 
 def rank_one(factor: Outer) -> Contraction:
@@ -238,13 +275,10 @@ def direct_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
 def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contraction, Tensor | None]:
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
-    turned = _cost.pays_to_turn(left.shape[3], right.shape[3], len(left), with_sum=with_sum)
-    if turned:
-        left, right = right, left
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    row_bytes = groups * q * dtype.itemsize
-    rows = _cost.rows_per_tile(p, row_bytes, workspace)
-    chunk = _cost.direct_chunk(rows * row_bytes, batch, workspace)
+    turned, rows, chunk = _direct_plan(batch, groups, p, q, dtype.itemsize, workspace, with_sum)
+    if turned:
+        left, right, p, q = right, left, q, p
     alone = _forms_alone(factor)
     each = (alone or chunk == groups == 1) and rows >= p
     if each and batch and not is_compiling():
@@ -295,9 +329,7 @@ def _form_at_once(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norms of all gradients, (B,), which are small, and the sum of them, (K, p, q)."""
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    left, right = (
-        cast(side[:, 0] if groups == 1 else side.flatten(0, 1), dtype) for side in (left, right)
-    )
+    left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
     formed = torch.bmm(left.mT, right)
     norms = torch.linalg.vector_norm(formed.view(batch, groups * p * q), dim=1)
     return norms, formed.view(batch, groups, p, q).sum(0) if with_sum else None

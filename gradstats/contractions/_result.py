@@ -114,9 +114,8 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
             sides = [side.to(device) for side in sides]
         value = torch.stack(sides).double()
         if len(sides) > len(norms):
-            first, second = value.view(2, len(norms), batch).unbind()
-            value = first * second
-        value.square_()
+            value = value[: len(norms)] * value[len(norms) :]
+        value.mul_(value)
         if len(norms) == len(results):
             return value
         # Not by an index: the device would have to be given one.
