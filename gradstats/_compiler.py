@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from functools import lru_cache, wraps
 from threading import Lock
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._guards import CompileContext, TracingContext
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _LOCK = Lock()
@@ -39,7 +38,7 @@ def _compiles_here() -> bool:
     return contexts != (None, None) or torch._C._len_torch_dispatch_stack() > 0
 
 
-def remembered(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
     """Make a pure function of numbers remember its results, except where code is traced.
 
     There sizes may be symbols, and the compiler would warn.
@@ -47,10 +46,8 @@ def remembered(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     cached = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if is_compiling():
-            return function(*args, **kwargs)
-        return cached(*args, **kwargs)
+    def call(*args: Any) -> Result:
+        return function(*args) if is_compiling() else cached(*args)
 
     return call
 

@@ -41,8 +41,8 @@ def _attach(
         # Derivatives of the network reach what is added outside.
         result = _attach(tracker, run, weight, None, examples, normalise, channel_axis, input,
                          *statistics)  # fmt: skip
-        ones = () if channel_axis is None else (1,) * (input.dim() - 2)
-        return result + bias.view(*bias.shape, *ones)
+        axes = () if channel_axis is None else (1,) * (input.dim() - 2)
+        return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
         use, probes = use_of(_nodes(weight, bias))
         result = attach(
@@ -73,7 +73,7 @@ def layer_norm(
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
 
     def run(x, weight, bias):
-        return func(x, shape, weight, bias, eps)
+        return torch.layer_norm(x, shape, weight, bias, eps)
 
     normalise = LayerNormalise(shape, eps)
     return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
