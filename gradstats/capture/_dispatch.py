@@ -367,7 +367,8 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
         with torch.no_grad():
             result = func(*args, **kwargs)
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
-        if not any(isinstance(item, Tensor) and item.is_floating_point() for item in leaves):
+        found = [item for item in leaves if isinstance(item, Tensor)]
+        if not any(item.is_floating_point() or item.is_complex() for item in found):
             return result
     refuse(func, nodes[0])
 
