@@ -53,6 +53,7 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import Derived
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -193,6 +194,12 @@ class ConstantTracking(TorchFunctionMode):
 
     def _note_training(self, tensor, requires_grad=True) -> None:
         self.tracker.note_training(tensor, bool(requires_grad))
+
+    def _note_numbers(self, tensor, data) -> None:
+        """Compute with the numbers that a tensor derived from parameters is being given."""
+        node = node_of(tensor)
+        if isinstance(node, Derived):
+            node.take_numbers(data)
 
     def _follow_repeated(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
@@ -354,6 +361,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch.batch_norm: check_native_statistics,
     Tensor.requires_grad_: ConstantTracking._note_training,
     Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
+    Tensor.data.__set__: ConstantTracking._note_numbers,  # type: ignore[attr-defined]
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 

@@ -274,6 +274,27 @@ def test_a_parameter_through_random_operations_is_refused_or_exact():
     )
 
 
+def signed(w):
+    w.data = w.data.sign()
+    return w
+
+
+@pytest.mark.parametrize("derive", [torch.clone, torch.t], ids=["clone", "transpose"])
+def test_other_numbers_under_the_same_gradient(derive):
+    """Binary weights as older code has them: the forward computed with the numbers before."""
+    shape = (4, 5) if derive is torch.t else (5, 4)
+    check_operation(lambda m, x: x @ signed(derive(m.w)), {"w": shape}, normal(BATCH, 3, 5))
+
+
+def test_other_numbers_of_what_has_to_be_computed_again_are_refused():
+    check_refused(
+        lambda m, x: x @ signed(m.w * 1.5).exp(),
+        {"w": (5, 4)},
+        normal(BATCH, 5),
+        match=r"cannot be computed again with the same result.*x \+ \(numbers - x\).detach",
+    )
+
+
 def test_detached_copies_are_constants():
     check_operation(
         lambda m, x: x * m.w + x * m.w.detach() + x @ m.w.data.outer(m.w.detach()),
