@@ -100,7 +100,8 @@ class Data(Following):
                 break
         else:
             # A tensor that held nothing of any example may now belong to one example as a whole.
-            whole = not known and write.read is None and isinstance(first, Whole)
+            empty = not known if write.read is None else not before
+            whole = empty and isinstance(first, Whole)
             found = first if whole and all(own == first for _, own in owned) else None
         self.place(after, found)
         packed = self.packed

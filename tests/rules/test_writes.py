@@ -411,3 +411,40 @@ def test_numbers_at_places_that_the_batch_names():
 
     parameters = {"layer": nn.Linear(WIDTH, 2), "shift": (2,)}
     check_operation(function, parameters, normal(BATCH, 4, WIDTH), torch.randperm(BATCH))
+
+
+@pytest.mark.parametrize("slots", [BATCH, 5])
+def test_values_of_one_example_at_places_that_an_index_names(slots):
+    """Targets as detectors make them: the classes found for some slots, no class for the others."""
+
+    def loss_fn(model, batch):
+        losses = []
+        for example, classes, matched in zip(model(*batch), *batch[1:], strict=True):
+            targets = torch.full((slots,), WIDTH - 1)
+            targets[matched] = classes
+            losses.append(functional.cross_entropy(example, targets))
+        return torch.stack(losses)
+
+    classes = torch.randint(WIDTH, (BATCH, 2))
+    matched = torch.stack([torch.randperm(slots)[:2] for _ in range(BATCH)])
+    check_operation(
+        lambda m, x, classes, matched: x @ m.w,
+        {"w": (WIDTH, WIDTH)},
+        normal(BATCH, slots, WIDTH),
+        classes,
+        matched,
+        loss_fn=loss_fn,
+    )
+
+
+def test_values_of_several_examples_at_places_that_an_index_names_are_refused():
+    def function(m, x):
+        out = torch.zeros(5, WIDTH).double()
+        for example, places in enumerate(([4, 1], [0, 3], [2])):
+            out[torch.tensor(places)] = (x[example] @ m.w)[: len(places)]
+        return out[:BATCH]
+
+    check_refused(
+        function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH), error=gs.ExampleAxisError,
+        match="lost",
+    )  # fmt: skip
