@@ -7,7 +7,7 @@ tensor that held no example's values before, the examples may come to lie along 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradstats.capture._examples import Examples, Whole, same_rows
 from gradstats.capture._indexing import dims_at, items_of, read_at
 from gradstats.capture._operations import variants
 from gradstats.capture._rowwise import is_elementwise_in_place
+from gradstats.capture._separable import ADDS_IN_PLACE
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Write:
             the place is the whole operand.
         dims: number of axes of the place.
         index: where a number is written to some rows, which rows.
+        adds: whether the values are added to the whole operand.
     """
 
     values: tuple[Any, ...]
     read: Callable[[Examples], Examples | Whole | None] | None
     dims: int
     index: Tensor | None = None
+    adds: bool = False
 
     def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
         """Whether a value is written to places of its own examples, under a layout of the operand.
@@ -53,6 +56,10 @@ class Write:
 
 def _everywhere(target: Tensor, *values, **named) -> Write:
     return Write((*values, *named.values()), None, target.dim())
+
+
+def _added(target: Tensor, *values, **named) -> Write:
+    return replace(_everywhere(target, *values, **named), adds=True)
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
@@ -127,6 +134,7 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {
     **dict.fromkeys(IN_PLACE, _everywhere),
+    **dict.fromkeys(ADDS_IN_PLACE, _added),
     Tensor.__setitem__: _assigned,
     **{
         function: write
