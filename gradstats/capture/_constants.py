@@ -32,11 +32,13 @@ from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._dispatch import (
+    BACKWARD_OF_ONES_OWN,
     IN_PLACE,
     MOVES_IN_PLACE,
     READS_ONLY_FIRST,
     TRANSPOSING_GETTERS,
     check_nested,
+    refuse_on_derived,
 )
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
@@ -201,6 +203,12 @@ class ConstantTracking(TorchFunctionMode):
         if isinstance(node, Derived):
             node.take_numbers(data)
 
+    def _check_hook(self, tensor, hook) -> None:
+        refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
+
+    def _check_detached(self, tensor) -> None:
+        refuse_on_derived(Tensor.detach_, tensor, "Write x = x.detach().")
+
     def _follow_repeated(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
         alike = tracker.likeness(func, args, kwargs, result)
@@ -362,6 +370,8 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad_: ConstantTracking._note_training,
     Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
     Tensor.data.__set__: ConstantTracking._note_numbers,  # type: ignore[attr-defined]
+    Tensor.register_hook: ConstantTracking._check_hook,
+    Tensor.detach_: ConstantTracking._check_detached,
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 
