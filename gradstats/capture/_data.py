@@ -104,6 +104,7 @@ class Data(Following):
             elif before and fresh and after is target and target.requires_grad:
                 self._note_base(target, known, first=True)
             return
+        packed = self.packed
         found: Examples | Whole | None = None
         first = owned[0][1]
         layouts = [known] if known else []
@@ -118,8 +119,11 @@ class Data(Following):
             empty = not known if write.read is None else not before
             whole = empty and isinstance(first, Whole)
             found = first if whole and all(own == first for _, own in owned) else None
+        if found is None and known and not (target.requires_grad or packed):
+            # Inputs of different examples meet, as in CutMix: those written into decide.
+            if all(write.mixes(known, *value) for value in owned):
+                found = known
         self.place(after, found)
-        packed = self.packed
         if packed and found is None and any(value.requires_grad for value, _ in owned):
             # Nothing else would catch it: losses of packed rows are taken in the order they have.
             self.note_meeting(after)

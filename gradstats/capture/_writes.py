@@ -32,6 +32,8 @@ class Write:
         dims: number of axes of the place.
         index: where a number is written to some rows, which rows.
         adds: whether the values are added to the whole operand.
+        is_part: tells whether the place is less than the whole operand; None where that is not
+            known.
     """
 
     values: tuple[Any, ...]
@@ -39,6 +41,7 @@ class Write:
     dims: int
     index: Tensor | None = None
     adds: bool = False
+    is_part: Callable[[], bool] | None = None
 
     def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
         """Whether a value is written to places of its own examples, under a layout of the operand.
@@ -52,6 +55,14 @@ class Write:
         if isinstance(place, Examples) and isinstance(owned, Examples):
             return place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned)
         return place is not None and place == owned
+
+    def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+        """Whether a value puts a part of another row into each row, under a plain layout."""
+        place = None if self.read is None or not layout.plain else self.read(layout)
+        if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
+            return False
+        same = place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
+        return same and self.is_part is not None and self.is_part()
 
 
 def _everywhere(target: Tensor, *values, **named) -> Write:
@@ -73,6 +84,7 @@ def _assigned(target: Tensor, index, value) -> Write:
         lambda layout: read_at(target, items, layout),
         dims_at(target, items),
         _rows_of_number(target, value, items[0] if items else None),
+        is_part=lambda: target.detach()[index].numel() < target.numel(),
     )
 
 

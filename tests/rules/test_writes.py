@@ -448,3 +448,46 @@ def test_values_of_several_examples_at_places_that_an_index_names_are_refused():
         function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH), error=gs.ExampleAxisError,
         match="lost",
     )  # fmt: skip
+
+
+def test_parts_of_other_inputs_written_into_each():
+    """CutMix: as in sums of inputs of different examples, those written into decide."""
+
+    def function(m, x):
+        mixed = x.clone()
+        mixed[:, 1:] = mixed[ORDER, 1:]
+        return m.last(m.first(mixed).sin())
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, WIDTH), gradient_of_data=False)
+
+
+WHOLE_OR_SOME_ROWS = {
+    "all of each row": lambda x: x.__setitem__(slice(None), x[ORDER]),
+    "some rows": lambda x: x.__setitem__((slice(1, None), 0), x[:2, 0]),
+}
+
+
+@pytest.mark.parametrize("write", WHOLE_OR_SOME_ROWS.values(), ids=WHOLE_OR_SOME_ROWS)
+def test_rows_of_inputs_written_over_others_are_refused(write):
+    def function(m, x):
+        x = x.clone()
+        write(x)
+        return m.layer(x)
+
+    check_refused(
+        function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, 3, WIDTH),
+        error=gs.ExampleAxisError, match="'layer.weight'",
+    )  # fmt: skip
+
+
+def test_parts_of_trained_rows_written_into_others_are_refused():
+    def function(m, x):
+        h = m.first(x).clone()
+        h[:, 1:] = h[ORDER, 1:]
+        return m.last(h)
+
+    check_refused(
+        function, {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
+        normal(BATCH, 3, WIDTH), error=gs.ExampleAxisError, match="'last.weight'",
+    )  # fmt: skip
