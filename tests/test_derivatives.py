@@ -367,3 +367,67 @@ def transformed(function):
 def test_function_transforms_are_refused(loss):
     with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight'"):
         gs.per_example_norms(NETWORKS["mlp"](), torch.randn(5, 2), loss)
+
+
+def of_outputs(combine):
+    """Return a loss on the derivative of what ``combine`` makes of a batch's outputs."""
+
+    def loss_fn(model, points):
+        points = points.detach().requires_grad_()
+        outputs = model(points)
+        (slope,) = torch.autograd.grad(combine(outputs), points, create_graph=True)
+        return slope.square().sum(1) + outputs.sum(1)
+
+    return loss_fn
+
+
+def added_in_place(u):
+    total = torch.zeros((), dtype=u.dtype)
+    total += u.exp().mean()
+    total -= functional.mse_loss(u, torch.ones_like(u))
+    return total / len(u)
+
+
+# Sums of terms of one example each: the derivative at one point depends on no other.
+SUMS = {
+    "a mean": lambda u: -u.exp().mean() * 3 + 1,
+    "sums over the examples": lambda u: u.exp().sum(0)[1] + u.exp().mean(0).select(0, 0),
+    "a loss": lambda u: functional.cross_entropy(u, torch.zeros(len(u), dtype=torch.long)),
+    "a product": lambda u: torch.ones(1, len(u)).double().matmul(u.exp()).sum(),
+    "an inner product": lambda u: u[:, 0].dot(u[:, 1]),
+    "one by one": lambda u: sum(row.exp().sum() for row in u),
+    "stacked": lambda u: torch.stack([u.exp().mean(), u.square().sum()]).mean(),
+    "a part of itself": lambda u: u.exp().mean() / u.exp().mean().detach(),
+    "in place": added_in_place,
+}
+OTHERS = {
+    "a root": lambda u: functional.mse_loss(u, torch.ones_like(u)).sqrt(),
+    "a square": lambda u: u.sum().square(),
+    "squares of sums": lambda u: u.sum(0).square().sum(),
+    "a quotient": lambda u: 1 / u.exp().mean(),
+    "a product of all": lambda u: u.prod(0).sum(),
+    "a norm": torch.norm,
+    "a spread": lambda u: u.std(0).sum(),
+    "pairs": lambda u: (u @ u.T).sum(),
+    "neighbours": lambda u: (u[1:] * u[:-1]).sum(),
+    "a product of two": lambda u: u[0].sum() * u[1].sum(),
+    "a loss against others": lambda u: functional.mse_loss(u, u.flip(0)),
+    "a product with others": lambda u: u[:, 0].exp() @ u[:, 1].flip(0),
+    "in place": lambda u: u.exp().mean().square_() + u.sum(),
+    "along a direction": lambda u: u.exp().sum() * u.sum(),
+}
+
+
+@pytest.mark.parametrize("combine", SUMS.values(), ids=SUMS)
+def test_derivatives_of_sums_over_the_examples(combine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    check_model(model, torch.randn(4, 2).double(), of_outputs(combine), fusing=(True,))
+
+
+@pytest.mark.parametrize("combine", OTHERS.values(), ids=OTHERS)
+def test_derivatives_that_depend_on_other_examples_are_refused(combine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(gs.CoupledExamplesError, match="derivative of values in which several"):
+        gs.per_example_norms(model, torch.randn(4, 2).double(), of_outputs(combine))

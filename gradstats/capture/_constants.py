@@ -32,11 +32,13 @@ from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._dispatch import (
+    BACKWARD_OF_ONES_OWN,
     IN_PLACE,
     MOVES_IN_PLACE,
     READS_ONLY_FIRST,
     TRANSPOSING_GETTERS,
     check_nested,
+    refuse_on_derived,
 )
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
@@ -53,6 +55,7 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import Derived
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,
@@ -193,6 +196,18 @@ class ConstantTracking(TorchFunctionMode):
 
     def _note_training(self, tensor, requires_grad=True) -> None:
         self.tracker.note_training(tensor, bool(requires_grad))
+
+    def _note_numbers(self, tensor, data) -> None:
+        """Compute with the numbers that a tensor derived from parameters is being given."""
+        node = node_of(tensor)
+        if isinstance(node, Derived):
+            node.take_numbers(data)
+
+    def _check_hook(self, tensor, hook) -> None:
+        refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
+
+    def _check_detached(self, tensor) -> None:
+        refuse_on_derived(Tensor.detach_, tensor, "Write x = x.detach().")
 
     def _follow_repeated(self, func, args, kwargs, result) -> None:
         tracker = self.tracker
@@ -354,6 +369,9 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch.batch_norm: check_native_statistics,
     Tensor.requires_grad_: ConstantTracking._note_training,
     Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
+    Tensor.data.__set__: ConstantTracking._note_numbers,  # type: ignore[attr-defined]
+    Tensor.register_hook: ConstantTracking._check_hook,
+    Tensor.detach_: ConstantTracking._check_detached,
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 

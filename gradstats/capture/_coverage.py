@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES
+from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, nodes_behind
 from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.capture._tensors import node_of
@@ -116,7 +116,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
 
 def where_examples_met(tracker: Tracker, tensor: Tensor) -> str:
     """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
-    for node in _nodes_behind(tensor):
+    for node in nodes_behind(tensor):
         if node in tracker.coupled:
             return f" Before it {node.name()} {tracker.coupled[node]}."
     return ""
@@ -155,19 +155,6 @@ def leaves_of(total: Tensor) -> list[Tensor]:
     """Return the tensors that a backward from ``total`` would add gradients to."""
     return [
         node.variable  # type: ignore[attr-defined]
-        for node in _nodes_behind(total)
+        for node in nodes_behind(total)
         if type(node) is ACCUMULATE_GRAD
     ]
-
-
-def _nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
-    """Yield the nodes of the autograd graph behind a tensor."""
-    stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)

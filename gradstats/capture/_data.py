@@ -14,6 +14,7 @@ from gradstats._factors import Segments
 from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
+from gradstats.capture._graph import nodes_behind
 from gradstats.capture._layout import is_followed
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
@@ -50,6 +51,20 @@ class Data(Following):
             before: whether it held data already.
             after: what holds the data now: the operand, or a copy of it.
         """
+        adds = write.adds and target.requires_grad and self._adds_sums(write, target, before)
+        self._place_written(write, target, before, after)
+        if adds and self.is_marked(after) and not isinstance(self.owned(after), Examples):
+            self.mark_sum(after)
+
+    def _adds_sums(self, write: Write, target: Tensor, before: bool) -> bool:
+        """Whether sums over examples, or values of one, were just added to nothing or to a sum."""
+        given = [item for item in write.values if self.is_trained(item)]
+        kept = not before or self.is_sum(target, writes=1) or isinstance(self.owned(target), Whole)
+        return kept and all(
+            self.is_sum(item) or isinstance(self.owned(item), Whole) for item in given
+        )
+
+    def _place_written(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
         given = write.values
         if write.index is not None and not (before or self.is_distinct(after)):
             given = (write.index,)  # only the place where a number is put says whose it is
@@ -89,6 +104,7 @@ class Data(Following):
             elif before and fresh and after is target and target.requires_grad:
                 self._note_base(target, known, first=True)
             return
+        packed = self.packed
         found: Examples | Whole | None = None
         first = owned[0][1]
         layouts = [known] if known else []
@@ -100,10 +116,14 @@ class Data(Following):
                 break
         else:
             # A tensor that held nothing of any example may now belong to one example as a whole.
-            whole = not known and write.read is None and isinstance(first, Whole)
+            empty = not known if write.read is None else not before
+            whole = empty and isinstance(first, Whole)
             found = first if whole and all(own == first for _, own in owned) else None
+        if found is None and known and not (target.requires_grad or packed):
+            # Inputs of different examples meet, as in CutMix: those written into decide.
+            if all(write.mixes(known, *value) for value in owned):
+                found = known
         self.place(after, found)
-        packed = self.packed
         if packed and found is None and any(value.requires_grad for value, _ in owned):
             # Nothing else would catch it: losses of packed rows are taken in the order they have.
             self.note_meeting(after)
@@ -289,6 +309,8 @@ class Data(Following):
         """Note where the examples lie in gradients that ``grad`` returned: as in its inputs."""
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
+        outputs = flatten((args[0],))
+        joint = not self.packed and any(map(self._joins_examples, outputs))
         for source, result in zip(sources, results, strict=True):
             if not isinstance(result, Tensor):
                 continue
@@ -297,8 +319,24 @@ class Data(Following):
                 if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
                     owned = owned.along(owned.axis + 1)  # gradients along several vectors
                 self.place(result, owned)
+                if joint and result.requires_grad and result.grad_fn is not None:
+                    self.coupled[result.grad_fn] = (
+                        "is part of a derivative of values in which several examples met, other "
+                        "than by a sum over them"
+                    )
             else:
                 self.mark_constant(result)  # a parameter's, in which the examples are summed
+
+    def _joins_examples(self, output: Any) -> bool:
+        """Whether derivatives of a tensor may depend on values of several examples."""
+        if not isinstance(output, Tensor) or node_of(output) is not None or self.batch_size == 1:
+            return False
+        if not (self.is_data(output) and output.requires_grad):
+            return False
+        if self.coupled and any(node in self.coupled for node in nodes_behind(output)):
+            return True
+        apart = isinstance(self.owned(output), (Examples, Whole)) or not self.is_marked(output)
+        return not (apart or self.is_sum(output))
 
     def follow_change(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]

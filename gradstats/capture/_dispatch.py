@@ -71,6 +71,13 @@ PACK = (
     "cu_seqlens=x.offsets()."
 )
 
+# The remedy where gradients are changed on their way to a parameter.
+BACKWARD_OF_ONES_OWN = (
+    "Register the hook on the parameter, if it changes what training does alone; where it belongs "
+    "to the gradients that are measured, have a torch.autograd.Function return the tensor and "
+    "change its gradient in backward."
+)
+
 # Operations of sparse data and a parameter whose results are dense.
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
 
@@ -172,6 +179,13 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
     """Refuse an operation of nested tensors and parameters."""
     if any(item.is_nested for item in operands):
         refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
+
+
+def refuse_on_derived(func, tensor: Tensor, remedy: str) -> None:
+    """Refuse an operation that changes how gradients pass a tensor derived from parameters."""
+    node = node_of(tensor)
+    if isinstance(node, Derived):
+        refuse(func, node, "changes its gradient in a way that is not followed", remedy)
 
 
 def _dense(item):
@@ -367,7 +381,8 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
         with torch.no_grad():
             result = func(*args, **kwargs)
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
-        if not any(isinstance(item, Tensor) and item.is_floating_point() for item in leaves):
+        found = [item for item in leaves if isinstance(item, Tensor)]
+        if not any(item.is_floating_point() or item.is_complex() for item in found):
             return result
     refuse(func, nodes[0])
 

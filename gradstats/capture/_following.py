@@ -50,6 +50,7 @@ from gradstats.capture._operations import (
 )
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
+from gradstats.capture._separable import is_sum
 from gradstats.capture._tensors import node_of
 
 Layout = Examples | Whole | Mixed | None
@@ -85,7 +86,8 @@ class Following(Marks):
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
     ) -> None:
         """Note where the examples lie in the result of an operation on some tensors of data."""
-        after = self._layout_after(Call(func, args, kwargs, data, result))
+        call = Call(func, args, kwargs, data, result)
+        after = self._layout_after(call)
         if isinstance(after, Unchanged):
             return
         if isinstance(after, Examples) and not after.fits(result):
@@ -95,10 +97,23 @@ class Following(Marks):
             # Whatever is computed from values of one example alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
             after = one
-        if after is not None:
+        if after is None:
+            self._lose(result, data, function_name(func) if func is not None else None)
+        else:
             self.place(result, after)
-            return
-        self._lose(result, data, function_name(func) if func is not None else None)
+        if self.is_marked(result) and self._is_sum(call, after):
+            self.mark_sum(result)
+
+    def _is_sum(self, call: Call, after: Layout) -> bool:
+        """Whether a result is over several examples, and a sum of terms of one example each."""
+        if isinstance(after, (Examples, Whole)) or not call.result.requires_grad:
+            return False
+        trained = [tensor for tensor in call.data if tensor.requires_grad]
+        owned = [self.owned(tensor) for tensor in trained]
+        for tensor, each in zip(trained, owned, strict=True):
+            if not (isinstance(each, (Examples, Whole)) or self.is_sum(tensor)):
+                return False
+        return bool(trained) and is_sum(call.func, call.args, trained, owned)
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
         """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""

@@ -1,8 +1,12 @@
-"""Types of nodes in PyTorch's autograd graphs, found by running one operation of each kind."""
+"""PyTorch's autograd graphs: types of nodes, found by running one operation of each kind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 from torch.nn import functional
 
 # Independent of the modes and the default device that are set where this is imported.
@@ -25,3 +29,16 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
 
 # The C function that applies an autograd Function, below PyTorch's wrappers in Python.
 INNERMOST = torch._C._FunctionBase.__dict__["apply"]
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
+    """Yield the nodes of the autograd graph behind a tensor."""
+    stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)

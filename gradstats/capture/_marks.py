@@ -120,7 +120,7 @@ class Marks:
             marked = reference()
             if marked is None:
                 continue
-            for name in ("_gradstats_layout", "_gradstats_blank"):
+            for name in ("_gradstats_layout", "_gradstats_blank", "_gradstats_sum"):
                 if getattr(marked, name, (None,))[0] == self.serial:
                     delattr(marked, name)
         self._marked.clear()
@@ -221,6 +221,15 @@ class Marks:
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
         """Whether a tensor held no example's values before its last ``writes`` changes."""
         mark = getattr(tensor, "_gradstats_blank", None)
+        return mark is not None and mark == (self.serial, tensor._version - writes)
+
+    def mark_sum(self, tensor: Tensor) -> None:
+        """Remember that a marked tensor of several examples sums terms of one example each."""
+        tensor._gradstats_sum = (self.serial, tensor._version)  # type: ignore[attr-defined]
+
+    def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
+        """Whether a tensor of several examples was such a sum before its last changes."""
+        mark = getattr(tensor, "_gradstats_sum", None)
         return mark is not None and mark == (self.serial, tensor._version - writes)
 
     @contextmanager

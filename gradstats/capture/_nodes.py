@@ -229,6 +229,13 @@ class Derived(Node):
             )
         return self._value
 
+    def take_numbers(self, numbers: Tensor) -> None:
+        """Take other numbers under the same gradient, as ``tensor.data = numbers`` gives them.
+
+        Gradients that are pulled back by computing this again are then refused.
+        """
+        self._value.data = numbers.detach()
+
     @property
     def has_function(self) -> bool:
         """Whether it was computed with the help of a custom autograd Function."""
@@ -309,8 +316,9 @@ class Derived(Node):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
                 "gradients cannot be pulled back through it. Is the operation random, or was one "
-                "of its inputs changed in place? Exclude the parameter, or compute the tensor "
-                "without randomness."
+                "of its inputs changed in place, or given other numbers by .data? Exclude the "
+                "parameter, or compute the tensor without randomness and out of place: other "
+                "numbers under the same gradient are x + (numbers - x).detach()."
             )
         return leaf, seen
 

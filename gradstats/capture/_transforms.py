@@ -47,14 +47,20 @@ def check_hidden(tracker, func, args, kwargs, result) -> None:
         inner = unwrapped(item)
         if tracker.maps_examples and inner is not item:
             continue  # torch.vmap shows one example at a time
-        if inner.requires_grad and node_of(inner) is None and tracker.is_data(inner):
-            raise HiddenError(
-                f"{function_name(func)} inside a torch.func transform (grad, jacrev, jvp …) "
-                "computes with values that depend on parameters, and hides which of them "
-                "belong to which example. Expected plain autograd: write derivatives with "
-                "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach "
-                "the values."
-            )
+        if _is_trained(tracker, inner):
+            raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
+
+
+def _is_trained(tracker, tensor: Tensor) -> bool:
+    return tensor.requires_grad and node_of(tensor) is None and tracker.is_data(tensor)
+
+
+def _hidden(what: str) -> HiddenError:
+    return HiddenError(
+        f"{what} computes with values that depend on parameters, and hides which of them belong to "
+        "which example. Expected plain autograd: write derivatives with "
+        "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach the values."
+    )
 
 
 def modes_here() -> list[Any]:
@@ -100,6 +106,9 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(mode.tracker, call)
     if transform_level() is not None:
+        whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
+        if mode.tracker.maps_examples and any(_is_trained(mode.tracker, item) for item in whole):
+            raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
     # Between graphs the compiler intercepts every call; in here there is nothing to trace.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)

@@ -7,7 +7,7 @@ tensor that held no example's values before, the examples may come to lie along 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradstats.capture._examples import Examples, Whole, same_rows
 from gradstats.capture._indexing import dims_at, items_of, read_at
 from gradstats.capture._operations import variants
 from gradstats.capture._rowwise import is_elementwise_in_place
+from gradstats.capture._separable import ADDS_IN_PLACE
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,17 @@ class Write:
             the place is the whole operand.
         dims: number of axes of the place.
         index: where a number is written to some rows, which rows.
+        adds: whether the values are added to the whole operand.
+        is_part: tells whether the place is less than the whole operand; None where that is not
+            known.
     """
 
     values: tuple[Any, ...]
     read: Callable[[Examples], Examples | Whole | None] | None
     dims: int
     index: Tensor | None = None
+    adds: bool = False
+    is_part: Callable[[], bool] | None = None
 
     def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
         """Whether a value is written to places of its own examples, under a layout of the operand.
@@ -50,9 +56,21 @@ class Write:
             return place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned)
         return place is not None and place == owned
 
+    def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+        """Whether a value puts a part of another row into each row, under a plain layout."""
+        place = None if self.read is None or not layout.plain else self.read(layout)
+        if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
+            return False
+        same = place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
+        return same and self.is_part is not None and self.is_part()
+
 
 def _everywhere(target: Tensor, *values, **named) -> Write:
     return Write((*values, *named.values()), None, target.dim())
+
+
+def _added(target: Tensor, *values, **named) -> Write:
+    return replace(_everywhere(target, *values, **named), adds=True)
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
@@ -66,6 +84,7 @@ def _assigned(target: Tensor, index, value) -> Write:
         lambda layout: read_at(target, items, layout),
         dims_at(target, items),
         _rows_of_number(target, value, items[0] if items else None),
+        is_part=lambda: target.detach()[index].numel() < target.numel(),
     )
 
 
@@ -127,6 +146,7 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {
     **dict.fromkeys(IN_PLACE, _everywhere),
+    **dict.fromkeys(ADDS_IN_PLACE, _added),
     Tensor.__setitem__: _assigned,
     **{
         function: write

@@ -50,6 +50,18 @@ def test_forms(form, lengths, need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("heads", [1, WIDTH])
+def test_as_many_heads_as_features_and_one_alone(heads, need_weights):
+    """Where what attention mixed can be reshaped without a copy, PyTorch makes one."""
+    attention = nn.MultiheadAttention(WIDTH, heads, batch_first=True)
+    check_operation(
+        lambda m, x: attend(m, x, x, x, need_weights=need_weights),
+        {"attention": attention},
+        normal(BATCH, 5, WIDTH),
+    )
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("length", [BATCH, 5])
 def test_self_attention_and_one_memory(length, need_weights):
     attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)

@@ -250,6 +250,21 @@ def test_operations_without_a_rule_for_complex_numbers_are_refused():
     )
 
 
+def test_an_operation_without_a_rule_whose_results_are_complex_is_refused():
+    """Its results were taken for such as have no gradient."""
+
+    def spectra(m, x):
+        found = torch.stft(x, 16, window=m.window, return_complex=True)
+        return found.abs().flatten(1) * m.scale
+
+    check_refused(
+        spectra,
+        {"window": (16,), "scale": ()},
+        normal(2, 64),
+        match="stft has no rule for parameter 'window'",
+    )
+
+
 @pytest.mark.parametrize("batch", [2, 9])
 def test_losses_of_spectra(batch):
     """Of signals as generators of sound make them, with as many examples as frequencies too."""

@@ -274,6 +274,67 @@ def test_a_parameter_through_random_operations_is_refused_or_exact():
     )
 
 
+def signed(w):
+    w.data = w.data.sign()
+    return w
+
+
+@pytest.mark.parametrize("derive", [torch.clone, torch.t], ids=["clone", "transpose"])
+def test_other_numbers_under_the_same_gradient(derive):
+    """Binary weights as older code has them: the forward computed with the numbers before."""
+    shape = (4, 5) if derive is torch.t else (5, 4)
+    check_operation(lambda m, x: x @ signed(derive(m.w)), {"w": shape}, normal(BATCH, 3, 5))
+
+
+def test_other_numbers_of_what_has_to_be_computed_again_are_refused():
+    check_refused(
+        lambda m, x: x @ signed(m.w * 1.5).exp(),
+        {"w": (5, 4)},
+        normal(BATCH, 5),
+        match=r"cannot be computed again with the same result.*x \+ \(numbers - x\).detach",
+    )
+
+
+def halved_by_hook(w):
+    w.register_hook(lambda grad: grad / 2)
+    return w
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+GRADIENTS_CHANGED = {
+    "hook": (halved_by_hook, "register_hook.*'w'.*torch.autograd.Function"),
+    "hook without gradients": (
+        torch.no_grad()(halved_by_hook),
+        "register_hook.*'w'.*torch.autograd.Function",
+    ),
+    "detach_": (lambda w: w.detach_(), r"detach_.*'w'.*x.detach\(\)"),
+}
+
+
+@pytest.mark.parametrize("change, match", GRADIENTS_CHANGED.values(), ids=GRADIENTS_CHANGED)
+def test_gradients_of_a_derived_tensor_changed_unseen_are_refused(change, match):
+    """Its uses read another tensor than the user's code has, whose hooks never ran."""
+    check_refused(
+        lambda m, x: x @ change(m.w * 2) + x @ m.v,
+        {"w": (4, 2), "v": (4, 2)},
+        normal(BATCH, 4),
+        match=match,
+    )
+
+
+def test_gradients_of_a_derived_tensor_changed_by_a_function():
+    check_operation(lambda m, x: x @ Halved.apply(m.w * 2).exp(), {"w": (4, 2)}, normal(BATCH, 4))
+
+
 def test_detached_copies_are_constants():
     check_operation(
         lambda m, x: x * m.w + x * m.w.detach() + x @ m.w.data.outer(m.w.detach()),

@@ -1,4 +1,4 @@
-"""Two-operand contractions in Einstein's notation, one operand tracked."""
+"""Two-operand contractions in Einstein's notation, one operand tracked; diagonals of either."""
 
 import pytest
 import torch
@@ -36,6 +36,12 @@ EINSUM_CASES = {
     "btd,se->btd": ((2, 5), (3, 6, 4)),
     "btd,sed->bte": ((1, 5, 4), (3, 6, 4)),
     " b t d , d e -> b e t ": ((4, 5), (3, 6, 4)),
+    "bd,dd->bd": ((4, 4), (3, 4)),
+    "bd,dd->b": ((4, 4), (3, 4)),
+    "btd,ded->bet": ((4, 5, 4), (3, 6, 4)),
+    "bttd,de->bte": ((4, 5), (3, 6, 6, 4)),
+    "b...tt,...->b": ((4,), (3, 4, 6, 6)),
+    "bd,ddd": ((4, 4, 4), (3, 4)),
 }
 EINSUM_PARAMETER_FIRST = {
     "de,bd->be": ((4, 5), (3, 4)),

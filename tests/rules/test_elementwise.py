@@ -72,6 +72,11 @@ OPERATIONS = {
     "float_power": lambda x, w: torch.float_power(w.abs() + 1, x),
     "copysign": lambda x, w: torch.copysign(w, x),
     "xlog1py": lambda x, w: torch.special.xlog1py(x, w.abs()),
+    "masked_fill": lambda x, w: x * w.masked_fill(x > 0, 0.5),
+    "torch.masked_fill": lambda x, w: torch.masked_fill(w, value=torch.tensor(0.5), mask=x > 0),
+    "masked_fill of a trained value": lambda x, w: x.masked_fill(x > 0, w.sum()),
+    "masked_fill with both": lambda x, w: w.masked_fill(x > 0, w.mean()),
+    "masked_fill_": lambda x, w: w.expand(x.shape).clone().masked_fill_(x > 0, 0.5),
 }
 
 LOSSES = {
@@ -92,7 +97,50 @@ def test_losses_of_each_element(loss):
         check_operation(lambda m, x: loss(x, m.w), {"w": shape}, normal(BATCH, POSITIONS, WIDTH))
 
 
+CLASS_LOSSES = {
+    "cross entropy": lambda w, y: functional.cross_entropy(w, y, reduction="none"),
+    "smoothed": lambda w, y: functional.cross_entropy(
+        w, y, label_smoothing=0.1, ignore_index=1, reduction="none"
+    ),
+    "negative log likelihood": lambda w, y: functional.nll_loss(
+        w.log_softmax(1), y, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", CLASS_LOSSES.values(), ids=CLASS_LOSSES)
+def test_losses_of_classes_whose_scores_no_data_have_met(loss):
+    """Such as those of the first token, which follows a start that is the same for all."""
+    labels = torch.randint(WIDTH, (BATCH, POSITIONS))
+    start = torch.zeros(BATCH, 2).double()
+    vector, table, layer = (WIDTH,), (POSITIONS, WIDTH), nn.Linear(2, WIDTH)
+    scores = [
+        (vector, lambda m, y: loss(m.w.expand(BATCH, WIDTH), y[:, 0])),
+        (layer, lambda m, y: loss(m.w(start), y[:, 0])),
+        (table, lambda m, y: loss(m.w.mT.expand(BATCH, -1, -1), y).sum(1)),
+        (table, lambda m, y: loss(m.w.repeat(BATCH, 1), y.flatten()).view(y.shape).sum(1)),
+    ]
+    for parameter, function in scores:
+        check_operation(function, {"w": parameter}, labels)
+
+
+def test_losses_against_trained_probabilities():
+    check_operation(
+        lambda m, x: functional.cross_entropy(
+            x, m.w.softmax(0).expand(BATCH, WIDTH), reduction="none"
+        ),
+        {"w": (WIDTH,)},
+        normal(BATCH, WIDTH),
+    )
+
+
 def test_losses_that_are_reduced_are_refused():
+    check_refused(
+        lambda m, y: functional.cross_entropy(m.w.expand(BATCH, WIDTH), y).expand(BATCH),
+        {"w": (WIDTH,)},
+        torch.randint(WIDTH, (BATCH,)),
+        match=r'cross_entropy.*\'w\'.*reduction="none"',
+    )
     check_refused(
         lambda m, x: functional.mse_loss(x, m.w.expand_as(x)).expand(BATCH),
         {"w": (WIDTH,)},
@@ -489,6 +537,15 @@ def test_operations_without_a_gradient_pass():
         return torch.where(x > m.w, x * m.w, x) + (m.w == x) + torch.zeros_like(m.w)
 
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+
+
+def test_a_trained_value_filled_in_place_is_refused():
+    check_refused(
+        lambda m, x: (x * 2).masked_fill_(x > 0, m.w),
+        {"w": ()},
+        normal(BATCH, WIDTH),
+        match=r"masked_fill_ of a trained value.*'w'.*x.masked_fill\(mask, w\)",
+    )
 
 
 def test_an_operation_without_a_rule_is_refused():

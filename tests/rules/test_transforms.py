@@ -146,6 +146,22 @@ def test_the_same_random_numbers_for_all_are_refused_with_parameters():
     check_refused(dropped, parameters, normal(BATCH, WIDTH), match="inside a torch.func transform")
 
 
+def test_examples_mapped_inside_a_function_that_is_mapped_over_them_are_refused():
+    """Inside, each meets every other, which took the losses for those of one example each."""
+
+    def pairs(m, x):
+        h = m.layer(x)
+        return torch.vmap(lambda a: torch.vmap(lambda b: (a * b).sum())(h).sum())(h)
+
+    check_refused(
+        pairs,
+        {"layer": nn.Linear(WIDTH, 2)},
+        normal(BATCH, WIDTH),
+        error=(gs.ExampleAxisError, gs.CoupledExamplesError),
+        match="example",
+    )
+
+
 HIDDEN = {
     "functionalize": lambda h: torch.func.functionalize(torch.sin)(h),
     "gradient": lambda h: torch.func.grad(lambda v: v.square().sum())(h),

@@ -411,3 +411,83 @@ def test_numbers_at_places_that_the_batch_names():
 
     parameters = {"layer": nn.Linear(WIDTH, 2), "shift": (2,)}
     check_operation(function, parameters, normal(BATCH, 4, WIDTH), torch.randperm(BATCH))
+
+
+@pytest.mark.parametrize("slots", [BATCH, 5])
+def test_values_of_one_example_at_places_that_an_index_names(slots):
+    """Targets as detectors make them: the classes found for some slots, no class for the others."""
+
+    def loss_fn(model, batch):
+        losses = []
+        for example, classes, matched in zip(model(*batch), *batch[1:], strict=True):
+            targets = torch.full((slots,), WIDTH - 1)
+            targets[matched] = classes
+            losses.append(functional.cross_entropy(example, targets))
+        return torch.stack(losses)
+
+    classes = torch.randint(WIDTH, (BATCH, 2))
+    matched = torch.stack([torch.randperm(slots)[:2] for _ in range(BATCH)])
+    check_operation(
+        lambda m, x, classes, matched: x @ m.w,
+        {"w": (WIDTH, WIDTH)},
+        normal(BATCH, slots, WIDTH),
+        classes,
+        matched,
+        loss_fn=loss_fn,
+    )
+
+
+def test_values_of_several_examples_at_places_that_an_index_names_are_refused():
+    def function(m, x):
+        out = torch.zeros(5, WIDTH).double()
+        for example, places in enumerate(([4, 1], [0, 3], [2])):
+            out[torch.tensor(places)] = (x[example] @ m.w)[: len(places)]
+        return out[:BATCH]
+
+    check_refused(
+        function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH), error=gs.ExampleAxisError,
+        match="lost",
+    )  # fmt: skip
+
+
+def test_parts_of_other_inputs_written_into_each():
+    """CutMix: as in sums of inputs of different examples, those written into decide."""
+
+    def function(m, x):
+        mixed = x.clone()
+        mixed[:, 1:] = mixed[ORDER, 1:]
+        return m.last(m.first(mixed).sin())
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, WIDTH), gradient_of_data=False)
+
+
+WHOLE_OR_SOME_ROWS = {
+    "all of each row": lambda x: x.__setitem__(slice(None), x[ORDER]),
+    "some rows": lambda x: x.__setitem__((slice(1, None), 0), x[:2, 0]),
+}
+
+
+@pytest.mark.parametrize("write", WHOLE_OR_SOME_ROWS.values(), ids=WHOLE_OR_SOME_ROWS)
+def test_rows_of_inputs_written_over_others_are_refused(write):
+    def function(m, x):
+        x = x.clone()
+        write(x)
+        return m.layer(x)
+
+    check_refused(
+        function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, 3, WIDTH),
+        error=gs.ExampleAxisError, match="'layer.weight'",
+    )  # fmt: skip
+
+
+def test_parts_of_trained_rows_written_into_others_are_refused():
+    def function(m, x):
+        h = m.first(x).clone()
+        h[:, 1:] = h[ORDER, 1:]
+        return m.last(h)
+
+    check_refused(
+        function, {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
+        normal(BATCH, 3, WIDTH), error=gs.ExampleAxisError, match="'last.weight'",
+    )  # fmt: skip

@@ -119,7 +119,7 @@ def multi_head_attention(
         attended = logits.softmax(-1)
         if dropout_p > 0.0:
             attended = functional.dropout(attended, dropout_p)
-        mixed = torch.bmm(attended, v).transpose(0, 1).reshape(length, rows, width)
+        mixed = torch.bmm(attended, v).transpose(0, 1).reshape(length * rows, width)
         attended = attended.view(rows, num_heads, length, -1)
         weights = attended.mean(1) if average_attn_weights else attended
     else:
@@ -129,8 +129,11 @@ def multi_head_attention(
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
         )
-        mixed = mixed.permute(2, 0, 1, 3).reshape(length, rows, width)
+        mixed = mixed.permute(2, 0, 1, 3).contiguous()
         weights = None
+    # Rows adjacent in memory, as PyTorch has them: the order in which their gradients are summed
+    # depends on it.
+    mixed = mixed.view(length, rows, width)
     tracker.place(mixed, examples)
     return run(tracker, functional.linear, mixed, out_proj_weight, out_proj_bias), weights
 

@@ -75,9 +75,30 @@ def einsum(tracker, func, equation, *operands):
     """A contraction of any number of operands: of two at a time, from the left."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if isinstance(equation, str) and len(operands) > 2:
-        return Composed(from_the_left)(tracker, func, equation, *operands)
+    if isinstance(equation, str):
+        inputs, _ = parse_equation(equation, [operand.dim() for operand in operands])
+        if any(len(set(indices)) < len(indices) for indices in inputs):
+            return Composed(of_diagonals)(tracker, func, equation, *operands)
+        if len(operands) > 2:
+            return Composed(from_the_left)(tracker, func, equation, *operands)
     return _products.einsum(tracker, func, equation, *operands)
+
+
+def of_diagonals(equation: str, *operands: Tensor) -> Tensor:
+    """Take the diagonals that indices repeated in an operand stand for, and contract those."""
+    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    diagonals = []
+    for indices, operand in zip(inputs, operands, strict=True):
+        for index in [index for index in dict.fromkeys(indices) if indices.count(index) > 1]:
+            while indices.count(index) > 1:
+                first = indices.index(index)
+                second = indices.index(index, first + 1)
+                operand = operand.diagonal(dim1=first, dim2=second)
+                del indices[second], indices[first]
+                indices.append(index)
+        diagonals.append(operand)
+    terms = ",".join(map("".join, inputs))
+    return torch.einsum(f"{terms}->{''.join(out)}", *diagonals)
 
 
 def from_the_left(equation: str, first: Tensor, second: Tensor, *others: Tensor) -> Tensor:
@@ -166,6 +187,11 @@ def masked_select(input: Tensor, mask: Tensor) -> Tensor:
     return input[mask]
 
 
+def masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
+    """The value where the mask is true, and the input elsewhere."""
+    return torch.where(mask, value, input)
+
+
 def kron(input: Tensor, other: Tensor) -> Tensor:
     """The products of all elements of both, the second's running faster along every axis."""
     dims = max(input.dim(), other.dim())
@@ -193,5 +219,6 @@ RULES = {
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),
     **dict.fromkeys(variants("kron"), Composed(kron)),
     **dict.fromkeys(variants("masked_select"), Composed(masked_select)),
+    **dict.fromkeys(variants("masked_fill"), Composed(masked_fill)),
     torch.einsum: einsum,
 }

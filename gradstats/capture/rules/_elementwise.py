@@ -148,10 +148,23 @@ def _widen(tracker, items, whole: Whole, dims: int):
 
 def element_loss(tracker, func, *args, **kwargs):
     """Losses of each element against tracked targets, variances or weights."""
+    _check_reduction(func, args, kwargs)
+    return broadcast(tracker, func, *args, **kwargs)
+
+
+def class_loss(tracker, func, input, target, *args, **kwargs):
+    """Losses of classes, with tracked scores for each example: of a start that all have alike."""
+    _check_reduction(func, (input, target, *args), kwargs)
+    node = first_node(input, target)
+    examples = rows_along(tracker, func, node, (input, target), 0)
+    operands = (as_data(tracker, func, node, item, examples) for item in (input, target))
+    return func(*operands, *args, **kwargs)
+
+
+def _check_reduction(func, args, kwargs) -> None:
     if kwargs.get("reduction") != "none":
         node = first_node(*flatten((args, kwargs)))
         refuse(func, node, "sums over the examples", 'Pass reduction="none".')
-    return broadcast(tracker, func, *args, **kwargs)
 
 
 def join(tracker, func, tensors, dim=0, **kwargs):
@@ -235,6 +248,14 @@ class MaskedFactors:
         return self.factors(grad.masked_fill(~mask, 0), None)
 
 
+def masked_fill_in_place(tracker, func, input, *args, **kwargs):
+    """A tracked tensor, filled where a mask of data is true."""
+    if node_of(input) is None:
+        node = first_node(*args, *kwargs.values())
+        refuse(func, node, "of a trained value has no rule", "Write x = x.masked_fill(mask, w).")
+    return write_data(tracker, func, (input, *args), kwargs)
+
+
 def broadcast_tensors(tracker, func, *tensors):
     """Every operand in the shape of all, and tracked ones as each example sees them."""
     layout = lined_up(tracker, func, first_node(*tensors), list(tensors))
@@ -281,6 +302,8 @@ SMALL = 65536
 RULES = {
     **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
     **dict.fromkeys(ELEMENT_LOSSES, element_loss),
+    functional.cross_entropy: class_loss,
+    functional.nll_loss: class_loss,
     **dict.fromkeys(EXTREMES, broadcast),
     torch.special.xlog1py: broadcast,
     torch.complex: broadcast,
@@ -293,6 +316,7 @@ RULES = {
     torch.stack: join,
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
+    Tensor.masked_fill_: masked_fill_in_place,
     functional.grid_sample: grid_sample,
     functional.prelu: prelu,
     torch.prelu: prelu,
