@@ -18,13 +18,7 @@ from gradstats._compiler import is_compiling, remembered
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
-from gradstats.contractions._multiply import (
-    SCRATCH,
-    WORTH_CALLING,
-    multiply,
-    multiply_groups,
-    pays,
-)
+from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
@@ -112,7 +106,7 @@ def _forms_alone(factor: Outer) -> bool:
     """Whether gradients are best formed one at a time, whatever their size."""
     batch, groups, positions, p = factor.left.shape
     size = p * factor.right.shape[3]
-    if groups > 1 or 4 * size > SCRATCH or positions * size < WORTH_CALLING:
+    if groups > 1 or 4 * size > SCRATCH:
         return False
     return pays(positions * size, factor.left, factor.right, times=batch)
 
