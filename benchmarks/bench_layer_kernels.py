@@ -19,6 +19,7 @@ from torch.nn import functional
 from benchmarks.kernel_harness import (
     DTYPES,
     MEASURED,
+    ROUNDING,
     Meter,
     Operands,
     Provider,
@@ -165,7 +166,7 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
     if positions <= 1024 and groups == 1:
         yield Provider(
             "gram", "gradstats",
-            lambda x, g, w: convolution_gram.convolution_gram_sqnorm(x, g, *own),
+            lambda x, g, w: convolution_gram.convolution_gram_sqnorm(x, g, *own, *ROUNDING),
             layer.batch * positions * (positions + 1.0) * (weights / outputs + outputs), read,
             exact, lambda result: result[0],
         )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from benchmarks.kernel_harness import (
     DTYPES,
     MEASURED,
+    ROUNDING,
     Meter,
     Operands,
     Provider,
@@ -101,7 +102,7 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
     else:
         gram_flops = batch * positions * (positions + 1.0) * (d_in + d_out)
         yield Provider(
-            "gram", "gradstats", lambda a, g, w: gram.gram_sqnorm(a, g),
+            "gram", "gradstats", lambda a, g, w: gram.gram_sqnorm(a, g, 1, *ROUNDING),
             gram_flops, read, squares, lambda out: out[0],
         )  # fmt: skip
         yield Provider(

@@ -26,6 +26,8 @@ import torch
 from benchmarks.harness import commit
 
 CACHE_BYTES = 200 * 2**20
+# What rounding does to Gram forms and how much is accepted: `gradstats.kernels.guard.Rounding`.
+ROUNDING = (2.0**-22, 2.0**-24, 0.0, 1e-4)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Columns of every table, after those that say which layer it was.
 MEASURED = (

@@ -22,6 +22,8 @@ import torch
 from gradstats.kernels import _config, _table
 from gradstats.kernels._config import TileConfig
 
+from benchmarks.kernel_harness import ROUNDING
+
 TABLE_PATH = Path(_table.__file__)
 
 
@@ -180,8 +182,8 @@ def linear_call(
         descriptors = operation.endswith("_descriptor")
         fused = weight_gradient.weight_gradient_sqnorm
         return lambda: fused(a, g, config=config, descriptors=descriptors)
-    functions: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
-        "gram": (gram.gram_sqnorm, (a, g)),
+    functions: dict[str, tuple[Callable, tuple]] = {
+        "gram": (gram.gram_sqnorm, (a, g, 1, *ROUNDING)),
         "direct": (direct.direct_sqnorm, (a, g)),
         "diagonal": (direct.direct_inner, (a, g, a, g)),
         "pairwise": (pairwise.pairwise_gram, (a[:, :4], g[:, :4]) * 2),
@@ -209,7 +211,9 @@ def convolution_call(
         "convolution_fused": lambda x, g, *layer, config: convolution.convolution_inner(
             x, g, x, g, *layer, config=config
         ),
-        "convolution_gram": convolution_gram.convolution_gram_sqnorm,
+        "convolution_gram": lambda x, g, *layer, config: convolution_gram.convolution_gram_sqnorm(
+            x, g, *layer, *ROUNDING, config=config
+        ),
     }[operation]
     return lambda: function(x, g, (3, 3), (1, 1), (1, 1), (1, 1), 1, config=config)
 

@@ -236,18 +236,13 @@ def check_precision(dtype: torch.dtype, precision: str | None) -> str:
     return "tf32" if tf32_allowed() else "highest"
 
 
-def check_chosen(
-    chosen: torch.Tensor | None, batch: int, device: torch.device
-) -> torch.Tensor | None:
-    """Checks which examples are wanted; returns that as the bytes that kernels read."""
-    if chosen is None:
-        return None
-    if chosen.dtype != torch.bool or tuple(chosen.shape) != (batch,) or chosen.device != device:
+def check_factors(factors: int, groups: int, ragged: bool) -> None:
+    """Checks that factors divide into groups, and that packed rows are of one group."""
+    if groups < 1 or factors % groups or (ragged and groups > 1):
         raise KernelInputError(
-            f"chosen must be bool ({batch},) on {device}; got {chosen.dtype} "
-            f"{tuple(chosen.shape)} on {chosen.device}: give one truth value for each example"
+            f"groups must divide the {factors} factors, and be 1 for packed rows; got {groups}: "
+            "pass how many factors of each example stand side by side"
         )
-    return chosen.contiguous().view(torch.uint8)
 
 
 def check_programs(programs: int) -> int:

@@ -136,14 +136,21 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
         if isinstance(argument, (int, float)):
             break
         count += 1
-    numbers = arguments[count:]
+    launch_of(kernel, programs, *arguments[count:], **constants)(*arguments[:count])
+
+
+def launch_of(kernel: Any, programs: int, *numbers: float, **constants: Any) -> Launch:
+    """The launch of a kernel, one object for all calls that are equal in everything but tensors.
+
+    Where no plan is remembered, what was compiled for an earlier call is found by it.
+    """
     # one and true and 1.0 are equal, and not the same to a compiler
     key = (id(kernel), programs, numbers, (*map(type, numbers),), (*constants.items(),))
     found = _launches.get(key)
     if found is None:
         found = Launch(kernel, programs, *numbers, **constants)
         _store(_launches, key, found)
-    found(*arguments[:count])
+    return found
 
 
 def remembered(

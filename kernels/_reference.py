@@ -21,7 +21,6 @@ from gradstats.kernels._reference_convolution import pairwise_convolution as pai
 from gradstats.kernels._reference_convolution import (
     pairwise_convolution_gram as pairwise_convolution_gram,
 )
-from gradstats.kernels._reference_linear import bound_gram as bound_gram
 from gradstats.kernels._reference_linear import collect as collect
 from gradstats.kernels._reference_linear import diagonal_gram as diagonal_gram
 from gradstats.kernels._reference_linear import direct_inner as direct_inner
@@ -33,7 +32,6 @@ from gradstats.kernels._reference_linear import pairwise_direct as pairwise_dire
 from gradstats.kernels._reference_linear import pairwise_gram as pairwise_gram
 from gradstats.kernels._reference_linear import rank_one_inner as rank_one_inner
 from gradstats.kernels._reference_linear import rank_one_sqnorm as rank_one_sqnorm
-from gradstats.kernels._reference_linear import replace_suspects as replace_suspects
 from gradstats.kernels._reference_linear import result_dtype as result_dtype
 from gradstats.kernels._reference_linear import rows_of as rows_of
 from gradstats.kernels._reference_linear import vector_inner as vector_inner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from gradstats.kernels._reference_linear import collect, result_dtype
+from gradstats.kernels._reference_linear import collect, guarded, result_dtype
 from torch import Tensor
 
 
@@ -41,11 +41,9 @@ def convolution_sqnorm(
     dilation: list[int],
     groups: int,
     precision: str | None = None,
-    chosen: Tensor | None = None,
 ) -> Tensor:
     own = convolution_gradients(x, g, kernel, stride, padding, dilation, groups)
-    squares = collect([gradient.square().sum() for gradient in own], x)
-    return squares if chosen is None else torch.where(chosen, squares, 0.0)
+    return collect([gradient.square().sum() for gradient in own], x)
 
 
 def convolution_gram_sqnorm(
@@ -56,16 +54,23 @@ def convolution_gram_sqnorm(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     precision: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sqnorms, magnitudes, sizes = [], [], []
-    for own in _operands(x, g, kernel, stride, padding, dilation, groups):
+) -> tuple[Tensor, Tensor]:
+    layer = kernel, stride, padding, dilation, groups
+    sums: list[list[Tensor]] = [[], [], []]
+    for own in _operands(x, g, *layer):
         terms = _terms(own, own)  # (groups, T, T)
-        sqnorms.append(terms.sum())
-        magnitudes.append(terms.abs().sum())
-        rows = terms.diagonal(dim1=1, dim2=2).sqrt().sum(1)  # (groups,)
-        sizes.append(rows.square().sum().sqrt())
-    return collect(sqnorms, x), collect(magnitudes, x), collect(sizes, x)
+        sizes = terms.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+        values = (terms.sum((1, 2)), terms.abs().sum((1, 2)), sizes)
+        for column, value in zip(sums, values, strict=True):
+            column += value.unbind()
+    sqnorm, magnitude, size = (collect(column, x).view(len(x), groups) for column in sums)
+    direct = convolution_sqnorm(x, g, *layer)
+    return guarded(sqnorm, magnitude, size, direct, adding, products, cut_off, tolerance)
 
 
 def _operands(

@@ -66,40 +66,42 @@ def vector_sqnorm(
 def gram_sqnorm(
     a: Tensor,
     g: Tensor,
+    groups: int,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     sums: list[list[Tensor]] = [[], [], []]
     for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
         terms = (a_rows.double() @ a_rows.double().T) * (g_rows.double() @ g_rows.double().T)
         values = (terms.sum(), terms.abs().sum(), terms.diagonal().sqrt().sum())
         for column, value in zip(sums, values, strict=True):
             column.append(value)
-    sqnorm, magnitude, size = (collect(column, a) for column in sums)
-    return sqnorm, magnitude, size
+    shape = len(sums[0]) // groups, groups
+    direct = direct_sqnorm(a, g, cu_seqlens).view(shape).sum(1)
+    sqnorm, magnitude, size = (collect(column, a).view(shape) for column in sums)
+    return guarded(sqnorm, magnitude, size, direct, adding, products, cut_off, tolerance)
 
 
-def bound_gram(
+def guarded(
     sqnorm: Tensor,
     magnitude: Tensor,
     size: Tensor,
-    groups: int,
+    direct: Tensor,
     adding: float,
     products: float,
     cut_off: float,
     tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    bound = adding * magnitude + torch.maximum(products * size.square(), cut_off * magnitude)
-    shape = len(sqnorm) // groups, groups
-    value, bound = (each.view(shape).sum(1) for each in (sqnorm, bound))
-    return value, bound, bound > tolerance * value
-
-
-def replace_suspects(
-    sqnorm: Tensor, bound: Tensor, suspect: Tensor, better: Tensor, relative: float
 ) -> tuple[Tensor, Tensor]:
-    return torch.where(suspect, better, sqnorm), torch.where(suspect, relative * better, bound)
+    """What a Gram form returns, of sums (B, groups) and of what the direct form returns (B,)."""
+    bound = adding * magnitude + torch.maximum(products * size.square(), cut_off * magnitude)
+    value, bound = sqnorm.sum(1), bound.sum(1)
+    suspect = bound > tolerance * value
+    return torch.where(suspect, direct, value), torch.where(suspect, adding * direct, bound)
 
 
 def direct_sqnorm(
@@ -108,10 +110,8 @@ def direct_sqnorm(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
-    chosen: Tensor | None = None,
 ) -> Tensor:
-    squares = collect([each.square().sum() for each in gradients(a, g, cu_seqlens)], a)
-    return squares if chosen is None else torch.where(chosen, squares, 0.0)
+    return collect([each.square().sum() for each in gradients(a, g, cu_seqlens)], a)
 
 
 def direct_inner(

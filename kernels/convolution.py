@@ -75,7 +75,6 @@ def convolution_kernel(
     x2_ptr,  # a second factor of the same shapes, read if MODE is "inner"
     g2_ptr,
     weight_ptr,  # (O, C / groups, taps) contiguous, read if MODE is "direction"
-    chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
     output_ptr,  # fp64 (B, tiles); fp32 (B, O, C / groups, taps) if MODE is "store"
     stride_x1b,
     stride_x1c,
@@ -103,7 +102,6 @@ def convolution_kernel(
     outputs,
     groups,
     MODE: tl.constexpr,
-    CHOSEN: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
     BLOCKS: tl.constexpr,  # of the layer's groups stand side by side in one
@@ -117,10 +115,6 @@ def convolution_kernel(
     index = tl.program_id(0)
     tiles = groups * weight_tiles(channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS)
     example = tl.cast(index // tiles, tl.int64)
-    if CHOSEN:
-        if tl.load(chosen_ptr + example) == 0:
-            tl.store(output_ptr + index, 0.0)
-            return
     group, first_row, tap, first_column = weight_tile(
         index % tiles, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
     )
@@ -177,7 +171,6 @@ def convolution_sqnorm(
     groups: int,
     *,
     precision: str | None = None,
-    chosen: torch.Tensor | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of the per-example weight gradients of a convolution, tile by tile.
@@ -193,8 +186,6 @@ def convolution_sqnorm(
         groups: how channels divide.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
-        chosen: bool (B,) on the operands' device, the examples that are wanted: the others are zero
-            and are not read. None for all.
         config: overrides the tile table.
     Returns:
         fp64 (B,).
@@ -203,16 +194,10 @@ def convolution_sqnorm(
     Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 8 bytes per
     tile, and a copy of each operand whose channels are not adjacent where that is faster.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
-    chosen = _check.check_chosen(chosen, layer.batch, x.device)
-    if chosen is None or layer.channels == 1:
-        # of few chosen examples a copy of all would cost more than it gains
-        layer = layer.arranged()
+    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
     if layer.channels == 1:
-        # reads each operand once, so that all examples cost no more than finding the chosen
-        squares = depthwise.squares(layer, config)
-        return squares if chosen is None else torch.where(chosen != 0, squares, 0.0)
-    return added(_launch(layer, layer, None, "square", precision, config, chosen))
+        return depthwise.squares(layer, config)
+    return added(_launch(layer, layer, None, "square", precision, config))
 
 
 def convolution_inner(
@@ -314,18 +299,21 @@ def stored(
 def choose_tiles(
     first: Convolution,
     second: Convolution,
-    precision: str | None,
+    precision: str,
     config: _config.TileConfig | None,
     operation: str,
 ) -> tuple[_config.TileConfig, bool, int]:
-    """(configuration, whether tiles stay within one tap, number of tiles of the weight)."""
+    """(configuration, whether tiles stay within one tap, number of tiles of the weight).
+
+    The precision is what `_check.check_precision` returns.
+    """
     one_tap = first.one_tap
     columns = first.channels if one_tap else first.channels * first.taps
     config = config or _config.choose_direct(
         first.outputs,
         columns,
         first.x.element_size(),
-        _check.check_precision(first.x.dtype, precision),
+        precision,
         _check.architecture(first.x.device),
         first.aligned and second.aligned,
         operation,
@@ -341,10 +329,10 @@ def _launch(
     mode: str,
     precision: str | None,
     config: _config.TileConfig | None,
-    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     first, second = first.widened(), second.widened()
     operation = "convolution_fused" if mode == "inner" else "convolution"
+    precision = _check.check_precision(first.x.dtype, precision)
     config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
     dtype = torch.float32 if mode == "store" else torch.float64
@@ -358,14 +346,12 @@ def _launch(
             second.x,
             second.g,
             None if direction is None else direction.contiguous(),
-            chosen,
             output,
             *first.strides,
             *second.strides,
             *first.sizes,
             *first.divisions,
             MODE=mode,
-            CHOSEN=chosen is not None,
             WINDOW=first.window,
             ONE_TAP=one_tap,
             BLOCKS=first.blocks,

@@ -1,18 +1,26 @@
-"""Convolutions with few positions: squared norms through products of patches."""
+"""Convolutions with few positions: squared norms through products of patches, guarded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
-from gradstats.kernels._launching import launch_kernel
-from gradstats.kernels._patches import check_convolution, patch_products, patch_tile
-from gradstats.kernels._results import apart
+from gradstats.kernels import _check, _config, guard
+from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._patches import (
+    Convolution,
+    check_convolution,
+    patch_products,
+    patch_tile,
+    weight_tile,
+)
 from gradstats.kernels._tile import dot, triangle
+from gradstats.kernels.convolution import choose_tiles, convolution_gradient
 from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes
+from gradstats.kernels.guard import is_suspect
 
 
 @triton.jit
@@ -132,6 +140,78 @@ def convolution_gram_kernel(
     tl.store(partial_ptr + 2 * stride_output + index, size)
 
 
+@triton.jit(do_not_specialize=["batch", "groups", "pairs", "parts"])
+def convolution_recompute_kernel(
+    x_ptr,  # (B, C, D, H, W)
+    g_ptr,  # (B, O, T)
+    scratch_ptr,  # fp64: the sums that `is_suspect` reads, then squares (B, parts) of suspects
+    result_ptr,  # fp64 (2, B), as `is_suspect` leaves it
+    stride_xb,
+    stride_xc,
+    stride_xd,
+    stride_xh,
+    stride_xw,
+    stride_gb,
+    stride_gc,
+    stride_gt,
+    depth,
+    height,
+    width,
+    out_height,
+    out_width,
+    positions,
+    channels,  # of BLOCKS groups
+    outputs,
+    batch,
+    groups,
+    pairs,
+    parts,  # tiles of all groups of one example
+    adding,
+    products,
+    cut_off,
+    tolerance,
+    WINDOW: tl.constexpr,
+    ONE_TAP: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of the layer's groups stand side by side in one
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The square of one tile of one example's weight gradient, if its Gram form is suspect."""
+    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
+    index = tl.program_id(0)
+    example = index // parts
+    part = index - example * parts
+    if is_suspect(
+        scratch_ptr, result_ptr, example, part == 0, batch, groups, pairs, adding, products,
+        cut_off, tolerance, GROUPS, PAIRS,
+    ):  # fmt: skip
+        x_base = x_ptr + tl.cast(example, tl.int64) * stride_xb
+        g_base = g_ptr + tl.cast(example, tl.int64) * stride_gb
+        group, first_row, tap, first_column = weight_tile(
+            part, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
+        )
+        rows = first_row + tl.arange(0, ROWS)
+        column = first_column + tl.arange(0, COLUMNS)
+        gradient = convolution_gradient(
+            x_base + tl.cast(group, tl.int64) * channels * stride_xc,
+            g_base + tl.cast(group, tl.int64) * outputs * stride_gc,
+            rows, column, tap, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc,
+            stride_gt, depth, height, width, out_height, out_width, positions, channels,
+            outputs, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+        if BLOCKS > 1:
+            row_block = rows // (outputs // BLOCKS)
+            column_block = column // (channels // BLOCKS)
+            own = row_block[:, None] == column_block[None, :]
+            gradient = tl.where(own, gradient, 0.0)
+        sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
+        tl.store(scratch_ptr + sums + index, tl.sum(gradient * gradient))
+
+
 def convolution_gram_sqnorm(
     x: torch.Tensor,
     g: torch.Tensor,
@@ -140,57 +220,105 @@ def convolution_gram_sqnorm(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     *,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    direct_config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms of the per-example weight gradients of a convolution, through Gram matrices.
 
-    sqnorm_i = sum over groups and positions t, s of (patch_t . patch_s)(g_it . g_is),
-    magnitude_i = the same of absolute terms,
-    size_i^2 = sum over groups of (sum_t |patch_t| |g_it|)^2
+    sqnorm_i = sum over groups and positions t, s of (patch_t . patch_s)(g_it . g_is)
 
-    Rounding errors are those of `gram.gram_sqnorm`; where they are too much use
-    `convolution_sqnorm`.
+    Its bound, and what is replaced by the squares of `convolution.convolution_sqnorm`, are as in
+    `gram.gram_sqnorm`.
 
-    Args, raises: as `convolution.convolution_sqnorm`.
+    Args, raises: as `convolution.convolution_sqnorm`, and
+        adding, products, cut_off, tolerance: as of `guard.Rounding`.
+        config, direct_config: override the tile table, for the two forms.
     Returns:
-        (sqnorm, magnitude, size), each fp64 (B,).
-    Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group;
-    workspace 24 bytes per tile pair, and the copies of `convolution.convolution_sqnorm`.
+        (sqnorm, bound), each fp64 (B,).
+    Cost: T^2 ((C / groups) taps + O / groups)(1 + BLOCK / T) flops per example and group, and that
+    of `convolution.convolution_sqnorm` for examples that are replaced; workspace 24 bytes per tile
+    pair, 8 per tile of the weight at most, and the copies of `convolution.convolution_sqnorm`.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
+    layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
+    copied, plan = _plan(
+        convolution_gram_kernel, (x, g), layer, _check.check_precision(x.dtype, precision),
+        guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
+    )  # fmt: skip
+    if copied:
+        arranged = check_convolution(x, g, *layer).arranged()
+        x, g = arranged.x, arranged.g
+    sqnorm, bound = guard.run(plan, x, g)
+    return sqnorm, bound
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    geometry: tuple,
+    precision: str,
+    rounding: guard.Rounding,
+    config: _config.TileConfig | None,
+    direct_config: _config.TileConfig | None,
+) -> tuple[bool, guard.Guarded]:
+    """(whether kernels read copies of the operands, all of a call but its tensors)."""
+    layer = check_convolution(*operands, *geometry).arranged()
+    batch, positions, groups = layer.batch, layer.positions, layer.groups
+    if not batch * positions:
+        return False, guard.nothing_to_compute(batch)
+    architecture = _check.architecture(layer.x.device)
     config = config or _config.choose_gram(
-        layer.positions,
-        x.element_size(),
-        _check.check_precision(x.dtype, precision),
-        _check.architecture(x.device),
-        layer.aligned,
+        positions, layer.x.element_size(), precision, architecture, layer.aligned,
         "convolution_gram",
+    )  # fmt: skip
+    wide = layer.widened()
+    direct_config, one_tap, tiles = choose_tiles(
+        wide, wide, precision, direct_config, "convolution"
     )
-    side = _config.cdiv(layer.positions, config.rows)
+    side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2
-    shape = (3, layer.batch, groups, pairs)
-    partial = torch.empty(shape, dtype=torch.float64, device=x.device)
-    if partial.numel():
-        launch_kernel(
-            convolution_gram_kernel,
-            partial[0].numel(),
-            layer.x,
-            layer.g,
-            partial,
-            *layer.strides,
-            *layer.sizes,
-            *layer.divisions,
-            layer.batch,
-            pairs,
-            WINDOW=layer.window,
-            ONE_TAP=layer.one_tap,
-            PRECISION=config.precision,
-            BLOCK=config.rows,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    sqnorm, magnitude = apart(partial[:2])
-    return sqnorm, magnitude, partial[2].sum(2).square().sum(1).sqrt()
+    sums = guard.Sums(batch, groups, pairs, max(1, tiles))
+    launch = Launch(
+        kernel,
+        batch * groups * pairs,
+        *layer.strides,
+        *layer.sizes,
+        *layer.divisions,
+        batch,
+        pairs,
+        WINDOW=layer.window,
+        ONE_TAP=layer.one_tap,
+        PRECISION=config.precision,
+        BLOCK=config.rows,
+        INNER=config.inner,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    again = sums.recompute(
+        convolution_recompute_kernel,
+        *wide.strides,
+        *wide.sizes,
+        wide.channels,
+        wide.outputs,
+        rounding=rounding,
+        WINDOW=wide.window,
+        ONE_TAP=one_tap,
+        BLOCKS=wide.blocks,
+        PRECISION=direct_config.precision,
+        ROWS=direct_config.rows,
+        COLUMNS=direct_config.columns,
+        INNER=direct_config.inner,
+        num_warps=direct_config.num_warps,
+        num_stages=direct_config.num_stages,
+    )
+    return _is_copied(layer, *operands), sums.guarded(launch, again, rounding)
+
+
+def _is_copied(layer: Convolution, x: torch.Tensor, g: torch.Tensor) -> bool:
+    return layer.x.data_ptr() != x.data_ptr() or layer.g.data_ptr() != g.data_ptr()

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, multiple, segment
+from gradstats.kernels.guard import Rounding, Sums, is_suspect
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 
@@ -54,7 +55,6 @@ def direct_kernel(
     g2_ptr,
     cu_seqlens1_ptr,  # int (B + 1,), read if RAGGED
     cu_seqlens2_ptr,
-    chosen_ptr,  # uint8 (B,), read if CHOSEN: zero where nothing is wanted of an example
     partial_ptr,  # fp64 (B, tiles)
     stride_a1b,
     stride_a1t,
@@ -75,7 +75,6 @@ def direct_kernel(
     d_in,
     d_out,
     PAIRED: tl.constexpr,
-    CHOSEN: tl.constexpr,
     RAGGED: tl.constexpr,
     RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     PRECISION: tl.constexpr,
@@ -96,10 +95,6 @@ def direct_kernel(
     column_tiles = tl.cdiv(d_in, COLUMNS)
     tiles = row_tiles * column_tiles
     example = index // tiles
-    if CHOSEN:
-        if tl.load(chosen_ptr + example) == 0:
-            tl.store(partial_ptr + index, 0.0)
-            return
     row_tile, column_tile = grouped(index - example * tiles, row_tiles, column_tiles, GROUP_ROWS)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -148,6 +143,72 @@ def direct_kernel(
     tl.store(partial_ptr + index, tl.sum(first * second) + poison)
 
 
+@triton.jit(do_not_specialize=["positions", "total_rows", "batch", "groups", "pairs", "parts"])
+def recompute_kernel(
+    a_ptr,  # (B * groups, T, d_in) or packed (N, d_in)
+    g_ptr,  # (B * groups, T, d_out) or packed (N, d_out)
+    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED, of one group
+    scratch_ptr,  # fp64: the sums that `is_suspect` reads, then squares (B, parts) of suspects
+    result_ptr,  # fp64 (2, B), as `is_suspect` leaves it
+    stride_ab,
+    stride_at,
+    stride_ad,
+    stride_gb,
+    stride_gt,
+    stride_gd,
+    positions,
+    total_rows,
+    d_in,
+    d_out,
+    batch,
+    groups,
+    pairs,
+    parts,  # tiles of all groups of one example
+    adding,
+    products,
+    cut_off,
+    tolerance,
+    RAGGED: tl.constexpr,
+    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The square of one tile of one example's weight gradients, if its Gram form is suspect."""
+    if RUN > 1:
+        positions = multiple(positions, RUN)
+        stride_ab, stride_ad = multiple(stride_ab, RUN), multiple(stride_ad, RUN)
+        stride_gb, stride_gd = multiple(stride_gb, RUN), multiple(stride_gd, RUN)
+    index = tl.program_id(0)
+    example = index // parts
+    part = index - example * parts
+    if is_suspect(
+        scratch_ptr, result_ptr, example, part == 0, batch, groups, pairs, adding, products,
+        cut_off, tolerance, GROUPS, PAIRS,
+    ):  # fmt: skip
+        # bounds that are wrong leave no number, which is not suspect
+        first_row, length, _ = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
+        row_tiles = tl.cdiv(d_out, ROWS)
+        column_tiles = tl.cdiv(d_in, COLUMNS)
+        tiles = row_tiles * column_tiles
+        factor = example * groups + part // tiles
+        row_tile, column_tile = grouped(part % tiles, row_tiles, column_tiles, GROUP_ROWS)
+        gradient = gradient_tile(
+            example_base(a_ptr, factor, stride_ab, first_row, stride_at),
+            example_base(g_ptr, factor, stride_gb, first_row, stride_gt),
+            row_tile * ROWS + tl.arange(0, ROWS),
+            column_tile * COLUMNS + tl.arange(0, COLUMNS),
+            stride_at, stride_ad, stride_gt, stride_gd, length, d_in, d_out,
+            PRECISION, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+        sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
+        tl.store(scratch_ptr + sums + index, tl.sum(gradient * gradient))
+
+
 def direct_sqnorm(
     a: torch.Tensor,
     g: torch.Tensor,
@@ -155,7 +216,6 @@ def direct_sqnorm(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
-    chosen: torch.Tensor | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of per-example weight gradients, formed tile by tile and never stored.
@@ -170,8 +230,6 @@ def direct_sqnorm(
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
-        chosen: bool (B,) on the operands' device, the examples that are wanted: the others are zero
-            and are not read. None for all.
         config: overrides the tile table.
     Returns:
         fp64 (B,).
@@ -182,11 +240,9 @@ def direct_sqnorm(
     """
     plan = _plan_squares(
         direct_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
-        config, chosen is not None,
+        config,
     )  # fmt: skip
-    if chosen is not None:
-        chosen = _check.check_chosen(chosen, plan.shape[0], a.device)
-    return _direct(plan, a, g, a, g, chosen)
+    return _direct(plan, a, g, a, g)
 
 
 def direct_inner(
@@ -253,12 +309,9 @@ def _plan_squares(
     max_seqlen: int | None,
     precision: str,
     config: _config.TileConfig | None,
-    chosen: bool,
 ) -> _Plan:
     segments = _check.check_operands(*operands, cu_seqlens, max_seqlen)
-    return _plan(
-        kernel, (*operands, *operands), segments, segments, precision, config, chosen=chosen
-    )
+    return _plan(kernel, (*operands, *operands), segments, segments, precision, config)
 
 
 def _plan(
@@ -270,7 +323,6 @@ def _plan(
     config: _config.TileConfig | None,
     *,
     paired: bool = False,
-    chosen: bool = False,
 ) -> _Plan:
     a1, g1, a2, g2 = operands
     d_in, d_out = a1.shape[-1], g1.shape[-1]
@@ -287,7 +339,7 @@ def _plan(
     tiles = _config.tiles_of(config, d_out, d_in)
     launch = None
     if segments1.batch * tiles:
-        launch = Launch(
+        launch = launch_of(
             kernel,
             segments1.batch * tiles,
             *segments1.strides(a1),
@@ -301,7 +353,6 @@ def _plan(
             d_in,
             d_out,
             PAIRED=paired,
-            CHOSEN=chosen,
             RAGGED=segments1.ragged,
             RUN=run,
             PRECISION=config.precision,
@@ -316,15 +367,53 @@ def _plan(
     return _Plan(bounds, (segments1.batch, tiles), launch)
 
 
+def recompute(
+    sums: Sums,
+    rounding: Rounding,
+    segments: _check.Segments,
+    a: torch.Tensor,
+    g: torch.Tensor,
+    run: int,
+    config: _config.TileConfig,
+) -> Launch:
+    """The launch that computes suspects of a Gram form again.
+
+    Args:
+        sums: what the form leaves.
+        rounding: what makes an example suspect.
+        segments, a, g: what is contracted.
+        run: positions that are adjacent in both.
+        config: as of `direct_sqnorm`.
+    """
+    return sums.recompute(
+        recompute_kernel,
+        *segments.strides(a),
+        *segments.strides(g),
+        segments.positions,
+        segments.total_rows,
+        a.shape[-1],
+        g.shape[-1],
+        rounding=rounding,
+        RAGGED=segments.ragged,
+        RUN=run,
+        PRECISION=config.precision,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        INNER=config.inner,
+        GROUP_ROWS=GROUP,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
 def _direct(
     plan: _Plan,
     a1: torch.Tensor,
     g1: torch.Tensor,
     a2: torch.Tensor,
     g2: torch.Tensor,
-    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     partial = torch.empty(plan.shape, dtype=torch.float64, device=a1.device)
     if plan.launch is not None:
-        plan.launch(a1, g1, a2, g2, *plan.bounds, chosen, partial)
+        plan.launch(a1, g1, a2, g2, *plan.bounds, partial)
     return added(partial)

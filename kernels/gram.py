@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config
-from gradstats.kernels._launching import Launch, remembered
-from gradstats.kernels._results import apart
+from gradstats.kernels import _check, _config, direct, guard
+from gradstats.kernels._launching import launch_of, remembered
 from gradstats.kernels._tile import dot, example_base, load_tile, multiple, segment, triangle
 
 # What counts at least of a product of squared norms of two rows, and of such a square, in bounds of
@@ -161,48 +160,56 @@ def gram_kernel(
 def gram_sqnorm(
     a: torch.Tensor,
     g: torch.Tensor,
+    groups: int,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Squared norms of per-example weight gradients, from the Gram matrices of positions.
+    direct_config: _config.TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared norms of per-example weight gradients from Gram matrices, doubtful ones formed again.
 
     sqnorm_i = sum_{t,s} (a_it . a_is)(g_it . g_is),  magnitude_i = the same of absolute terms,
-    size_i = sum_t |a_it| |g_it|
+    size_i = sum_t |a_it| |g_it|,
+    bound_i = adding * magnitude_i + max(products * size_i^2, cut_off * magnitude_i),
+    each summed over the groups of an example. Where bound_i > tolerance * sqnorm_i both are
+    replaced: sqnorm_i by that of `direct.direct_sqnorm`, and bound_i by adding * sqnorm_i.
 
     The sum can cancel: adding terms rounds by about eps * magnitude_i, and the inner products of
-    rows, however small they come out, by eps * |a_it| |a_is|, which is eps * size_i^2 in all. Where
-    that is large beside sqnorm_i use `direct_sqnorm`. A result may be slightly negative for the
-    same reason. Rows of norms below 1e-16 count for more in size_i than they are, because their
-    products may leave the range of float32.
+    rows, however small they come out, by eps * |a_it| |a_is|, which is eps * size_i^2 in all. Rows
+    of norms below 1e-16 count for more in size_i than they are, because their products may leave
+    the range of float32.
 
     Args:
-        a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,
-            any strides.
-        g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
+        a: layer inputs (B * groups, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or
+            fp32, any strides.
+        g: gradients with respect to the outputs, (B * groups, T, d_out) or (N, d_out), same dtype.
+        groups: factors of one example, which stand side by side; 1 for packed rows.
+        adding, products, cut_off, tolerance: as of `guard.Rounding`.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
-        config: overrides the tile table.
+        config, direct_config: override the tile table, for the two forms.
     Returns:
-        (sqnorm, magnitude, size), each fp64 (B,).
+        (sqnorm, bound), each fp64 (B,).
     Raises:
         KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example; workspace 24 bytes per tile pair.
+    Cost: T^2 (d_in + d_out)(1 + BLOCK / T) flops per example and that of `direct.direct_sqnorm` for
+    those that are replaced; workspace 24 bytes per tile pair, 8 per tile of the weight at most.
     Source: Li et al., arXiv 2110.05679.
     """
-    bounds, shape, launch = _plan(
+    bounds, plan = _plan(
         gram_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
-        config,
+        groups, guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
     )  # fmt: skip
-    partial = torch.empty(shape, dtype=torch.float64, device=a.device)
-    if launch is not None:
-        launch(a, g, bounds, partial)
-    sqnorm, magnitude, size = apart(partial)
-    return sqnorm, magnitude, size
+    sqnorm, bound = guard.run(plan, a, g, bounds)
+    return sqnorm, bound
 
 
 @remembered
@@ -212,40 +219,48 @@ def _plan(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
     precision: str,
+    groups: int,
+    rounding: guard.Rounding,
     config: _config.TileConfig | None,
-) -> tuple[torch.Tensor | None, tuple[int, int, int], Launch | None]:
-    """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
+    direct_config: _config.TileConfig | None,
+) -> tuple[torch.Tensor | None, guard.Guarded]:
     a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
+    factors, positions = segments.batch, segments.positions
+    _check.check_factors(factors, groups, segments.ragged)
+    batch = factors // groups
+    if not factors * positions:
+        return segments.cu_seqlens, guard.nothing_to_compute(batch)
     run = segments.adjacent_positions(a, g)
-    config = config or _config.choose_gram(
-        segments.positions,
-        a.element_size(),
-        precision,
-        _check.architecture(a.device),
+    d_in, d_out = a.shape[-1], g.shape[-1]
+    kind = (
+        a.element_size(), precision, _check.architecture(a.device),
         run > 1 or _check.is_aligned(a, g),
-    )
-    side = _config.cdiv(segments.positions, config.rows)
+    )  # fmt: skip
+    config = config or _config.choose_gram(positions, *kind)
+    direct_config = direct_config or _config.choose_direct(d_out, d_in, *kind)
+    side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2
-    launch = None
-    if segments.batch * pairs:
-        launch = Launch(
-            kernel,
-            segments.batch * pairs,
-            *segments.strides(a),
-            *segments.strides(g),
-            segments.batch,
-            segments.positions,
-            segments.total_rows,
-            a.shape[-1],
-            g.shape[-1],
-            pairs,
-            RAGGED=segments.ragged,
-            RUN=run,
-            PRECISION=config.precision,
-            BLOCK=config.rows,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return segments.cu_seqlens, (3, segments.batch, pairs), launch
+    tiles = groups * _config.tiles_of(direct_config, d_out, d_in)
+    sums = guard.Sums(batch, groups, pairs, max(1, tiles))
+    launch = launch_of(
+        kernel,
+        factors * pairs,
+        *segments.strides(a),
+        *segments.strides(g),
+        factors,
+        positions,
+        segments.total_rows,
+        d_in,
+        d_out,
+        pairs,
+        RAGGED=segments.ragged,
+        RUN=run,
+        PRECISION=config.precision,
+        BLOCK=config.rows,
+        INNER=config.inner,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    again = direct.recompute(sums, rounding, segments, a, g, run, direct_config)
+    return segments.cu_seqlens, sums.guarded(launch, again, rounding)

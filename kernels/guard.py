@@ -1,158 +1,204 @@
 """The guard of Gram forms: bounds of their rounding errors, and what replaces doubtful results.
 
-Both are a few operations on one number for each example: one launch each, as a small operation
-takes the host as long as a kernel.
+A Gram form is three launches, and nobody waits for the device. Its own kernel leaves sums of terms
+for tiles. A second kernel adds them up, and of examples whose bound is too large it forms the
+gradient: of others its programs end at once. The last puts what that comes to in their places.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _config
-from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._launching import Launch, launch_of
 
-EXAMPLES = 128  # of one program
+AT_ONCE = 1024  # sums of tiles, or squares of parts, that are read together
 
 
-@triton.jit(do_not_specialize=["batch", "groups"])
-def bound_kernel(
-    sqnorm_ptr,  # fp64 (B * groups,), as the next two
-    magnitude_ptr,
-    size_ptr,
-    bounded_ptr,  # fp64 (2, B): squared norms of examples and their bounds
-    suspect_ptr,  # uint8 (B,)
+class Rounding(NamedTuple):
+    """What rounding does to a Gram form, and how much of it is accepted.
+
+    Attributes:
+        adding: relative error of adding terms up, also those of the form without products of rows.
+        products: relative error of one product of two numbers.
+        cut_off: what may be cut off an inner product of rows and its partner, relative to both.
+        tolerance: largest bound, relative to the squared norm, that is not suspect.
+    """
+
+    adding: float
+    products: float
+    cut_off: float
+    tolerance: float
+
+
+@triton.jit
+def exceeds(value, bound, tolerance):
+    """Whether a bound is too large; of what is not a number nothing better can be had."""
+    return bound > value * tolerance
+
+
+@triton.jit
+def is_suspect(
+    sums_ptr,  # fp64 (3, B * groups, pairs): of terms, of absolute terms, of |a_t| |g_t|
+    result_ptr,  # fp64 (2, B): squared norms of examples and their bounds
+    example,
+    first,  # whether this program is the one that writes them
     batch,
     groups,
+    pairs,
     adding,
     products,
     cut_off,
     tolerance,
-    EXAMPLES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Sums over the groups of some examples, and whether their bounds are too large."""
-    example = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
-    inside = example < batch
-    value = tl.zeros((EXAMPLES,), tl.float64)
-    bound = tl.zeros((EXAMPLES,), tl.float64)
-    for group in range(0, groups):
-        place = tl.cast(example, tl.int64) * groups + group
-        value += tl.load(sqnorm_ptr + place, mask=inside, other=0.0)
-        magnitude = tl.load(magnitude_ptr + place, mask=inside, other=0.0)
-        size = tl.load(size_ptr + place, mask=inside, other=0.0)
+    """Sums up what a Gram form left of one example, and says whether its bound is too large.
+
+    All programs of a kernel come to the same answer, as they compute the same of the same sums.
+    """
+    kind = tl.cast(batch, tl.int64) * groups * pairs
+    values = tl.zeros((GROUPS,), tl.float64)
+    bounds = tl.zeros((GROUPS,), tl.float64)
+    for first_group in range(0, groups, GROUPS):
+        group = first_group + tl.arange(0, GROUPS)
+        rows = (tl.cast(example, tl.int64) * groups + group) * pairs
+        totals = tl.zeros((GROUPS, PAIRS), tl.float64)
+        magnitudes = tl.zeros((GROUPS, PAIRS), tl.float64)
+        sizes = tl.zeros((GROUPS, PAIRS), tl.float64)
+        for first_pair in range(0, pairs, PAIRS):
+            pair = first_pair + tl.arange(0, PAIRS)
+            inside = (group < groups)[:, None] & (pair < pairs)[None, :]
+            places = sums_ptr + rows[:, None] + pair[None, :]
+            totals += tl.load(places, mask=inside, other=0.0)
+            magnitudes += tl.load(places + kind, mask=inside, other=0.0)
+            sizes += tl.load(places + 2 * kind, mask=inside, other=0.0)
+        magnitude = tl.sum(magnitudes, axis=1)
+        size = tl.sum(sizes, axis=1)
         of_products = size * size * products
         of_sums = magnitude * cut_off
+        values += tl.sum(totals, axis=1)
         # not `maximum`, which may lose what is not a number
-        bound += magnitude * adding + tl.where(of_sums > of_products, of_sums, of_products)
-    tl.store(bounded_ptr + example, value, mask=inside)
-    tl.store(bounded_ptr + batch + example, bound, mask=inside)
-    suspect = tl.where(bound > value * tolerance, 1, 0)
-    tl.store(suspect_ptr + example, suspect.to(tl.uint8), mask=inside)
+        bounds += magnitude * adding + tl.where(of_sums > of_products, of_sums, of_products)
+    value = tl.sum(values)
+    bound = tl.sum(bounds)
+    if first:
+        tl.store(result_ptr + example, value)
+        tl.store(result_ptr + batch + example, bound)
+    return exceeds(value, bound, tolerance)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "sums", "parts"])
 def replace_kernel(
-    sqnorm_ptr,  # fp64 (B,), as the next and the one after `suspect_ptr`
-    bound_ptr,
-    suspect_ptr,  # uint8 (B,)
-    better_ptr,
-    replaced_ptr,  # fp64 (2, B)
+    scratch_ptr,  # fp64: `sums` numbers, then squares (B, parts) of suspects
+    result_ptr,  # fp64 (2, B), as `is_suspect` leaves it
     batch,
-    relative,
-    EXAMPLES: tl.constexpr,
+    sums,
+    parts,
+    adding,
+    tolerance,
+    PARTS: tl.constexpr,
 ):
-    """Squared norms and bounds of some examples, of the suspects by another form."""
-    example = tl.program_id(0) * EXAMPLES + tl.arange(0, EXAMPLES)
-    inside = example < batch
-    value = tl.load(sqnorm_ptr + example, mask=inside, other=0.0)
-    bound = tl.load(bound_ptr + example, mask=inside, other=0.0)
-    better = tl.load(better_ptr + example, mask=inside, other=0.0)
-    suspect = tl.load(suspect_ptr + example, mask=inside, other=0) != 0
-    tl.store(replaced_ptr + example, tl.where(suspect, better, value), mask=inside)
-    bound = tl.where(suspect, better * relative, bound)
-    tl.store(replaced_ptr + batch + example, bound, mask=inside)
+    """The squared norm and the bound of one example, if it is suspect, by the squares' sum."""
+    example = tl.program_id(0)
+    value = tl.load(result_ptr + example)
+    bound = tl.load(result_ptr + batch + example)
+    if exceeds(value, bound, tolerance):
+        base = scratch_ptr + tl.cast(sums, tl.int64) + tl.cast(example, tl.int64) * parts
+        squares = tl.zeros((PARTS,), tl.float64)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            squares += tl.load(base + part, mask=part < parts, other=0.0)
+        better = tl.sum(squares)
+        tl.store(result_ptr + example, better)
+        tl.store(result_ptr + batch + example, better * adding)
 
 
-def bound_gram(
-    sqnorm: torch.Tensor,
-    magnitude: torch.Tensor,
-    size: torch.Tensor,
-    *,
-    groups: int,
-    adding: float,
-    products: float,
-    cut_off: float,
-    tolerance: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How far the results of a Gram form may be off, and which of them are too far.
+class Guarded(NamedTuple):
+    """All of a call of a Gram form but its tensors.
 
-    bound_i = sum over groups of adding * magnitude + max(products * size^2, cut_off * magnitude)
-
-    Args:
-        sqnorm, magnitude, size: fp64 (B * groups,), what `gram.gram_sqnorm` returns.
-        groups: factors of one example, which stand side by side.
-        adding: relative error of adding terms up.
-        products: relative error of one product of two numbers.
-        cut_off: what may be cut off an inner product of rows and its partner, relative to both.
-        tolerance: largest bound, relative to the squared norm, that is not suspect.
-    Returns:
-        (sqnorm fp64 (B,), bound fp64 (B,), suspect bool (B,)).
+    Attributes:
+        batch: number of examples.
+        scratch: fp64 numbers that the launches leave for each other.
+        launches: of the form itself, of the gradients of suspects, and of what replaces their
+            results; None where there is nothing to compute.
     """
-    batch = sqnorm.shape[0] // groups
-    bounded = torch.empty((2, batch), dtype=torch.float64, device=sqnorm.device)
-    suspect = torch.empty(batch, dtype=torch.bool, device=sqnorm.device)
-    if batch:
-        launch_kernel(
-            bound_kernel,
-            _config.cdiv(batch, EXAMPLES),
-            sqnorm,
-            magnitude,
-            size,
-            bounded,
-            suspect.view(torch.uint8),
-            batch,
-            groups,
-            adding,
-            products,
-            cut_off,
-            tolerance,
-            EXAMPLES=EXAMPLES,
+
+    batch: int
+    scratch: int
+    launches: tuple[Launch, Launch, Launch] | None
+
+
+class Sums(NamedTuple):
+    """What a Gram form leaves of a batch, and in how many parts suspects are computed again.
+
+    Attributes:
+        batch, groups: examples, and factors of each, which stand side by side.
+        pairs: tiles of the terms of one factor.
+        parts: tiles of the gradient of one example, at least one.
+    """
+
+    batch: int
+    groups: int
+    pairs: int
+    parts: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers they are."""
+        return 3 * self.batch * self.groups * self.pairs
+
+    def recompute(
+        self, kernel: Any, *numbers: float, rounding: Rounding, **constants: Any
+    ) -> Launch:
+        """The launch of a kernel that begins with `is_suspect`."""
+        pairs = min(AT_ONCE, triton.next_power_of_2(self.pairs))
+        return launch_of(
+            kernel,
+            self.batch * self.parts,
+            *numbers,
+            *self,
+            *rounding,
+            GROUPS=min(AT_ONCE // pairs, triton.next_power_of_2(self.groups)),
+            PAIRS=pairs,
+            **constants,
         )
-    value, bound = bounded.unbind(0)
-    return value, bound, suspect
 
-
-def replace_suspects(
-    sqnorm: torch.Tensor,
-    bound: torch.Tensor,
-    suspect: torch.Tensor,
-    better: torch.Tensor,
-    *,
-    relative: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `bound_gram` returned, the results of suspects replaced.
-
-    Args:
-        sqnorm, bound, suspect: what `bound_gram` returned.
-        better: fp64 (B,), read where an example is suspect.
-        relative: bound of the better results, relative to them.
-    Returns:
-        (sqnorm, bound), each fp64 (B,).
-    """
-    batch = sqnorm.shape[0]
-    replaced = torch.empty((2, batch), dtype=torch.float64, device=sqnorm.device)
-    if batch:
-        launch_kernel(
+    def guarded(self, gram: Launch, recompute: Launch, rounding: Rounding) -> Guarded:
+        """All launches of a Gram form, given the first two."""
+        replace = launch_of(
             replace_kernel,
-            _config.cdiv(batch, EXAMPLES),
-            sqnorm,
-            bound,
-            suspect.view(torch.uint8),
-            better,
-            replaced,
-            batch,
-            relative,
-            EXAMPLES=EXAMPLES,
+            self.batch,
+            self.batch,
+            self.size,
+            self.parts,
+            rounding.adding,
+            rounding.tolerance,
+            PARTS=min(AT_ONCE, triton.next_power_of_2(self.parts)),
+            num_warps=1,
         )
-    value, bound = replaced.unbind(0)
-    return value, bound
+        scratch = self.size + self.batch * self.parts
+        return Guarded(self.batch, scratch, (gram, recompute, replace))
+
+
+def nothing_to_compute(batch: int) -> Guarded:
+    """Of examples without positions, or of no examples."""
+    return Guarded(batch, 0, None)
+
+
+def run(plan: Guarded, *operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """(squared norms, bounds), each fp64 (B,), of operands that the plan was made for."""
+    batch, size, launches = plan
+    assert operands[0] is not None
+    device = operands[0].device
+    if launches is None:
+        return torch.zeros((2, batch), dtype=torch.float64, device=device).unbind(0)
+    scratch = torch.empty(size, dtype=torch.float64, device=device)
+    result = torch.empty((2, batch), dtype=torch.float64, device=device)
+    gram, recompute, replace = launches
+    gram(*operands, scratch)
+    recompute(*operands, scratch, result)
+    replace(scratch, result)
+    return result.unbind(0)

@@ -25,10 +25,9 @@ TWO_SEGMENTS = (
 )
 TWO_FACTORS = f"Tensor a1, Tensor g1, Tensor a2, Tensor g2, {TWO_SEGMENTS}"
 TWO_ROWS = f"Tensor ids1, Tensor g1, Tensor ids2, Tensor g2, {TWO_SEGMENTS}"
-LAYER = (
-    "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups,"
-    " str? precision=None"
-)
+GEOMETRY = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
+LAYER = f"{GEOMETRY}, str? precision=None"
+ROUNDING = "float adding, float products, float cut_off, float tolerance"
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
@@ -83,9 +82,9 @@ def _per_example(arguments: Arguments) -> Tensor:
     return arguments.operand.new_empty((arguments.batch(),), dtype=torch.float64)
 
 
-def _over_groups(arguments: Arguments, dtype: torch.dtype = torch.float64) -> Tensor:
-    sqnorm = arguments["sqnorm"]
-    return sqnorm.new_empty((sqnorm.shape[0] // arguments["groups"],), dtype=dtype)
+def _of_groups(arguments: Arguments) -> Tensor:
+    factors = arguments.batch()
+    return arguments.operand.new_empty((factors // arguments["groups"],), dtype=torch.float64)
 
 
 def _per_channel(arguments: Arguments) -> Tensor:
@@ -143,7 +142,6 @@ def _shift_squares(arguments: Arguments) -> Tensor:
 
 
 _TWO_NORMS = (_per_example, _per_example)
-_NORMS_AND_SIZES = (_per_example, _per_example, _per_example)
 _TWO_SUMS = (_per_channel, _per_channel)
 _BACKWARD = (_input_gradient, _scale_sum, _shift_sum, _scale_squares, _shift_squares)
 
@@ -163,27 +161,14 @@ OPERATORS = {
         f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor", "vector", 2, _per_example
     ),
     "gram_sqnorm": Operator(
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> (Tensor, Tensor, Tensor)",
-        "gram",
-        2,
-        _NORMS_AND_SIZES,
-    ),
-    "bound_gram": Operator(
-        "(Tensor sqnorm, Tensor magnitude, Tensor size, SymInt groups, float adding,"
-        " float products, float cut_off, float tolerance) -> (Tensor, Tensor, Tensor)",
-        "guard",
-        3,
-        (_over_groups, _over_groups, functools.partial(_over_groups, dtype=torch.bool)),
-    ),
-    "replace_suspects": Operator(
-        "(Tensor sqnorm, Tensor bound, Tensor suspect, Tensor better, float relative)"
+        f"(Tensor a, Tensor g, SymInt groups, {ROUNDING}, {SEGMENTS}, str? precision=None)"
         " -> (Tensor, Tensor)",
-        "guard",
-        4,
-        _TWO_NORMS,
+        "gram",
+        7,
+        (_of_groups, _of_groups),
     ),
     "direct_sqnorm": Operator(
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, Tensor? chosen=None) -> Tensor",
+        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
         "direct",
         2,
         _per_example,
@@ -318,16 +303,16 @@ OPERATORS = {
         _per_example,
     ),
     "convolution_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {LAYER}, Tensor? chosen=None) -> Tensor",
+        f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
         "convolution",
         7,
         _per_example,
     ),
     "convolution_gram_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {LAYER}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor x, Tensor g, {GEOMETRY}, {ROUNDING}, str? precision=None) -> (Tensor, Tensor)",
         "convolution_gram",
-        7,
-        _NORMS_AND_SIZES,
+        11,
+        _TWO_NORMS,
     ),
     "convolution_weight_gradient_sqnorm": Operator(
         f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)",

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gradstats import _cost
 from gradstats.contractions._tensor_cores import cut_off
-from gradstats.contractions._triton import bounded
 
 WORKSPACE = 2**28
 
@@ -125,15 +124,6 @@ def test_forms_of_kernels_as_measured(positions, p, q, alone, with_sum):
     for want, wanted in ((alone, False), (with_sum, True)):
         got = _cost.choose_outer_form(positions, p, q, with_sum=wanted, on_chip=True)
         assert got == want
-
-
-def test_a_gram_forms_bound_holds_what_is_cut_off():
-    magnitude, size = torch.tensor([10.0, 1.0]).double(), torch.tensor([1.0, 100.0]).double()
-    operands = torch.zeros(1), torch.zeros(1)
-    result = bounded((magnitude, magnitude, size), operands, cut_off=1e-5)
-    lost = torch.tensor([1e-4, 1e4 * 2.0**-24]).double() + 2.0**-22 * magnitude
-    torch.testing.assert_close(result.bound, lost)
-    assert result.suspect.tolist() == [False, True]
 
 
 def test_a_gram_form_pays_for_the_patches_it_writes():

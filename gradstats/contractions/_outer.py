@@ -151,7 +151,7 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
 def guarded_gram(factor: Outer, workspace: int) -> Contraction:
     """Return the Gram form's result, doubtful examples recomputed by the direct form."""
     if _triton.serves(factor):
-        return _triton.guarded(_triton.gram(factor), partial(_triton.direct, factor))
+        return _triton.gram(factor)
     return recompute_suspects(
         gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)
     )
@@ -163,8 +163,6 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     Cost: about T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T/2 × T/2 tiles,
     of two T × block tiles where that is too much.
     """
-    if _triton.serves(factor):
-        return _triton.gram(factor)
     dtype = compute_dtype(factor.left, factor.right)
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]

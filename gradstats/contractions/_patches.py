@@ -9,7 +9,7 @@ on patches written out for a chunk costs less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -92,9 +92,7 @@ def _joined(parts: Sequence[Contraction]) -> Contraction:
 def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
     if _form(factor, guarded=guarded, on_chip=True) != "gram":
         return _triton_layers.convolution(factor)
-    return _triton.guarded(
-        _triton_layers.convolution_gram(factor), partial(_triton_layers.convolution, factor)
-    )
+    return _triton_layers.convolution_gram(factor)
 
 
 def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.Form:

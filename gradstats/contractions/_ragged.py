@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
     )  # fmt: skip
     if form == "direct":
         return _triton.ragged_direct(factor)
-    return _triton.guarded(_triton.ragged_gram(factor), partial(_triton.ragged_direct, factor))
+    return _triton.ragged_gram(factor)
 
 
 def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:

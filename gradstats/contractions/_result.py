@@ -47,19 +47,6 @@ class Contraction:
     bound: Tensor
 
 
-@dataclass
-class Doubtful(Contraction):
-    """A result whose suspects are still to be computed again, by another form.
-
-    Which they are is known on the device alone: nobody has waited for it.
-
-    Attributes:
-        suspect: (B,) bool, the examples whose bound is too large.
-    """
-
-    suspect: Tensor
-
-
 class WellConditioned(Contraction):
     """A result whose terms are squares, so that rounding is relative to itself.
 

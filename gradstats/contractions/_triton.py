@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -18,10 +17,8 @@ from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Outer, Patches, Ragged
 from gradstats.contractions._result import (
     Contraction,
-    Doubtful,
     product_roundoff,
     relative_bound,
-    unit_roundoff,
     well_conditioned,
 )
 from gradstats.contractions._tensor_cores import cut_off_of
@@ -91,22 +88,17 @@ def rank_one(factor: Outer) -> Contraction:
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
-def gram(factor: Outer) -> Doubtful:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) with its error bound."""
+def gram(factor: Outer) -> Contraction:
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), what cancels replaced by the direct form."""
     from gradstats.kernels import operators
 
-    sums = operators.gram_sqnorm(*operands_of(factor))
     operands = factor.left, factor.right
-    return bounded(sums, operands, cut_off_of(*operands), groups=factor.left.shape[1])
+    numbers = rounding(*operands, cut_off_of(*operands))
+    return Contraction(*operators.gram_sqnorm(*operands_of(factor), factor.left.shape[1], *numbers))
 
 
-def bounded(
-    sums: tuple[Tensor, Tensor, Tensor],
-    operands: tuple[Tensor, Tensor],
-    cut_off: float = 0.0,
-    groups: int = 1,
-) -> Doubtful:
-    """Return a Gram form's result with how far it may be off.
+def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float, float, float]:
+    """Return what Gram kernels need to bound their errors, and to replace what is off by too much.
 
     Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
     of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
@@ -114,46 +106,18 @@ def bounded(
     larger of the two counts, as few products of rows lose both.
 
     Args:
-        sums: Σ terms, Σ|terms| and Σ_t ‖left_t‖‖right_t‖, (B · groups,) float64 each.
-        operands: left and right.
+        left, right: the operands.
         cut_off: what may be cut off an inner product of rows and its partner, relative to both.
-        groups: of each example, which are summed.
     """
+    adding = relative_bound(torch.float32)
+    return adding, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
+
+
+def direct(factor: Outer) -> Contraction:
+    """Return the squares of gradient tiles that never leave the chip."""
     from gradstats.kernels import operators
 
-    numbers = 4 * unit_roundoff(torch.float32), product_roundoff(*operands), cut_off
-    return Doubtful(*operators.bound_gram(*sums, groups, *numbers, GUARD_TOLERANCE))
-
-
-def guarded(result: Doubtful, again: Callable[[Tensor], Contraction]) -> Contraction:
-    """Return a Gram form's result with suspects replaced, without waiting for the device.
-
-    Args:
-        result: of ``bounded``.
-        again: called with which examples are concerned, (B,) bool; its results of others do not
-            count and are not computed. They are well conditioned.
-    """
-    from gradstats.kernels import operators
-
-    better = again(result.suspect).value
-    relative = relative_bound(torch.float32)
-    return Contraction(
-        *operators.replace_suspects(result.value, result.bound, result.suspect, better, relative)
-    )
-
-
-def direct(factor: Outer, chosen: Tensor | None = None) -> Contraction:
-    """Return the squares of gradient tiles that never leave the chip.
-
-    Args:
-        factor: what is contracted.
-        chosen: (B,) bool, the examples that are wanted, the others are zero; None for all.
-    """
-    from gradstats.kernels import operators
-
-    if chosen is not None and factor.left.shape[1] > 1:
-        chosen = chosen.repeat_interleave(factor.left.shape[1])
-    value = operators.direct_sqnorm(*operands_of(factor), chosen=chosen)
+    value = operators.direct_sqnorm(*operands_of(factor))
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
@@ -165,20 +129,23 @@ def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
     return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
 
 
-def ragged_gram(factor: Ragged) -> Doubtful:
-    """Return the Gram form of packed examples with its error bound."""
+def ragged_gram(factor: Ragged) -> Contraction:
+    """Return the Gram form of packed examples, what cancels replaced by the direct form."""
     from gradstats.kernels import operators
 
-    sums = operators.gram_sqnorm(*_packed(factor), max_seqlen=factor.longest)
+    a, g, bounds = _packed(factor)
     operands = factor.left, factor.right
-    return bounded(sums, operands, cut_off_of(*operands))
+    numbers = rounding(*operands, cut_off_of(*operands))
+    return Contraction(
+        *operators.gram_sqnorm(a, g, 1, *numbers, cu_seqlens=bounds, max_seqlen=factor.longest)
+    )
 
 
-def ragged_direct(factor: Ragged, chosen: Tensor | None = None) -> Contraction:
-    """Return the squares of gradient tiles of packed examples; ``chosen`` as in ``direct``."""
+def ragged_direct(factor: Ragged) -> Contraction:
+    """Return the squares of gradient tiles of packed examples."""
     from gradstats.kernels import operators
 
-    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=factor.longest, chosen=chosen)
+    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=factor.longest)
     return well_conditioned(value, torch.float32)
 
 

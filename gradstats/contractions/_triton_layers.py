@@ -12,30 +12,25 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
-from gradstats.contractions._result import Contraction, Doubtful, well_conditioned
-from gradstats.contractions._triton import DTYPES, bounded, narrow, operands_of
+from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._triton import DTYPES, narrow, operands_of, rounding
 
 
-def convolution(factor: Patches, chosen: Tensor | None = None) -> Contraction:
-    """Return the squares of gradient tiles, patches addressed and never unfolded.
-
-    Args:
-        factor: what is contracted.
-        chosen: (B,) bool, the examples that are wanted, the others are zero; None for all.
-    """
+def convolution(factor: Patches) -> Contraction:
+    """Return the squares of gradient tiles, patches addressed and never unfolded."""
     from gradstats.kernels import operators
 
-    operands = (factor.input, factor.grad)
-    value = operators.convolution_sqnorm(*operands, *_layer(factor), chosen=chosen)
+    value = operators.convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
     return well_conditioned(value, torch.float32)
 
 
-def convolution_gram(factor: Patches) -> Doubtful:
-    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s) with its error bound."""
+def convolution_gram(factor: Patches) -> Contraction:
+    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), what cancels replaced by gradient tiles."""
     from gradstats.kernels import operators
 
-    operands = (factor.input, factor.grad)
-    return bounded(operators.convolution_gram_sqnorm(*operands, *_layer(factor)), operands)
+    operands = factor.input, factor.grad
+    numbers = rounding(*operands, cut_off=0.0)
+    return Contraction(*operators.convolution_gram_sqnorm(*operands, *_layer(factor), *numbers))
 
 
 def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:

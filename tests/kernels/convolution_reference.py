@@ -13,7 +13,7 @@ from gradstats.kernels import (
 )
 
 from tests.kernels.cases import random
-from tests.kernels.reference import assert_close
+from tests.kernels.reference import assert_close, gram_sums
 
 
 def build(sizes, outputs, layer, layout, dtype, batch=2, seed=1, device="cpu"):
@@ -53,6 +53,12 @@ def exact(x, g, layer):
     return torch.stack([gradient.flatten() for gradient in own])
 
 
+def sums_of_gram(x, g, layer):
+    """(sqnorm, magnitude, size) of the Gram form in float64, on the host."""
+    operands = x.cpu(), g.cpu(), *layer
+    return gram_sums(lambda *rounding: _reference.convolution_gram_sqnorm(*operands, *rounding))
+
+
 def same(call):
     return call()
 
@@ -84,13 +90,23 @@ def check_norms(
         )
         assert_close(got, sqnorm, limit, factor)
         assert_close(gradient.flatten(), want.sum(0), terms.sum(0), factor)
-    got, magnitude, size = run(
-        lambda: convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=gram)
-    )
-    _, want_magnitude, want_size = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+
+    def form(*rounding):
+        return run(
+            lambda: convolution_gram.convolution_gram_sqnorm(
+                x, g, *layer, *rounding, config=gram, direct_config=config
+            )
+        )
+
+    got, magnitude, size = gram_sums(form)
+    _, want_magnitude, want_size = sums_of_gram(x, g, layer)
     assert_close(got, sqnorm, want_magnitude, gram_factor)
     assert_close(magnitude, want_magnitude, factor=gram_factor)
     assert_close(size, want_size, factor=gram_factor)
+    # all of them computed again
+    got, bound = form(2.0**-22, 0.0, 0.0, 0.0)
+    assert_close(got, sqnorm, limit, factor)
+    assert torch.equal(bound, got * 2.0**-22)
 
 
 def check_pairs(

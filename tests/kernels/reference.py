@@ -80,6 +80,23 @@ def direction_reference(a, g, direction, cu_seqlens=None, bias_direction=None):
     return aligned
 
 
+# adding, products, cut_off and tolerance of Gram forms, as gradstats passes them for bfloat16
+ROUNDING = (2.0**-22, 2.0**-24, 0.0, 1e-4)
+# a tolerance that no bound exceeds
+NOBODY_SUSPECT = float("nan")
+
+
+def gram_sums(gram):
+    """(sqnorm, magnitude, size) of a Gram form, a function of adding, products, cut_off, tolerance.
+
+    Its bound is the magnitude where adding alone rounds, and the size squared where products do.
+    """
+    sqnorm, magnitude = gram(1.0, 0.0, 0.0, NOBODY_SUSPECT)
+    again, squared_size = gram(0.0, 1.0, 0.0, NOBODY_SUSPECT)
+    assert torch.equal(sqnorm, again) or sqnorm.isnan().any()
+    return sqnorm, magnitude, squared_size.sqrt()
+
+
 # unit roundoff of products' inputs is zero (they are exact); what remains is fp32 accumulation
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 

@@ -6,6 +6,9 @@ import torch
 
 from tests.kernels.cases import random
 
+# adding, products, cut_off and tolerance of Gram forms: nobody is suspect, or everybody
+ROUNDINGS = ((0.5, 0.25, 1.0, 1e9), (0.5, 0.25, 1.0, 0.0))
+
 
 def operator_samples(dtype, device="cpu"):
     """Yields (operator name, positional arguments, keyword arguments)."""
@@ -28,17 +31,15 @@ def operator_samples(dtype, device="cpu"):
     yield "vector_sum", (g2,), {}
     yield "vector_sum", (packed[1],), segments
     yield "vector_inner", (g, g.flip(0)), {}
-    for name in ("gram_sqnorm", "direct_sqnorm", "weight_gradient_sqnorm"):
+    for name in ("direct_sqnorm", "weight_gradient_sqnorm"):
         yield name, (a, g), {}
         yield name, (a2, g2), {}
         yield name, packed, segments
     yield "weight_gradient_sqnorm", (a, g), {"gradient_dtype": torch.float32}
-    sums = tuple(random((6,), torch.float64, device, seed).abs() for seed in (13, 14, 15))
-    yield "bound_gram", (*sums, 2, 0.5, 0.25, 1.0, 2.0), {}
-    yield "replace_suspects", (*sums[:2], sums[0] > 0.5, sums[2], 0.5), {}
-    chosen = {"chosen": torch.tensor([False, True, False], device=device)}
-    yield "direct_sqnorm", (a, g), chosen
-    yield "direct_sqnorm", packed, segments | chosen
+    for rounding in ROUNDINGS:
+        yield "gram_sqnorm", (a, g, 1, *rounding), {}
+        yield "gram_sqnorm", (a2, g2, 2, *rounding), {}
+        yield "gram_sqnorm", (*packed, 1, *rounding), segments
     for name in ("direct_inner", "diagonal_gram"):
         yield name, (a, g, a.flip(0), g.flip(1)), {}
         yield name, (*packed, *packed), {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
@@ -128,9 +129,8 @@ def convolution_samples(dtype, device):
         x2, g2 = x.flip(0).movedim(1, -1).contiguous().movedim(-1, 1), g.flip(0)
         lists = [list(values) for values in layer[:4]]
         yield "convolution_sqnorm", (x, g, *lists, groups), {}
-        chosen = {"chosen": torch.tensor([True, False, True], device=device)}
-        yield "convolution_sqnorm", (x, g, *lists, groups), chosen
-        yield "convolution_gram_sqnorm", (x2, g2, *lists, groups), {}
+        for rounding in ROUNDINGS:
+            yield "convolution_gram_sqnorm", (x2, g2, *lists, groups, *rounding), {}
         if groups == size[0]:
             yield "convolution_weight_gradient_sqnorm", (x, g, *lists, groups), {}
         yield "convolution_inner", (x, g, x2, g2, *lists, groups), {}

@@ -19,6 +19,8 @@ from gradstats.kernels import (
 )
 from gradstats.kernels._check import KernelInputError
 
+from tests.kernels.reference import ROUNDING
+
 A, G = torch.ones(2, 3, 4), torch.ones(2, 3, 5)
 PACKED_A, PACKED_G = A.flatten(0, 1), G.flatten(0, 1)
 BOUNDS = torch.tensor([0, 3, 6])
@@ -30,6 +32,10 @@ def nothing_is_launched(monkeypatch):
     monkeypatch.setattr(_check, "_runs_here", lambda device: True)
 
 
+def gram_sqnorm(a, g, **options):
+    return gram.gram_sqnorm(a, g, 1, *ROUNDING, **options)
+
+
 def refused(match, launcher, *operands, **options):
     with pytest.raises(KernelInputError, match=match):
         launcher(*operands, **options)
@@ -37,7 +43,7 @@ def refused(match, launcher, *operands, **options):
 
 @pytest.mark.parametrize(
     "launcher",
-    [gram.gram_sqnorm, direct.direct_sqnorm, weight_gradient.weight_gradient_sqnorm],
+    [gram_sqnorm, direct.direct_sqnorm, weight_gradient.weight_gradient_sqnorm],
     ids=lambda launcher: launcher.__name__,
 )
 class TestFactor:

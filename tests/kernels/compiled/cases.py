@@ -103,5 +103,5 @@ def cases() -> Iterator[Case]:
 def needs_tensor_cores(case: Case, kernel: str) -> bool:
     """Whether a kernel that a case launches multiplies matrices on tensor cores."""
     multiplies = SHARED_TILES.get(case.operation, case.operation) in _config.MATMULS
-    adds = kernel.startswith(("segment_sum", "add_parts"))
+    adds = kernel.startswith(("segment_sum", "add_parts", "replace"))
     return multiplies and case.kind != "ieee" and not adds

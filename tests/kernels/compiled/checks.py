@@ -38,6 +38,10 @@ ALLOWED_SPILLS = {
     ("gram", 80, "128x128x16w8s2"): Local(once=32, inner=32),
 }
 
+# Of kernels that have work for suspects of Gram forms alone, with tiles of those that always have:
+# a few words in a step, which of them differs from compiler to compiler.
+RARE = Local(once=44, inner=44)
+
 # Outside the loop over positions, of kernels that wait for memory: the assembler keeps them to at
 # most half of the registers, so that several programs run side by side.
 ALLOWED_SPILLS |= {
@@ -63,6 +67,8 @@ def allowed_spills(operation: str, architecture: int, config: TileConfig) -> Loc
 
 def check_spills(compiled: Compiled, allowed: Local = NONE) -> None:
     """No local memory in an innermost loop and little outside, save what is listed."""
+    if compiled.name.endswith("recompute_kernel"):
+        allowed = Local(*map(max, allowed, RARE))
     spills = compiled.spills
     outside = max(OUTSIDE, allowed.once + allowed.outer)
     assert spills.inner <= allowed.inner and spills.once + spills.outer <= outside, (

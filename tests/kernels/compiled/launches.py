@@ -48,6 +48,7 @@ from gradstats.kernels import (
 
 from tests.kernels.compiled import aot
 from tests.kernels.compiled.cases import Case
+from tests.kernels.reference import ROUNDING
 
 ALIGNED, UNALIGNED = 1024, 1001
 DTYPES = {"half": torch.bfloat16, "ieee": torch.float32, "tf32x3": torch.float32}
@@ -135,10 +136,7 @@ def launches(
     ):
         if operation.startswith("rank_one"):
             a, g = (operand.flatten(0, -2) for operand in (a, g))
-            sqnorm, other = rank_one.rank_one_sqnorm(a, g, config=config)
-            numbers = {"adding": 1e-7, "products": 1e-7, "cut_off": 1e-5, "tolerance": 1e-4}
-            doubtful = guard.bound_gram(sqnorm, other, sqnorm, groups=1, **numbers)
-            guard.replace_suspects(*doubtful, other, relative=1e-7)
+            rank_one.rank_one_sqnorm(a, g, config=config)
             rank_one.rank_one_inner(a, g, a, g, config=config)
         elif operation == "vector":
             vector.vector_sqnorm(g, **one)
@@ -182,17 +180,18 @@ def launches(
             if layout == "dense":
                 wide_launches(a, g, config)
         elif operation == "gram":
-            gram.gram_sqnorm(a, g, **one)
+            gram.gram_sqnorm(a, g, 1, *ROUNDING, **one)
             if layout == "dense":
-                gram.gram_sqnorm(*positions_adjacent(a, g), **one)
+                gram.gram_sqnorm(*positions_adjacent(a, g), 1, *ROUNDING, **one)
             diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
             if layout == "dense":
                 direct.direct_sqnorm(*positions_adjacent(a, g), **one)
-            direct.direct_sqnorm(
-                a, g, chosen=torch.empty(8, dtype=torch.bool, device="meta"), **one
-            )
+            one["direct_config"] = one.pop("config")
+            gram.gram_sqnorm(a, g, 1, *ROUNDING, **one)
+            if layout == "dense":
+                gram.gram_sqnorm(*positions_adjacent(a, g), 1, *ROUNDING, **one)
         elif operation == "diagonal":
             direct.direct_inner(a, g, a, g, **two)
         elif operation == "weight_gradient":
@@ -212,7 +211,15 @@ def launches(
             direction.direction_inner(a, g, weight, bias_direction=weight[:, 0], **one)
         else:
             raise AssertionError(operation)
-    return recorded
+    return [each for each in recorded if takes_tile(operation, each)]
+
+
+def takes_tile(operation, launch):
+    """Whether a launch has the tile of the operation: Gram forms have two, for two operations."""
+    name = launch.kernel.fn.__name__
+    if operation in ("gram", "convolution_gram"):
+        return not name.endswith("recompute_kernel")
+    return operation not in ("direct", "convolution") or not name.endswith("gram_kernel")
 
 
 def scale_launches(x, g, one):
@@ -269,7 +276,7 @@ def group_norm_launches(operation, config, dtype, aligned, layout):
 
 
 def convolution_launches(operation, config, dtype, aligned, layout):
-    """Channels last where aligned, else first, as where examples are chosen.
+    """Channels last where aligned, else first.
 
     Layout: "dense", "stem" with three channels, or "grouped" with eight in each group.
     """
@@ -290,9 +297,10 @@ def tiled_convolution_launches(operation, config, layout, x, g, layer):
     channels = x.shape[1]
     if layout == "grouped":
         convolution.convolution_sqnorm(x, g, *layer, config=config)
+        convolution_gram.convolution_gram_sqnorm(x, g, *layer, *ROUNDING, direct_config=config)
         return
     if operation == "convolution_gram":
-        convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+        convolution_gram.convolution_gram_sqnorm(x, g, *layer, *ROUNDING, config=config)
         checked = _patches.check_convolution(x, g, *layer)
         largest = convolution_pair_gram.largest_tile(checked, checked)
         if config.rows <= largest:
@@ -307,8 +315,8 @@ def tiled_convolution_launches(operation, config, layout, x, g, layer):
         convolution.convolution_inner(x, g, x, g, *layer, config=config)
     if operation != "convolution_fused":
         convolution.convolution_sqnorm(x, g, *layer, config=config)
-        chosen = torch.empty(8, dtype=torch.bool, device="meta")
-        convolution.convolution_sqnorm(x, g, *layer, chosen=chosen, config=config)
+    if operation == "convolution":
+        convolution_gram.convolution_gram_sqnorm(x, g, *layer, *ROUNDING, direct_config=config)
     if operation != "convolution_fused" and layout == "dense":
         shape = (128, 1 if layer[-1] > 1 else channels, 3, 3)
         weight = torch.empty(shape, dtype=x.dtype, device="meta")

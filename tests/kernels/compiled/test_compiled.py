@@ -67,7 +67,7 @@ def test_transposed_operands_compile():
         ):
             compiled = aot.compile_launch(launch, 90)
             checks.check_shared(compiled, _config.shared_limit(90))
-            if compiled.name != "add_parts_kernel":
+            if compiled.name not in ("add_parts_kernel", "replace_kernel"):
                 checks.check_tensor_cores(compiled, 90, config.rows)
 
 

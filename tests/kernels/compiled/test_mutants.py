@@ -5,13 +5,24 @@ import inspect
 
 import pytest
 import torch
-from gradstats.kernels import _check, _tile, finish, gram, means, scale, scale_backward
+from gradstats.kernels import (
+    _check,
+    _tile,
+    direct,
+    finish,
+    gram,
+    guard,
+    means,
+    scale,
+    scale_backward,
+)
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels.statistics import Statistics
 
 from tests.kernels.compiled import aot, checks, launches
 from tests.kernels.compiled.sass import Local
 from tests.kernels.mutants import mutant
+from tests.kernels.reference import ROUNDING
 
 TILE = TileConfig(64, 64, 64, 4, 2)
 
@@ -19,8 +30,8 @@ TILE = TileConfig(64, 64, 64, 4, 2)
 def compile_gram(module, monkeypatch, tile=TILE):
     monkeypatch.setattr(_check, "_runs_here", lambda device: True)
     a, g, _, _ = launches.factor(torch.bfloat16, True, "dense")
-    with aot.recorded(module) as recorded:
-        module.gram_sqnorm(a, g, config=tile)
+    with aot.recorded(module, direct, guard) as recorded:
+        module.gram_sqnorm(a, g, 1, *ROUNDING, config=tile)
     return aot.compile_launch(recorded[0], 90)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gradstats.kernels import (
     _check,
+    convolution_gram,
     direct,
     gram,
     group_norm,
@@ -22,10 +23,11 @@ from gradstats.kernels import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.compiled import aot, launches
+from tests.kernels.reference import ROUNDING
 
 # what moves no data
 FREE = {"empty", "new_empty", "empty_like", "view", "unbind", "select", "slice"}
-FREE |= {"unsqueeze", "flatten", "_unsafe_view"}
+FREE |= {"unsqueeze", "flatten", "_unsafe_view", "transpose", "permute"}
 
 
 class Operations(TorchDispatchMode):
@@ -50,10 +52,23 @@ def on_meta(*shape):
 
 
 A, G, WEIGHT = on_meta(8, 1024, 768), on_meta(8, 1024, 768), on_meta(768)
+X = on_meta(8, 64, 14, 14).to(memory_format=torch.channels_last)
+LAYER = ((3, 3), (1, 1), (1, 1), (1, 1), 1)
+BOUNDS = torch.empty(5, dtype=torch.int32, device="meta")
 LAUNCHED = {
     "rank one": (1, 2, lambda: rank_one.rank_one_sqnorm(A[:, 0], G[:, 0])),
     "vector": (1, 1, lambda: vector.vector_sqnorm(G)),
-    "gram": (1, 1, lambda: gram.gram_sqnorm(A, G)),
+    "gram": (3, 0, lambda: gram.gram_sqnorm(A, G, 1, *ROUNDING)),
+    "gram, ragged": (
+        3,
+        1,
+        lambda: gram.gram_sqnorm(A[0], G[0], 1, *ROUNDING, cu_seqlens=BOUNDS, max_seqlen=512),
+    ),
+    "gram of patches": (
+        3,
+        0,
+        lambda: convolution_gram.convolution_gram_sqnorm(X, X, *LAYER, *ROUNDING),
+    ),
     "direct": (1, 1, lambda: direct.direct_sqnorm(A, G)),
     "weight gradient": (1, 1, lambda: weight_gradient.weight_gradient_sqnorm(A, G, splits=1)),
     "its examples split": (2, 1, lambda: weight_gradient.weight_gradient_sqnorm(A, G, splits=4)),

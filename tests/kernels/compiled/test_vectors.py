@@ -26,6 +26,7 @@ from gradstats.kernels import (
 from gradstats.kernels.statistics import Statistics
 
 from tests.kernels.compiled import aot, launches
+from tests.kernels.reference import ROUNDING
 
 
 def on_meta(*shape, dtype=torch.bfloat16):
@@ -59,7 +60,7 @@ READ = {
         2,
         lambda _: means.with_means(Statistics(ROWS, ROWS, by_position=True), WIDE, WIDE, None),
     ),
-    "gram": (0, lambda x: gram.gram_sqnorm(x, x)),
+    "gram": (0, lambda x: gram.gram_sqnorm(x, x, 1, *ROUNDING)),
     "direct": (0, lambda x: direct.direct_sqnorm(x, x)),
 }
 

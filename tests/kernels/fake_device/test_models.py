@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats import contractions
-from gradstats._factors import Outer
+from gradstats._cost import GUARD_TOLERANCE
+from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
 from gradstats.contractions import _outer
 from tests.oracle import (
     assert_products,
@@ -199,6 +200,31 @@ def test_gradients_of_images_are_summed_where_they_lie(positions, dtype, launche
     assert total.dtype == dtype and total.shape == (5, 3, 1, 1)
     in_one = dtype == torch.float32 and positions > 20
     assert ("weight_gradient_sqnorm" in launched) == in_one
+
+
+@pytest.mark.parametrize("kind", ["dense", "groups", "packed", "convolution"])
+def test_what_cancels_is_computed_again_where_it_lies(kind, launched):
+    """By the operator of the Gram form alone."""
+    left, right = torch.randn(3, 2, 20, 64), 3 + 1e-3 * torch.randn(3, 2, 20, 64)
+    left -= left.mean(2, keepdim=True)
+    right[1] = torch.randn(2, 20, 64)
+    groups = 2 if kind == "groups" else 1
+    left, right = left[:, :groups].cuda(), right[:, :groups].cuda()
+    each = left.double().mT @ right.double()
+    factor: Outer | Ragged | Patches
+    if kind == "packed":
+        rows = [side.flatten(0, 2) for side in (left, right)]
+        factor = Ragged(*rows, (0, 20, 40, 60), (64, 64))
+    elif kind == "convolution":
+        images = right[:, 0].mT.contiguous(), left[:, 0].mT.contiguous()
+        factor = Patches(*images, (64, 64, 1), ConvolutionGeometry((1,), (0,), (1,), 1))
+    else:
+        factor = Outer(left, right, (groups, 64, 64))
+    for _ in range(2):
+        result = contractions.sqnorm([factor], 1 << 20)
+        torch.testing.assert_close(result.value, each.square().sum((1, 2, 3)), rtol=1e-3, atol=0)
+        assert bool((result.bound <= GUARD_TOLERANCE * result.value).all())
+    assert launched == 2 * ["convolution_gram_sqnorm" if kind == "convolution" else "gram_sqnorm"]
 
 
 @pytest.mark.parametrize("groups", [1, 3])

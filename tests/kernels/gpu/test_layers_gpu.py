@@ -17,7 +17,7 @@ from tests.kernels.gpu.test_linear_gpu import (
     of_each_dtype,
     twice,
 )
-from tests.kernels.reference import assert_close
+from tests.kernels.reference import NOBODY_SUSPECT, assert_close
 
 pytestmark = [
     pytest.mark.gpu,
@@ -217,9 +217,13 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
         factor = 2.0**15 if kind == "tf32" else FACTOR
         grams = max(factor, factor_of_patches(x, g, layer))
         want = _reference.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
-        _, scale, _ = _reference.convolution_gram_sqnorm(x.cpu(), g.cpu(), *layer)
+        _, scale, _ = convolution_reference.sums_of_gram(x, g, layer)
         for config in _config.shipped("convolution").get(key, ()):
             got = convolution.convolution_sqnorm(x, g, *layer, config=config)
+            assert_close(got, want, scale, factor)
+            got, _ = convolution_gram.convolution_gram_sqnorm(
+                x, g, *layer, 1.0, 1.0, 1.0, 0.0, direct_config=config
+            )
             assert_close(got, want, scale, factor)
         for config in _config.shipped("convolution_fused").get(key, ()):
             got = convolution.convolution_inner(x, g, x, g, *layer, config=config)
@@ -234,7 +238,8 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
                 got = convolution.convolution_inner(x, g, x, g, *grouped, config=config)
                 assert_close(got, want_grouped, scale, factor)
         for config in _config.shipped("convolution_gram").get(key, ()):
-            got, *_ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, config=config)
+            numbers = (1.0, 1.0, 1.0, NOBODY_SUSPECT)
+            got, _ = convolution_gram.convolution_gram_sqnorm(x, g, *layer, *numbers, config=config)
             assert_close(got, want, scale, grams)
             convolution_reference.check_pair_grams(x, g, x, g, layer, config, factor)
             convolution_reference.check_pair_grams(*few, *few, layer, config, factor)

@@ -93,7 +93,11 @@ def test_sequences(case):
     bias_magnitude = reference.bias_magnitude_reference(g, cu_seqlens)
     bias_want = reference.bias_sqnorm_reference(g, cu_seqlens)
     factor = factor_of_grams(a.dtype, a.shape[-1] + g.shape[-1])
-    got = twice(lambda: gram.gram_sqnorm(a, g, cu_seqlens=cu_seqlens))
+    got = reference.gram_sums(
+        lambda *rounding: twice(lambda: gram.gram_sqnorm(a, g, 1, *rounding, cu_seqlens=cu_seqlens))
+    )
+    again = twice(lambda: gram.gram_sqnorm(a, g, 1, 1.0, 1.0, 1.0, 0.0, cu_seqlens=cu_seqlens))
+    assert_close(again[0], want, scale, FACTOR)
     assert_close(got[0], want, magnitude, factor)
     assert_close(got[1], magnitude, factor=factor)
     assert_close(got[2], reference.size_reference(a, g, cu_seqlens), factor=factor)
@@ -183,7 +187,10 @@ def test_cancelling_halves(dtype):
     a, g, _ = cancelling(dtype, BLOCK, DEVICE)
     want = reference.sqnorm_reference(a, g)
     magnitude = reference.magnitude_reference(a, g)
-    assert_close(gram.gram_sqnorm(a, g)[0], want, magnitude, FACTOR)
+    plain, _ = gram.gram_sqnorm(a, g, 1, 1.0, 1.0, 1.0, reference.NOBODY_SUSPECT)
+    assert_close(plain, want, magnitude, FACTOR)
+    guarded, _ = twice(lambda: gram.gram_sqnorm(a, g, 1, *reference.ROUNDING))
+    assert_close(guarded, want, squares_scale(a, g, None, want), FACTOR)
     assert_close(direct.direct_sqnorm(a, g), want, squares_scale(a, g, None, want), FACTOR)
 
 
@@ -223,10 +230,13 @@ def test_every_shipped_tile(kind, aligned):
     factor = 2.0**15 if kind == "tf32" else FACTOR
     for operation, config in shipped(family, kind, aligned):
         if operation == "gram":
-            got = gram.gram_sqnorm(a, g, config=config)[0]
+            numbers = (1.0, 1.0, 1.0, reference.NOBODY_SUSPECT)
+            got = gram.gram_sqnorm(a, g, 1, *numbers, config=config)[0]
             assert_close(got, want, reference.magnitude_reference(a, g), factor)
         elif operation == "direct":
             got = direct.direct_sqnorm(a, g, config=config)
+            assert_close(got, want, squares_scale(a, g, None, want), factor)
+            got = gram.gram_sqnorm(a, g, 1, 1.0, 1.0, 1.0, 0.0, direct_config=config)[0]
             assert_close(got, want, squares_scale(a, g, None, want), factor)
         elif operation == "weight_gradient":
             for splits in (1, 3):

@@ -54,7 +54,9 @@ def check_fused_gradient(module, case):
 
 def check_gram(module, case):
     a, g, cu_seqlens = operands(case)
-    got, *_ = module.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    got, _ = module.gram_sqnorm(
+        a, g, 1, 0.0, 0.0, 0.0, reference.NOBODY_SUSPECT, cu_seqlens=cu_seqlens, config=TILE
+    )
     magnitude = reference.magnitude_reference(a, g, cu_seqlens)
     assert_close(got, reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
 

@@ -1,5 +1,7 @@
 """Offsets past 2^31 elements, and the order in which tiles are walked."""
 
+import functools
+
 import numpy
 import pytest
 import torch
@@ -59,7 +61,10 @@ def test_offsets_are_64_bit(axis):
     g = random((3, 2, 18), torch.float16, "cpu", 2)
     want = reference.sqnorm_reference(a, g)
     scale = reference.magnitude_reference(a, g)
-    assert_close(gram.gram_sqnorm(a, g, config=TILE)[0], want, scale)
+    numbers = (1.0, 1.0, 1.0)
+    form = functools.partial(gram.gram_sqnorm, a, g, 1, *numbers, config=TILE, direct_config=TILE)
+    assert_close(form(reference.NOBODY_SUSPECT)[0], want, scale)
+    assert_close(form(0.0)[0], want)
     assert_close(direct.direct_sqnorm(a, g, config=TILE), want)
     gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(
         a, g, config=TILE, splits=1, gradient_dtype=torch.float32

@@ -52,28 +52,6 @@ def layout(tensor):
     return tensor.shape, tensor.dtype, tensor.stride() if tensor.numel() else None
 
 
-@pytest.mark.parametrize("operator", ["direct_sqnorm", "convolution_sqnorm"])
-def test_examples_that_are_not_chosen_are_zero_and_never_read(operator):
-    samples = [sample for sample in SAMPLES if sample[0] == operator]
-    _, arguments, options = next(sample for sample in samples if "chosen" in sample[2])
-    chosen = options["chosen"]
-    want = as_tuple(getattr(_reference, operator)(*arguments))[0]
-    spoilt = [each.clone() for each in arguments[:2]]
-    for operand in spoilt:
-        operand[~chosen] = float("nan")
-    (got,) = launched((operator, (*spoilt, *arguments[2:]), options))
-    torch.testing.assert_close(got, torch.where(chosen, want, 0.0), rtol=1e-5, atol=1e-4)
-    for none in (torch.zeros_like(chosen), torch.ones_like(chosen)):
-        (got,) = launched((operator, arguments, {"chosen": none}))
-        torch.testing.assert_close(got, want * none, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(2, dtype=torch.bool)], ids=str)
-def test_what_is_chosen_is_one_truth_value_for_each_example(wrong):
-    with pytest.raises(ValueError, match=r"chosen must be bool \(3,\).*one truth value"):
-        launched(("direct_sqnorm", (torch.ones(3, 2, 4), torch.ones(3, 2, 5)), {"chosen": wrong}))
-
-
 def test_positional_and_named_arguments_mean_the_same():
     a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
     launch = operators._launch("weight_gradient_sqnorm")

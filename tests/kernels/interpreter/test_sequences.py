@@ -1,5 +1,6 @@
 """Norms and the fused weight gradient of sequences, against float64, on tiles of 16."""
 
+import functools
 import itertools
 import math
 
@@ -8,11 +9,12 @@ import torch
 from gradstats.kernels import _check, _config, direct, gram, vector, weight_gradient
 from gradstats.kernels._config import TileConfig
 
-from gradstats.contractions._triton import bounded
+from gradstats._cost import GUARD_TOLERANCE
+from gradstats.contractions._triton import rounding
 from tests.kernels import reference
 from tests.kernels.cases import CASES, cancelling, dense, random
 from tests.kernels.mutants import mutant
-from tests.kernels.reference import assert_close
+from tests.kernels.reference import NOBODY_SUSPECT, assert_close
 
 BLOCK = 16
 TILE = TileConfig(BLOCK, BLOCK, BLOCK, num_warps=1, num_stages=1)
@@ -21,6 +23,20 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def names(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def gram_sums(a, g, cu_seqlens=None, module=gram):
+    """(sqnorm, magnitude, size), nobody computed again."""
+    return reference.gram_sums(
+        lambda *rounding: module.gram_sqnorm(
+            a, g, 1, *rounding, cu_seqlens=cu_seqlens, config=TILE, direct_config=TILE
+        )
+    )
+
+
+def guarded(a, g, tolerance, **options):
+    numbers = *rounding(a, g, 0.0)[:3], tolerance
+    return gram.gram_sqnorm(a, g, 1, *numbers, config=TILE, direct_config=TILE, **options)
 
 
 @pytest.fixture(params=DTYPES, ids=names)
@@ -35,7 +51,7 @@ def case(request, dtype):
 
 def test_gram(case):
     a, g, cu_seqlens = case
-    got = gram.gram_sqnorm(a, g, cu_seqlens=cu_seqlens, config=TILE)
+    got = gram_sums(a, g, cu_seqlens)
     magnitude = reference.magnitude_reference(a, g, cu_seqlens)
     assert_close(got[0], reference.sqnorm_reference(a, g, cu_seqlens), magnitude)
     assert_close(got[1], magnitude)
@@ -54,7 +70,8 @@ def test_positions_that_are_adjacent(batch, positions, apart, dtype):
     assert _check.adjacent(1, a, g) == (run if positions > 1 else 1)
     want = reference.sqnorm_reference(a, g)
     assert_close(direct.direct_sqnorm(a, g, config=TILE), want)
-    got, magnitude, size = gram.gram_sqnorm(a, g, config=TILE)
+    got, magnitude, size = gram_sums(a, g)
+    assert_close(guarded(a, g, 0.0)[0], want)
     assert_close(got, want, reference.magnitude_reference(a, g))
     assert_close(magnitude, reference.magnitude_reference(a, g))
     assert_close(size, reference.size_reference(a, g))
@@ -85,10 +102,12 @@ def test_rounding_of_inner_products_is_within_the_bound(tmp_path):
     for operands in ("left, right.T", "tile, tile.T"):
         line = f"dot({operands}, products, PRECISION)\n    return products"
         broken = mutant(broken, line, f"{line} + {0.9 * roundoff} * 4.0", tmp_path)
-    value, magnitude, size = broken.gram_sqnorm(a, g, config=TILE)
-    error = (value.double() - exact).abs()
+    value, magnitude, _ = gram_sums(a, g, module=broken)
+    error = (value - exact).abs()
     assert bool((error > 4 * roundoff * magnitude).all())
-    assert bool((error <= bounded((value, magnitude, size), (a, g)).bound).all())
+    numbers = *rounding(a, g, 0.0)[:3], NOBODY_SUSPECT
+    _, bound = broken.gram_sqnorm(a, g, 1, *numbers, config=TILE)
+    assert bool((error <= bound).all())
 
 
 def test_the_bound_holds_what_leaves_the_range_of_normal_numbers():
@@ -97,13 +116,14 @@ def test_the_bound_holds_what_leaves_the_range_of_normal_numbers():
     g[0] = g[1, 0] = 0
     for operands in ((a, g), (g, a)):
         exact = reference.sqnorm_reference(*operands)
-        found = bounded(gram.gram_sqnorm(*operands, config=TILE), operands)
-        seen = found.value != 0
-        error = (found.value - exact).abs()
-        assert bool((error <= found.bound + 1e-6 * exact)[seen].all())
+        value, bound = guarded(*operands, NOBODY_SUSPECT)
+        seen = value != 0
+        error = (value - exact).abs()
+        assert bool((error <= bound + 1e-6 * exact)[seen].all())
         assert bool((scale.flatten()[~seen][1:] < 1e-22).all())
-        assert bool((found.bound[~seen] == 0).all())
-        assert found.suspect[6:10].all() and not found.suspect[:4].any()
+        assert bool((bound[~seen] == 0).all())
+        suspect = guarded(*operands, GUARD_TOLERANCE)[1] != bound
+        assert suspect[6:10].all() and not suspect[:4].any()
 
 
 def test_direct(case):
@@ -188,7 +208,11 @@ def test_bounds_that_only_the_device_knows_give_nan_not_numbers(monkeypatch, bou
     options = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": 16, "config": TILE}
     gradient, fused = weight_gradient.weight_gradient_sqnorm(a, g, splits=2, **options)
     assert gradient.isnan().all()
-    for got in (fused, direct.direct_sqnorm(a, g, **options), *gram.gram_sqnorm(a, g, **options)):
+    form = functools.partial(
+        gram.gram_sqnorm, a, g, 1, 1.0, 1.0, 1.0, direct_config=TILE, **options
+    )
+    grams = *form(tolerance=0.0), *form(tolerance=NOBODY_SUSPECT)
+    for got in (fused, direct.direct_sqnorm(a, g, **options), *grams):
         assert got.isfinite().tolist() == valid
 
 
@@ -198,9 +222,13 @@ def test_cancelling_halves(dtype):
     want = reference.sqnorm_reference(a, g)
     magnitude = reference.magnitude_reference(a, g)
     assert (magnitude > 1e4 * want).all()
-    sqnorm, got_magnitude, _ = gram.gram_sqnorm(a, g, config=TILE)
+    sqnorm, got_magnitude, _ = gram_sums(a, g)
     assert_close(sqnorm, want, magnitude)
     assert_close(got_magnitude, magnitude)
     terms = reference.gradients(a.abs(), g.abs()).square().sum((1, 2))
     # an element's error is eps times its absolute terms; squared and summed, twice their product
-    assert_close(direct.direct_sqnorm(a, g, config=TILE), want, 2 * (terms * want).sqrt())
+    limit = 2 * (terms * want).sqrt()
+    assert_close(direct.direct_sqnorm(a, g, config=TILE), want, limit)
+    value, bound = guarded(a, g, GUARD_TOLERANCE)
+    assert_close(value, want, limit)
+    assert bool((bound <= GUARD_TOLERANCE * value).all())
