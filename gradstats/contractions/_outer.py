@@ -8,7 +8,6 @@ direct            G_i formed tile by tile, squared at once
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
