@@ -40,7 +40,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     its values and gradients stay the same. ``decomposition`` runs beside it on the same arguments,
     and the per-example gradients are computed from the PyTorch operations in there, given the
     gradient that reaches the result. A ``torch.autograd.Function`` of parameters and constants
-    alone needs no rule: its own backward is used. A rule does not hold for subclasses.
+    alone needs no rule: its own backward is used. A rule does not hold for subclasses. Operations
+    that change their operands in place are refused, but for a blank tensor that they fill.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
@@ -77,7 +78,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
 
     Raises:
         TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values.
+        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
+            the operation changed its operands.
 
     Cost:
         The decomposition's forward and backward beside the operation's.
