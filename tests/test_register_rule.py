@@ -450,6 +450,9 @@ def test_under_autocast_and_checkpoints(batch):
         (torch.matmul, torch.mul, r"matmul has a rule already"),
         (ScaledSiLU, None, r"decomposition is NoneType"),
         (3, torch.mul, r"3 cannot be seen"),
+        ([ScaledSiLU], torch.mul, r"cannot be seen"),
+        (torch.autograd.Function, torch.mul, r"'Function' cannot be seen"),
+        (torch.autograd.Function.apply, torch.mul, r"'.*apply' cannot be seen"),
     ],
 )
 def test_what_cannot_be_registered(function, decomposition, message):

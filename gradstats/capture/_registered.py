@@ -93,7 +93,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     function_class = function_class_of(getattr(function, "apply", function))
     keys: list[Any]
     undo: list[Callable[[], Any]]
-    if function_class is not None:
+    # Each class has an ``apply`` of its own, so a rule for their base would never run.
+    if function_class not in (None, torch.autograd.Function):
         apply, restore = _make_visible(function_class)
         keys, undo = [apply], [restore]
     else:
@@ -164,7 +165,7 @@ def _overridable(function: Any) -> list[Any]:
         return [operator, operator.overloadpacket]
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return [operator, *(getattr(operator, name) for name in operator.overloads())]
-    if function in torch.overrides.get_testing_overrides():
+    if callable(function) and function in torch.overrides.get_testing_overrides():
         return [function]
     code = getattr(function, "__code__", None)
     if code is not None and "handle_torch_function" in code.co_names:
