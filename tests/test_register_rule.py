@@ -410,6 +410,26 @@ def test_an_operation_that_writes_over_its_data_is_refused(batch, trained):
         gs.per_example_norms(model, batch, classify)
 
 
+def test_a_decomposition_that_writes_over_data_is_refused(batch):
+    """The model uses them once more, and had other numbers there."""
+
+    def scaled(x, w):
+        data = x.detach().clone()
+        return ScaledSiLU.apply(data, w) + data + x
+
+    model = Model(scaled).double()
+    match = r"ScaledSiLU.apply on parameter 'weight'.*scaled_silu_ changed an operand in place"
+
+    def scaled_silu_(x, weight):
+        return functional.silu(x, inplace=True) * weight
+
+    with (
+        gs.register_rule(ScaledSiLU, scaled_silu_),
+        pytest.raises(gs.UnsupportedOperationError, match=match),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
 @pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like])
 def test_an_operation_that_fills_a_tensor(batch, make):
     model = Model(lambda x, w: Filling.apply(x, w, make(x))).double()

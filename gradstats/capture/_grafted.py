@@ -57,6 +57,8 @@ class Grafted:
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = [shadow] if isinstance(shadow, Tensor) else list(shadow)
+        if [item._version for item in shown] != before:
+            raise self._wrong(func, node, "changed an operand in place, expected no side effects")
         self._check(func, node, results, shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
@@ -88,19 +90,23 @@ class Grafted:
         """Raise unless the decomposition computes what the operation computes."""
         got, expected = list(map(_shape, shadows)), list(map(_shape, results))
         if got != expected:
-            problem = f"results of shape {got}, expected {expected}"
+            problem = f"returned results of shape {got}, expected {expected}"
         else:
             pairs = zip(results, shadows, strict=True)
             worst = max(_difference(first, value_of(second)) for first, second in pairs)
             if worst <= 1:
                 return
             problem = (
-                f"values that differ by {worst:.2g} times the tolerance, expected the operation's"
+                f"returned values that differ by {worst:.2g} times the tolerance, expected the "
+                "operation's"
             )
+        raise self._wrong(func, node, problem)
+
+    def _wrong(self, func, node: Node, problem: str) -> UnsupportedOperationError:
         name = getattr(self.decomposition, "__name__", "the decomposition")
-        raise UnsupportedOperationError(
-            f"the rule registered for {function_name(func)} on {node.describe()}: {name} returned "
-            f"{problem}. Correct the decomposition, or remove the rule with its handle's remove().",
+        return UnsupportedOperationError(
+            f"the rule registered for {function_name(func)} on {node.describe()}: {name} {problem}"
+            ". Correct the decomposition, or remove the rule with its handle's remove().",
             [root.name for root in node.roots],
         )
 

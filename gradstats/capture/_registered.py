@@ -79,7 +79,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     Raises:
         TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
         UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
-            the operation changed its operands.
+            it or the operation changed an operand.
 
     Cost:
         The decomposition's forward and backward beside the operation's.
