@@ -181,6 +181,16 @@ def test_owners_that_say_nothing(owner, dim, message):
     assert type(model.weight) is nn.Parameter
 
 
+def test_rows_of_an_array():
+    model, rows = nn.Linear(4, 1), torch.randn(3, 4)
+
+    def loss_fn(model, batch):
+        return model(gs.assign_rows(rows.numpy(), torch.tensor([0, 1, 1]))).sum() + batch.sum(1)
+
+    with pytest.raises(gs.ExampleAxisError, match="assign_rows got ndarray, expected a tensor"):
+        gs.per_example_norms(model, torch.randn(2, 4), loss_fn)
+
+
 @pytest.mark.parametrize("computed", [False, True], ids=["parameter", "computed"])
 def test_parameters_belong_to_no_example(computed):
     def loss_fn(model, batch):

@@ -449,6 +449,18 @@ def test_directions_that_do_not_fit():
             gs.alignment(model, batch, classification, direction)
 
 
+def test_a_direction_under_both_names_of_a_tied_parameter():
+    """As a difference of state dicts has it; the second name is that of no other parameter."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].weight = model[0].weight
+    direction = model.state_dict()
+    message = r"not tracked \['2.weight'\].*tied ones under the first name"
+    with pytest.raises(gs.CoverageError, match=message):
+        gs.alignment(model, labelled(B, 3), classification, direction)
+    direction.pop("2.weight")
+    gs.alignment(model, labelled(B, 3), classification, direction)
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_gradients_that_are_not_finite(side):
     model = mlp()

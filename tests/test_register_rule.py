@@ -362,6 +362,81 @@ def test_a_decomposition_with_other_values_is_refused(batch):
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
 
 
+class Floor(torch.autograd.Function):
+    """Writes over its data, which a second run would leave as they are."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x < weight)
+        ctx.mark_dirty(x)
+        return x.copy_(torch.maximum(x, weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (below,) = ctx.saved_tensors
+        return grad * ~below, (grad * below).flatten(0, -2).sum(0)
+
+
+class Filling(torch.autograd.Function):
+    """Writes its result into a tensor that it is given for that."""
+
+    @staticmethod
+    def forward(ctx, x, weight, out):
+        ctx.save_for_backward(x, weight)
+        ctx.mark_dirty(out)
+        return torch.mul(x, weight, out=out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0), None
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_operation_that_writes_over_its_data_is_refused(batch, trained):
+    """Its decomposition was given what it had written: ties in place of x < w, other gradients."""
+
+    def floor(x, w):
+        written = (x if trained else x.detach()).clone()
+        Floor.apply(written, w)
+        return written + x
+
+    model = Model(floor).double()
+    match = r"Floor.apply on parameter 'weight'.*changed an operand in place.*exclude=\['weight'\]"
+    with (
+        gs.register_rule(Floor, torch.maximum),
+        pytest.raises(gs.UnsupportedOperationError, match=match),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
+def test_a_decomposition_that_writes_over_data_is_refused(batch):
+    """The model uses them once more, and had other numbers there."""
+
+    def scaled(x, w):
+        data = x.detach().clone()
+        return ScaledSiLU.apply(data, w) + data + x
+
+    model = Model(scaled).double()
+    match = r"ScaledSiLU.apply on parameter 'weight'.*scaled_silu_ changed an operand in place"
+
+    def scaled_silu_(x, weight):
+        return functional.silu(x, inplace=True) * weight
+
+    with (
+        gs.register_rule(ScaledSiLU, scaled_silu_),
+        pytest.raises(gs.UnsupportedOperationError, match=match),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like])
+def test_an_operation_that_fills_a_tensor(batch, make):
+    model = Model(lambda x, w: Filling.apply(x, w, make(x))).double()
+    with gs.register_rule(Filling, lambda x, w, out: x * w):
+        check_model(model, batch, classify)
+
+
 def test_derivatives_of_the_network_are_refused(batch):
     model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
 
@@ -395,6 +470,9 @@ def test_under_autocast_and_checkpoints(batch):
         (torch.matmul, torch.mul, r"matmul has a rule already"),
         (ScaledSiLU, None, r"decomposition is NoneType"),
         (3, torch.mul, r"3 cannot be seen"),
+        ([ScaledSiLU], torch.mul, r"cannot be seen"),
+        (torch.autograd.Function, torch.mul, r"'Function' cannot be seen"),
+        (torch.autograd.Function.apply, torch.mul, r"'.*apply' cannot be seen"),
     ],
 )
 def test_what_cannot_be_registered(function, decomposition, message):

@@ -43,8 +43,8 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
         The tensor itself.
 
     Raises:
-        ExampleAxisError: ``owner`` does not name one example for each row, or the tensor is a
-            parameter, or was computed from parameters alone.
+        ExampleAxisError: ``owner`` does not name one example for each row, or the tensor is none,
+            is a parameter, or was computed from parameters alone.
 
     Cost:
         A pass over ``owner`` to check its range, which waits for a GPU. Whether the owners are the
@@ -60,6 +60,11 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
 
 def _note(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
     """Note which example each row of a tensor belongs to, or raise."""
+    if not isinstance(tensor, Tensor):
+        raise ExampleAxisError(
+            f"assign_rows got {type(tensor).__name__}, expected a tensor of data: give the one "
+            "that the model takes."
+        )
     node = node_of(tensor)
     if node is not None:
         raise ExampleAxisError(

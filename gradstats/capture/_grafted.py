@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,7 +43,13 @@ class Grafted:
             node = node_of(item)
             return _beside(tracker, item) if node is None else _without_gradient(node)
 
+        operands = operands_of(args, kwargs)
+        shown = _readable(tracker, operands)
+        before = [item._version for item in shown]
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
+        node = next(n for n in map(node_of, operands) if n is not None)
+        if [item._version for item in shown] != before:
+            _refuse_change(func, node)
         # Modes and subclasses are off while an operation is handled: turn them on again, so that
         # the decomposition is seen.
         with torch._C._EnableTorchFunction(), tracker.watching():
@@ -51,7 +57,8 @@ class Grafted:
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = [shadow] if isinstance(shadow, Tensor) else list(shadow)
-        node = next(n for n in map(node_of, operands_of(args, kwargs)) if n is not None)
+        if [item._version for item in shown] != before:
+            raise self._wrong(func, node, "changed an operand in place, expected no side effects")
         self._check(func, node, results, shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
@@ -83,21 +90,45 @@ class Grafted:
         """Raise unless the decomposition computes what the operation computes."""
         got, expected = list(map(_shape, shadows)), list(map(_shape, results))
         if got != expected:
-            problem = f"results of shape {got}, expected {expected}"
+            problem = f"returned results of shape {got}, expected {expected}"
         else:
             pairs = zip(results, shadows, strict=True)
             worst = max(_difference(first, value_of(second)) for first, second in pairs)
             if worst <= 1:
                 return
             problem = (
-                f"values that differ by {worst:.2g} times the tolerance, expected the operation's"
+                f"returned values that differ by {worst:.2g} times the tolerance, expected the "
+                "operation's"
             )
+        raise self._wrong(func, node, problem)
+
+    def _wrong(self, func, node: Node, problem: str) -> UnsupportedOperationError:
         name = getattr(self.decomposition, "__name__", "the decomposition")
-        raise UnsupportedOperationError(
-            f"the rule registered for {function_name(func)} on {node.describe()}: {name} returned "
-            f"{problem}. Correct the decomposition, or remove the rule with its handle's remove().",
+        return UnsupportedOperationError(
+            f"the rule registered for {function_name(func)} on {node.describe()}: {name} {problem}"
+            ". Correct the decomposition, or remove the rule with its handle's remove().",
             [root.name for root in node.roots],
         )
+
+
+def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the operands whose values a decomposition may read; not what waits to be filled."""
+    nodes = [node.value for node in map(node_of, operands) if node is not None]
+    plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
+    data = [item for item in plain if tracker.is_data(item) and not tracker.was_blank(item, 0)]
+    return nodes + data
+
+
+def _refuse_change(func, node: Node) -> NoReturn:
+    """Raise for an operation that overwrote what its decomposition would be given."""
+    names = [root.name for root in node.roots]
+    raise UnsupportedOperationError(
+        f"{function_name(func)} on {node.describe()} changed an operand in place, so that the rule "
+        "registered for it would be given what the operation wrote. Expected an operation that "
+        "leaves its operands as they are: return a new tensor, or leave the parameter out by name "
+        f"with exclude={names!r}.",
+        names,
+    )
 
 
 class Graft(torch.autograd.Function):

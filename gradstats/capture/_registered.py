@@ -40,7 +40,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     its values and gradients stay the same. ``decomposition`` runs beside it on the same arguments,
     and the per-example gradients are computed from the PyTorch operations in there, given the
     gradient that reaches the result. A ``torch.autograd.Function`` of parameters and constants
-    alone needs no rule: its own backward is used. A rule does not hold for subclasses.
+    alone needs no rule: its own backward is used. A rule does not hold for subclasses. Operations
+    that change their operands in place are refused, but for a blank tensor that they fill.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
@@ -77,7 +78,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
 
     Raises:
         TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values.
+        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
+            it or the operation changed an operand.
 
     Cost:
         The decomposition's forward and backward beside the operation's.
@@ -91,7 +93,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     function_class = function_class_of(getattr(function, "apply", function))
     keys: list[Any]
     undo: list[Callable[[], Any]]
-    if function_class is not None:
+    # Each class has an ``apply`` of its own, so a rule for their base would never run.
+    if function_class not in (None, torch.autograd.Function):
         apply, restore = _make_visible(function_class)
         keys, undo = [apply], [restore]
     else:
@@ -162,7 +165,7 @@ def _overridable(function: Any) -> list[Any]:
         return [operator, operator.overloadpacket]
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return [operator, *(getattr(operator, name) for name in operator.overloads())]
-    if function in torch.overrides.get_testing_overrides():
+    if callable(function) and function in torch.overrides.get_testing_overrides():
         return [function]
     code = getattr(function, "__code__", None)
     if code is not None and "handle_torch_function" in code.co_names:

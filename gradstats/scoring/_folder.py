@@ -119,12 +119,23 @@ class Folder:
         tiles = make(self.path / folder)
         tiles.create_or_check()
         if folder not in known:
+            self._warn_of_another(entry["name"])
             known[folder] = {**entry, "circumstances": circumstances}
             self._write()
         elif tiles.done.any() and not tiles.done.all():
             held = known[folder]["circumstances"]
             self._refuse(_differences(held, circumstances), entry["name"])
         return tiles
+
+    def _warn_of_another(self, name: str) -> None:
+        """Say that a file held other weights when it was scored before."""
+        held = any(entry["name"] == name for entry in self.manifest["checkpoints"].values())
+        if held and Path(name).is_file():
+            warn(
+                f"{self.path} holds the scores of {name} at other weights, which the file had "
+                "before. Both stay there, and what reads the folder without naming checkpoints "
+                "(load) adds them up. Name another folder with out= if only one of them counts.",
+            )
 
     def _check(self, description: dict[str, Any], resume: bool) -> None:
         held = {key: value for key, value in self.manifest.items() if key != "checkpoints"}

@@ -164,8 +164,9 @@ def check_direction(
     if missing or extra:
         raise CoverageError(
             f"the direction does not name the tracked parameters: missing {missing[:5]}, not "
-            f"tracked {extra[:5]}. Give one tensor for every parameter, zeros where you want none "
-            "of it, or leave parameters out of both with exclude=."
+            f"tracked {extra[:5]}. Give one tensor for every parameter, of tied ones under the "
+            "first name, as model.named_parameters() has it; zeros where you want none of it; or "
+            "leave parameters out of both with exclude=."
         )
     for name, value in named.items():
         if not isinstance(value, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -500,6 +501,24 @@ def test_a_checkpoint_added_later(tmp_path):
     assert counting.sizes == RECOGNISED
     assert_same("matrix", gs.InfluenceScores.load(out), both)
     assert gs.InfluenceScores.load(out, "cosine").normalize == "cosine"
+
+
+def test_a_file_that_was_written_again_is_warned_about(tmp_path):
+    """Its scores at both weights are in the folder, of which a call sees only its own."""
+    setting = make_setting()
+    file, out = tmp_path / "last.pt", tmp_path / "out"
+    arguments = setting.model, setting.train_batches, setting.query_batches, loss_fn
+    found = []
+    for number, state in enumerate(setting.states):
+        torch.save(state, file)
+        checkpoints = gs.Checkpoints(file, lr=RATES[number])
+        expectation = pytest.warns(gs.GradStatsWarning, match=r"last.pt at other weights")
+        with expectation if number else contextlib.nullcontext():
+            scores = gs.influence(*arguments, checkpoints, out=out, progress=False)
+        found.append(np.array(scores))
+    both = np.array(gs.InfluenceScores.load(out))
+    np.testing.assert_allclose(both, found[0] + found[1])
+    np.testing.assert_allclose(both, oracle_influence(setting))
 
 
 def test_one_folder_holds_scores_of_one_kind_of_queries(tmp_path):
