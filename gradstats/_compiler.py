@@ -39,15 +39,15 @@ def _compiles_here() -> bool:
 
 
 def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a pure function of numbers remember its results, except where code is traced.
+    """Make a pure function of plain values remember its results, except where code is traced.
 
     There sizes may be symbols, and the compiler would warn.
     """
     cached = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
-    def call(*args: Any) -> Result:
-        return function(*args) if is_compiling() else cached(*args)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        return (function if is_compiling() else cached)(*args, **kwargs)
 
     return call
 

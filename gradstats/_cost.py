@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from gradstats._compiler import remembered
+
 Form = Literal["rank_one", "gram", "direct"]
 
 # One element read or written by an elementwise pass costs about as much as this many multiply-adds
@@ -133,6 +135,7 @@ def gram_halvings(positions: int, bytes_per_product: int, workspace: int) -> tup
     return None, positions * GRAM_BLOCK
 
 
+@remembered
 def choose_outer_form(
     positions: int,
     d_left: int,
@@ -247,6 +250,27 @@ def direct_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
         return 1
     budget = min(workspace, 4 * CACHE_BYTES)
     return max(1, min(examples, budget // max(1, bytes_per_example)))
+
+
+@remembered
+def direct_plan(
+    batch: int, groups: int, p: int, q: int, itemsize: int, workspace: int, *, with_sum: bool
+) -> tuple[bool, int, int]:
+    """Return how gradients are formed: whether turned, how many rows, for how many examples.
+
+    Args:
+        batch, groups: numbers of examples and of the groups of each.
+        p, q: rows and columns of one gradient.
+        itemsize: bytes of an element.
+        workspace: bytes of scratch.
+        with_sum: the weight gradient Σ_i G_i is wanted too.
+    """
+    turned = pays_to_turn(p, q, batch, with_sum=with_sum)
+    if turned:
+        p, q = q, p
+    row_bytes = groups * q * itemsize
+    rows = rows_per_tile(p, row_bytes, workspace)
+    return turned, rows, direct_chunk(rows * row_bytes, batch, workspace)
 
 
 def pays_to_turn(d_left: int, d_right: int, examples: int, *, with_sum: bool) -> bool:

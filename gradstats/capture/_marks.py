@@ -220,8 +220,7 @@ class Marks:
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
         """Whether a tensor held no example's values before its last ``writes`` changes."""
-        mark = getattr(tensor, "_gradstats_blank", None)
-        return mark is not None and mark == (self.serial, tensor._version - writes)
+        return self._held(tensor, "_gradstats_blank", writes)
 
     def mark_sum(self, tensor: Tensor) -> None:
         """Remember that a marked tensor of several examples sums terms of one example each."""
@@ -229,7 +228,11 @@ class Marks:
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum before its last changes."""
-        mark = getattr(tensor, "_gradstats_sum", None)
+        return self._held(tensor, "_gradstats_sum", writes)
+
+    def _held(self, tensor: Tensor, name: str, writes: int) -> bool:
+        # Absent marks first: tensors of inference mode have no version.
+        mark = getattr(tensor, name, None)
         return mark is not None and mark == (self.serial, tensor._version - writes)
 
     @contextmanager

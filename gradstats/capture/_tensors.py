@@ -71,7 +71,11 @@ def node_of(item) -> Node | None:
 
 def first_node(*items) -> Node:
     """Return the node of the first tracked tensor among several; at least one is tracked."""
-    return next(node for node in map(node_of, items) if node is not None)
+    for item in items:
+        node = node_of(item)
+        if node is not None:
+            return node
+    raise AssertionError("none of the operands is tracked")
 
 
 def wrap(node: Derived) -> DerivedTensor:

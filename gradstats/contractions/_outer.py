@@ -8,12 +8,13 @@ direct            G_i formed tile by tile, squared at once
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._compiler import is_compiling, remembered
+from gradstats._compiler import is_compiling
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
@@ -72,33 +73,15 @@ def cheapest_form(
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    alone = _forms_alone(factor)
-    sizes = batch * groups, positions, p, q
-    form = _choose(*sizes, with_sum, guarded, on_chip, alone, 0.0, 0.0)
+    choose = partial(
+        _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
+        on_chip=on_chip, alone=_forms_alone(factor), examples=batch * groups,
+    )  # fmt: skip
+    form = choose(roundoff=0.0)
     if form != "gram":
         return form  # whatever its rounding errors
     sides = factor.left, factor.right
-    errors = product_roundoff(*sides), cut_off_of(*sides)
-    return _choose(*sizes, with_sum, guarded, on_chip, alone, *errors)
-
-
-@remembered
-def _choose(
-    examples: int,
-    positions: int,
-    p: int,
-    q: int,
-    with_sum: bool,
-    guarded: bool,
-    on_chip: bool,
-    alone: bool,
-    roundoff: float,
-    cut_off: float,
-) -> _cost.Form:
-    return _cost.choose_outer_form(
-        positions, p, q, with_sum=with_sum, guarded=guarded, on_chip=on_chip, alone=alone,
-        examples=examples, roundoff=roundoff, cut_off=cut_off,
-    )  # fmt: skip
+    return choose(roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides))
 
 
 def _forms_alone(factor: Outer) -> bool:
@@ -108,19 +91,6 @@ def _forms_alone(factor: Outer) -> bool:
     if groups > 1 or 4 * size > SCRATCH:
         return False
     return pays(positions * size, factor.left, factor.right, times=batch)
-
-
-@remembered
-def _direct_plan(
-    batch: int, groups: int, p: int, q: int, itemsize: int, workspace: int, with_sum: bool
-) -> tuple[bool, int, int]:
-    """Return how gradients are formed: whether turned, how many rows, for how many examples."""
-    turned = _cost.pays_to_turn(p, q, batch, with_sum=with_sum)
-    if turned:
-        p, q = q, p
-    row_bytes = groups * q * itemsize
-    rows = _cost.rows_per_tile(p, row_bytes, workspace)
-    return turned, rows, _cost.direct_chunk(rows * row_bytes, batch, workspace)
 
 
 def rank_one(factor: Outer) -> Contraction:
@@ -267,7 +237,9 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    turned, rows, chunk = _direct_plan(batch, groups, p, q, dtype.itemsize, workspace, with_sum)
+    turned, rows, chunk = _cost.direct_plan(
+        batch, groups, p, q, dtype.itemsize, workspace, with_sum=with_sum
+    )
     if turned:
         left, right, p, q = right, left, q, p
     alone = _forms_alone(factor)

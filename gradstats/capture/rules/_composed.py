@@ -71,13 +71,17 @@ def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_
     return Composed(partial(rows_apart, data=data, fold=fold))(tracker, func, x1, x2, **kwargs)
 
 
+# What stands in an equation of torch.einsum beside indices.
+NO_INDICES = str.maketrans("", "", " .")
+
+
 def einsum(tracker, func, equation, *operands):
     """A contraction of any number of operands: of two at a time, from the left."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if isinstance(equation, str):
-        inputs, _ = parse_equation(equation, [operand.dim() for operand in operands])
-        if any(len(set(indices)) < len(indices) for indices in inputs):
+        terms = equation.partition("->")[0].translate(NO_INDICES).split(",")
+        if any(len(set(indices)) < len(indices) for indices in terms):
             return Composed(of_diagonals)(tracker, func, equation, *operands)
         if len(operands) > 2:
             return Composed(from_the_left)(tracker, func, equation, *operands)

@@ -69,7 +69,7 @@ def layer_norm(
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
-    node = node_of(weight) or first_node(bias)
+    node = first_node(weight, bias)
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
 
     def run(x, weight, bias):
