@@ -1,7 +1,9 @@
-"""Steps from a derived tensor back to the one tensor it was made of that keep factors lean.
+"""Steps from a derived tensor back to one that it was made of that keep factors lean.
 
-The factor of a cast, a reshape or an expansion of a parameter becomes one of the same kind for the
-parameter itself.
+The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
+matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
+derived tensor and the one operand that depends on the parameter; it returns the operand's factor,
+or None where this would not be lean.
 """
 
 from __future__ import annotations
@@ -12,22 +14,33 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors import Elementwise, Experts, Factor, Outer, Rows, Vector
+from gradstats._factors import (
+    Elementwise,
+    Experts,
+    Factor,
+    Outer,
+    Ragged,
+    Rows,
+    Vector,
+    cast,
+    compute_dtype,
+)
 from gradstats.capture._nested import flatten
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.contractions import lean
 
 
 def lean_step(node: Derived):
-    """Return the function that takes factors of a tensor back to its only parent; None if unknown.
+    """Return the function that takes factors of a tensor back to an operand; None if unknown.
 
     Factors see complex tensors as real ones with one more axis, for which most steps do not hold.
     """
-    if node.function in SAME_NUMBERS or not (
-        node.value.is_complex() or node.parents[0].value.is_complex()
+    if node.function not in SAME_NUMBERS and (
+        node.value.is_complex() or any(parent.value.is_complex() for parent in node.parents)
     ):
-        return LEAN_STEPS.get(node.function)
-    return None
+        return None
+    step = LEAN_STEPS.get(node.function)
+    return step if len(node.parents) == 1 or step in LINEAR_STEPS else None
 
 
 def rearranged_root(node: Node) -> Root | None:
@@ -55,10 +68,10 @@ def index_items(node: Derived):
     return index if isinstance(index, tuple) else (index,)
 
 
-def _transpose(factor: Factor, node: Derived) -> Factor | None:
+def _transpose(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if isinstance(factor, Experts):
-        same = node.value.shape == node.parents[0].value.mT.shape
-        last = node.value.mT.stride() == node.parents[0].value.stride()
+        same = node.value.shape == parent.value.mT.shape
+        last = node.value.mT.stride() == parent.value.stride()
         return factor.transposed() if same and last and node.value.dim() == 3 else None
     if isinstance(factor, Outer) and factor.permutation is None and node.value.dim() == 2:
         dims = [d for d in flatten((node.args[1:], node.kwargs)) if isinstance(d, int)]
@@ -68,19 +81,19 @@ def _transpose(factor: Factor, node: Derived) -> Factor | None:
     return None
 
 
-def _same_shape(factor: Factor, node: Derived) -> Factor | None:
+def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Casts and copies: the gradient has the same numbers, in the root's dtype."""
-    return factor if node.value.shape == node.parents[0].shape else None
+    return factor if node.value.shape == parent.shape else None
 
 
-def _same_numbers(factor: Factor, node: Derived) -> Factor:
+def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
     """A complex tensor viewed as pairs of real numbers, or the reverse: alike to factors."""
     return factor
 
 
-def _shifted(factor: Factor, node: Derived) -> Factor | None:
-    """1 + w: a constant has no gradient."""
-    return _same_shape(factor, node) if _only_adds(node) else None
+def _shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v + w: a sum has the gradient of each of its terms."""
+    return _same_shape(factor, node, parent) if _only_adds(node) else None
 
 
 def _only_adds(node: Derived) -> bool:
@@ -88,19 +101,84 @@ def _only_adds(node: Derived) -> bool:
     return "alpha" not in node.kwargs and len(node.args) <= 2
 
 
-def _reshaped(factor: Factor, node: Derived) -> Factor | None:
+def _scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """s · w and w / s, where s is one number."""
+    if node.kwargs or len(node.args) != 2 or node.value.shape != parent.shape:
+        return None
+    first, second = node.args
+    other = second if first is parent else first
+    if (isinstance(other, (Node, Tensor)) and product(other.shape) != 1) or not isinstance(
+        factor, (Outer, Ragged, Vector)
+    ):
+        return None
+    divides = node.function in DIVISIONS
+    if divides and first is not parent:
+        return None
+    node.check_step()
+    scale = other.value.detach() if isinstance(other, Node) else other
+    if isinstance(scale, Tensor):
+        scale = scale.reshape(())
+    apply = torch.div if divides else torch.mul
+    if isinstance(factor, Vector):
+        dtype = compute_dtype(factor.values, node.value)
+        return replace(factor, values=apply(factor.values.to(dtype), scale))
+    left, right = _in_full(factor, node)
+    if left.shape[-1] < right.shape[-1]:
+        return replace(factor, left=apply(left, scale), right=right)
+    return replace(factor, left=left, right=apply(right, scale))
+
+
+def _multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """X @ Y of matrices, whose gradients are G Yᵀ and Xᵀ G: one operand of G is multiplied."""
+    if node.kwargs or len(node.args) != 2 or not isinstance(factor, (Outer, Ragged)):
+        return None
+    first, second = node.args
+    if len(first.shape) != 2 or len(second.shape) != 2 or not _is_one_matrix(factor, node):
+        return None
+    other = second if first is parent else first
+    matrix = (other.value if isinstance(other, Node) else other).detach()
+    if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
+        return None  # the operand would be wider than the one it replaces
+    node.check_step()
+    left, right = _in_full(factor, node)
+    # Autocast may have rounded it first.
+    matrix = matrix.to(node.value.dtype).to(left.dtype)
+    shape = tuple(parent.shape)
+    if first is parent:
+        return replace(factor, right=right @ matrix.mT, shape=shape)
+    return replace(factor, left=left @ matrix, shape=shape)
+
+
+def _is_one_matrix(factor: Outer | Ragged, node: Derived) -> bool:
+    """Whether both operands of a factor span the axes of a matrix as it stands."""
+    if factor.shape != tuple(node.shape):
+        return False
+    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] != 1):
+        return False
+    return (factor.left.shape[-1], factor.right.shape[-1]) == factor.shape
+
+
+def _in_full(factor: Outer | Ragged, node: Derived) -> tuple[Tensor, Tensor]:
+    """Return both operands in the accumulation dtype, so that new ones are not rounded further."""
+    dtype = compute_dtype(factor.left, factor.right, node.value)
+    return cast(factor.left, dtype), cast(factor.right, dtype)
+
+
+def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Reshapes, for factors that hold gradients element by element."""
+    if node.value.shape == parent.shape:
+        return factor
     if isinstance(factor, Vector) and factor.axis is None:
-        shape = tuple(node.parents[0].shape)
+        shape = tuple(parent.shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
     if isinstance(factor, Elementwise):
-        return replace(factor, shape=tuple(node.parents[0].shape))
+        return replace(factor, shape=tuple(parent.shape))
     return None
 
 
-def _axes_added(factor: Factor, node: Derived) -> Factor | None:
+def _axes_added(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """w[:, None]: an index that picks every element once, in order."""
-    return _reshaped(factor, node) if _only_adds_axes(node) else None
+    return _reshaped(factor, node, parent) if _only_adds_axes(node) else None
 
 
 def _only_adds_axes(node: Derived) -> bool:
@@ -110,12 +188,12 @@ def _only_adds_axes(node: Derived) -> bool:
     )
 
 
-def _expanded(factor: Factor, node: Derived) -> Factor | None:
+def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Expansion: the gradient is summed over the axes that were repeated."""
     factor = lean(factor)
     if not isinstance(factor, Vector):
         return None
-    source = tuple(node.parents[0].shape)
+    source = tuple(parent.shape)
     padded = (1,) * (len(factor.shape) - len(source)) + source
     values = factor.values
     if factor.axis is not None:
@@ -129,7 +207,7 @@ def _expanded(factor: Factor, node: Derived) -> Factor | None:
     return Vector(values.reshape(factor.batch, *source), source)
 
 
-def _embedded(factor: Factor, node: Derived) -> Factor | None:
+def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as position embeddings are."""
     factor = lean(factor)
     if not isinstance(factor, Vector) or factor.axis is not None:
@@ -139,7 +217,7 @@ def _embedded(factor: Factor, node: Derived) -> Factor | None:
         return None
     if any(node.args[3:4]) or any(node.args[5:6]):
         return None
-    table = tuple(node.parents[0].shape)
+    table = tuple(parent.shape)
     padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
     return embedding_rows(ids.expand(factor.batch, *ids.shape), factor.values, table, padding)
 
@@ -183,6 +261,18 @@ LEAN_STEPS = {
     Tensor.__add__: _shifted,
     Tensor.__radd__: _shifted,
     torch.add: _shifted,
+    Tensor.mul: _scaled,
+    Tensor.__mul__: _scaled,
+    Tensor.__rmul__: _scaled,
+    torch.mul: _scaled,
+    Tensor.div: _scaled,
+    Tensor.__truediv__: _scaled,
+    torch.div: _scaled,
+    Tensor.mm: _multiplied,
+    torch.mm: _multiplied,
+    Tensor.matmul: _multiplied,
+    Tensor.__matmul__: _multiplied,
+    torch.matmul: _multiplied,
     torch.view_as_real: _same_numbers,
     torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
@@ -200,6 +290,12 @@ LEAN_STEPS = {
     torch.broadcast_to: _expanded,
     torch.nn.functional.embedding: _embedded,
 }
+
+DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
+
+# Steps of operations whose gradient reaches each of several operands. Of all others, as
+# ``w.type_as(v)``, an operand may have none.
+LINEAR_STEPS = frozenset({_shifted, _scaled, _multiplied})
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 

@@ -1,8 +1,8 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
-transpose, a view or a cast of a parameter, or an embedding of constant positions, the factor of the
-parameter is just as lean. Everything else is pulled back by automatic differentiation, a few
+transpose, a view or a cast of a parameter, its product with a matrix, or an embedding of constant
+positions, the factor of the parameter is just as lean. Everything else is pulled back by automatic differentiation, a few
 examples at a time.
 """
 
@@ -137,13 +137,12 @@ class Frozen:
 def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
     """Return the factor of ``root`` that results from a factor of ``node``."""
     while isinstance(node, Derived):
-        if len(node.parents) == 1 and node.parents[0].roots == (root,):
-            step = lean_step(node)
-            found = None if step is None else step(factor, node)
-            if found is not None:
-                factor, node = found, node.parents[0]
-                continue
-        return Pulled(lean(factor), node, root)
+        concerned = [parent for parent in node.parents if root in parent.roots]
+        step = lean_step(node) if len(concerned) == 1 else None
+        found = None if step is None else step(factor, node, concerned[0])
+        if found is None:
+            return Pulled(lean(factor), node, root)
+        factor, node = found, concerned[0]
     return factor
 
 

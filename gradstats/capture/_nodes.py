@@ -312,6 +312,17 @@ class Derived(Node):
             own = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
             again = self.replay({root: own}, copies)
             seen = as_real(again)
+        self._check_same(again)
+        return leaf, seen
+
+    def check_step(self) -> None:
+        """Raise unless this tensor's operands, as they are now, still give its numbers."""
+        with torch.enable_grad():
+            known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
+            again = self.replay(known)
+        self._check_same(again)
+
+    def _check_same(self, again: Tensor) -> None:
         if not same_bits(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
@@ -320,7 +331,6 @@ class Derived(Node):
                 "parameter, or compute the tensor without randomness and out of place: other "
                 "numbers under the same gradient are x + (numbers - x).detach()."
             )
-        return leaf, seen
 
 
 class OneOfSeveral(torch.autograd.Function):

@@ -19,6 +19,12 @@ from tests.rules.operation import Operation, check_operation, check_refused, nor
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
 
+
+def mixed(rows, columns):
+    """Return a constant matrix."""
+    return torch.arange(rows * columns).double().sin().reshape(rows, columns)
+
+
 # name: (shape of the parameter, what makes a (WIDTH, 2) matrix of it)
 MATRICES = {
     "t": ((2, WIDTH), lambda w: w.t()),
@@ -63,6 +69,19 @@ MATRICES = {
     "triangle": ((WIDTH, 2), lambda w: w.tril()),
     "outer": ((WIDTH,), lambda w: w[:, None] * w[None, :2]),
     "product with itself": ((WIDTH, WIDTH), lambda w: (w @ w.T)[:, :2]),
+    "product with its own": ((WIDTH, WIDTH), lambda w: w @ w[:, :2]),
+    "product with a matrix": ((WIDTH, 2), lambda w: w @ mixed(2, 2)),
+    "product with a wider matrix": ((WIDTH, 3), lambda w: torch.mm(w, mixed(3, 2))),
+    "matrix times it": ((3, 2), lambda w: torch.matmul(mixed(WIDTH, 3), w)),
+    "product of a transpose": ((2, WIDTH), lambda w: w.T.matmul(mixed(2, 2))),
+    "transpose of a product": ((3, WIDTH), lambda w: mixed(2, 3).mm(w).T),
+    "chain of products": ((3, 2), lambda w: mixed(WIDTH, 3) @ (3 * (w @ mixed(2, 2)) / 7)),
+    "product with a vector": ((WIDTH, 3), lambda w: (w @ mixed(3, 1)).expand(-1, 2)),
+    "multiple": ((WIDTH, 2), lambda w: w * 3),
+    "multiple of a reshape": ((WIDTH, 2), lambda w: (-2.5 * w.reshape(WIDTH, 2)).view(WIDTH, 2)),
+    "fraction": ((WIDTH, 2), lambda w: w / torch.tensor([[3.0]]).double()),
+    "number over it": ((WIDTH, 2), lambda w: 3 / w),
+    "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
 }
 
 
@@ -193,6 +212,11 @@ def test_low_rank_adaptation():
     parameters = {"w": (3, WIDTH), "a": (2, WIDTH), "b": (3, 2)}
     check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
 
+    def scaled(m, x):
+        return functional.linear(x, (m.w + (m.a.T @ m.b.T).T / m.s).view(3, WIDTH))
+
+    check_operation(scaled, {**parameters, "s": ()}, normal(BATCH, POSITIONS, WIDTH))
+
     def beside(m, x):
         return functional.linear(x, m.w) + functional.linear(functional.linear(x, m.a), m.b)
 
@@ -284,6 +308,22 @@ def test_other_numbers_under_the_same_gradient(derive):
     """Binary weights as older code has them: the forward computed with the numbers before."""
     shape = (4, 5) if derive is torch.t else (5, 4)
     check_operation(lambda m, x: x @ signed(derive(m.w)), {"w": shape}, normal(BATCH, 3, 5))
+
+
+@pytest.mark.parametrize("operation", [torch.matmul, torch.mul], ids=["product", "multiple"])
+def test_a_constant_that_changed_since_it_met_a_parameter_is_refused(operation):
+    def function(m, x):
+        constant = torch.ones((5, 5) if operation is torch.matmul else ()).double()
+        weight = operation(constant, m.w)
+        constant.data = constant.data + 1
+        return x @ weight
+
+    check_refused(
+        function,
+        {"w": (5, 4)},
+        normal(BATCH, 5),
+        match=r"(mat)?mul.*'w'.*cannot be computed again with the same result",
+    )
 
 
 def test_other_numbers_of_what_has_to_be_computed_again_are_refused():
