@@ -22,10 +22,11 @@ from gradstats._factors import (
     Ragged,
     Rows,
     Vector,
+    added,
     cast,
     compute_dtype,
 )
-from gradstats.capture._nested import flatten
+from gradstats.capture._lean_products import multiplied, scaled
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.contractions import lean
 
@@ -52,7 +53,7 @@ def rearranged_root(node: Node) -> Root | None:
         step = lean_step(node)
         same = (
             step in (_same_shape, _reshaped)
-            or (step is _axes_added and _only_adds_axes(node))
+            or (step is _indexed and _only_adds_axes(node))
             or (step is _shifted and _only_adds(node))
         )
         if not same or len(node.parents) != 1:
@@ -68,17 +69,23 @@ def index_items(node: Derived):
     return index if isinstance(index, tuple) else (index,)
 
 
-def _transpose(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Axes in another order."""
+    count = len(parent.shape)
+    # Strides, here the numbers of the axes, are arranged as the axes are.
+    axes = torch.empty_strided(tuple(parent.shape), tuple(range(count)), device="meta")
+    order = node.function(axes, *node.args[1:], **node.kwargs).stride()
+    if order == tuple(range(count)):
+        return factor
+    if isinstance(factor, Vector) and factor.axis is None:
+        values = factor.values.reshape(factor.batch, *node.shape)
+        values = values.permute(0, *(1 + order.index(axis) for axis in range(count)))
+        return Vector(values, tuple(parent.shape))
     if isinstance(factor, Experts):
-        same = node.value.shape == parent.value.mT.shape
-        last = node.value.mT.stride() == parent.value.stride()
-        return factor.transposed() if same and last and node.value.dim() == 3 else None
-    if isinstance(factor, Outer) and factor.permutation is None and node.value.dim() == 2:
-        dims = [d for d in flatten((node.args[1:], node.kwargs)) if isinstance(d, int)]
-        if len(dims) == 2 and dims[0] % 2 == dims[1] % 2:
-            return factor  # an axis exchanged with itself
-        return factor.transposed() if factor.left.shape[1] == 1 else None
-    return None
+        return factor.transposed() if order == (0, 2, 1) else None
+    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] > 1):
+        return None
+    return factor.transposed() if isinstance(factor, (Outer, Ragged)) and count == 2 else None
 
 
 def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -101,69 +108,6 @@ def _only_adds(node: Derived) -> bool:
     return "alpha" not in node.kwargs and len(node.args) <= 2
 
 
-def _scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """s · w and w / s, where s is one number."""
-    if node.kwargs or len(node.args) != 2 or node.value.shape != parent.shape:
-        return None
-    first, second = node.args
-    other = second if first is parent else first
-    if (isinstance(other, (Node, Tensor)) and product(other.shape) != 1) or not isinstance(
-        factor, (Outer, Ragged, Vector)
-    ):
-        return None
-    divides = node.function in DIVISIONS
-    if divides and first is not parent:
-        return None
-    node.check_step()
-    scale = other.value.detach() if isinstance(other, Node) else other
-    if isinstance(scale, Tensor):
-        scale = scale.reshape(())
-    apply = torch.div if divides else torch.mul
-    if isinstance(factor, Vector):
-        dtype = compute_dtype(factor.values, node.value)
-        return replace(factor, values=apply(factor.values.to(dtype), scale))
-    left, right = _in_full(factor, node)
-    if left.shape[-1] < right.shape[-1]:
-        return replace(factor, left=apply(left, scale), right=right)
-    return replace(factor, left=left, right=apply(right, scale))
-
-
-def _multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X @ Y of matrices, whose gradients are G Yᵀ and Xᵀ G: one operand of G is multiplied."""
-    if node.kwargs or len(node.args) != 2 or not isinstance(factor, (Outer, Ragged)):
-        return None
-    first, second = node.args
-    if len(first.shape) != 2 or len(second.shape) != 2 or not _is_one_matrix(factor, node):
-        return None
-    other = second if first is parent else first
-    matrix = (other.value if isinstance(other, Node) else other).detach()
-    if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
-        return None  # the operand would be wider than the one it replaces
-    node.check_step()
-    left, right = _in_full(factor, node)
-    # Autocast may have rounded it first.
-    matrix = matrix.to(node.value.dtype).to(left.dtype)
-    shape = tuple(parent.shape)
-    if first is parent:
-        return replace(factor, right=right @ matrix.mT, shape=shape)
-    return replace(factor, left=left @ matrix, shape=shape)
-
-
-def _is_one_matrix(factor: Outer | Ragged, node: Derived) -> bool:
-    """Whether both operands of a factor span the axes of a matrix as it stands."""
-    if factor.shape != tuple(node.shape):
-        return False
-    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] != 1):
-        return False
-    return (factor.left.shape[-1], factor.right.shape[-1]) == factor.shape
-
-
-def _in_full(factor: Outer | Ragged, node: Derived) -> tuple[Tensor, Tensor]:
-    """Return both operands in the accumulation dtype, so that new ones are not rounded further."""
-    dtype = compute_dtype(factor.left, factor.right, node.value)
-    return cast(factor.left, dtype), cast(factor.right, dtype)
-
-
 def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Reshapes, for factors that hold gradients element by element."""
     if node.value.shape == parent.shape:
@@ -176,9 +120,33 @@ def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return None
 
 
-def _axes_added(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """w[:, None]: an index that picks every element once, in order."""
-    return _reshaped(factor, node, parent) if _only_adds_axes(node) else None
+def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """w[:, None], which picks every element once, and w[ids], rows of a table."""
+    if _only_adds_axes(node):
+        return _reshaped(factor, node, parent)
+    ids = node.args[1]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return None
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None:
+        return None
+    node.check_step()
+    return _of_table(factor, ids % len(parent.value), parent)
+
+
+def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = None) -> Factor:
+    """Return the factor of a table of which the same rows were looked up for all examples."""
+    table = tuple(parent.shape)
+    if product(table) > product(factor.shape):
+        ids = ids.expand(factor.batch, *ids.shape)
+        return embedding_rows(ids, factor.values, table, padding)
+    grad = cast(factor.values, compute_dtype(factor.values))
+    # Rows of all examples side by side: narrow ones would take many times as long to add.
+    grad = grad.reshape(factor.batch, ids.numel(), *table[1:]).transpose(0, 1)
+    values = added(grad, ids.reshape(-1), table[0])
+    if padding is not None:
+        values[padding] = 0
+    return Vector(values.transpose(0, 1), table)
 
 
 def _only_adds_axes(node: Derived) -> bool:
@@ -217,9 +185,8 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     if any(node.args[3:4]) or any(node.args[5:6]):
         return None
-    table = tuple(parent.shape)
     padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
-    return embedding_rows(ids.expand(factor.batch, *ids.shape), factor.values, table, padding)
+    return _of_table(factor, ids, parent, padding)
 
 
 def embedding_rows(
@@ -242,12 +209,14 @@ def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LEAN_STEPS = {
-    Tensor.t: _transpose,
-    torch.t: _transpose,
-    Tensor.T.__get__: _transpose,  # type: ignore[attr-defined]
-    Tensor.mT.__get__: _transpose,  # type: ignore[attr-defined]
-    Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
+    Tensor.t: _permuted,
+    torch.t: _permuted,
+    Tensor.T.__get__: _permuted,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _permuted,  # type: ignore[attr-defined]
+    Tensor.transpose: _permuted,
+    torch.transpose: _permuted,
+    Tensor.permute: _permuted,
+    torch.permute: _permuted,
     Tensor.to: _same_shape,
     Tensor.float: _same_shape,
     Tensor.double: _same_shape,
@@ -261,18 +230,18 @@ LEAN_STEPS = {
     Tensor.__add__: _shifted,
     Tensor.__radd__: _shifted,
     torch.add: _shifted,
-    Tensor.mul: _scaled,
-    Tensor.__mul__: _scaled,
-    Tensor.__rmul__: _scaled,
-    torch.mul: _scaled,
-    Tensor.div: _scaled,
-    Tensor.__truediv__: _scaled,
-    torch.div: _scaled,
-    Tensor.mm: _multiplied,
-    torch.mm: _multiplied,
-    Tensor.matmul: _multiplied,
-    Tensor.__matmul__: _multiplied,
-    torch.matmul: _multiplied,
+    Tensor.mul: scaled,
+    Tensor.__mul__: scaled,
+    Tensor.__rmul__: scaled,
+    torch.mul: scaled,
+    Tensor.div: scaled,
+    Tensor.__truediv__: scaled,
+    torch.div: scaled,
+    Tensor.mm: multiplied,
+    torch.mm: multiplied,
+    Tensor.matmul: multiplied,
+    Tensor.__matmul__: multiplied,
+    torch.matmul: multiplied,
     torch.view_as_real: _same_numbers,
     torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
@@ -284,23 +253,21 @@ LEAN_STEPS = {
     torch.squeeze: _reshaped,
     Tensor.flatten: _reshaped,
     torch.flatten: _reshaped,
-    Tensor.__getitem__: _axes_added,
+    Tensor.__getitem__: _indexed,
     Tensor.expand: _expanded,
     Tensor.expand_as: _expanded,
     torch.broadcast_to: _expanded,
     torch.nn.functional.embedding: _embedded,
 }
 
-DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
-
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
-LINEAR_STEPS = frozenset({_shifted, _scaled, _multiplied})
+LINEAR_STEPS = frozenset({_shifted, scaled, multiplied})
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 
 # Steps that only rearrange the elements of the gradient.
-ISOMETRIC_STEPS = frozenset({_transpose, _same_shape, _reshaped, _same_numbers})
+ISOMETRIC_STEPS = frozenset({_permuted, _same_shape, _reshaped, _same_numbers})
 
 
 def is_cast(node: Derived) -> bool:

@@ -209,8 +209,8 @@ class Derived(Node):
         self.aliased = False
         self.version: int | None = None
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
-        # Each of several results may depend on only some of the operands.
-        self.parents = tuple(parents if index is None else _reached(value, parents))
+        # Operands may give no more than a dtype or a shape, or belong to another of the results.
+        self.parents = tuple(_reached(value, parents))
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
         self._value = value
         device = value.device.type
@@ -300,20 +300,25 @@ class Derived(Node):
         others = [item for item in result if isinstance(item, Tensor) and item is not chosen]
         return OneOfSeveral.apply(chosen, *others)
 
-    def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
-        """Return a new leaf with the root's value and this tensor computed from it.
+    def replay_from(
+        self, roots: Sequence[Root], copies: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return new leaves with the roots' values and this tensor computed from them.
 
         Complex tensors come as real ones, with a last axis of size 2.
         """
+        leaves, known = [], {}
         with torch.enable_grad():
-            parameter = root.parameter.detach()
-            value = as_real(parameter)
-            leaf = (value.clone() if copies else value).requires_grad_()
-            own = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
-            again = self.replay({root: own}, copies)
+            for root in roots:
+                parameter = root.parameter.detach()
+                value = as_real(parameter)
+                leaf = (value.clone() if copies else value).requires_grad_()
+                leaves.append(leaf)
+                known[root] = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
+            again = self.replay(known, copies)
             seen = as_real(again)
         self._check_same(again)
-        return leaf, seen
+        return leaves, seen
 
     def check_step(self) -> None:
         """Raise unless this tensor's operands, as they are now, still give its numbers."""

@@ -136,17 +136,19 @@ class Use:
                     root.deliver(_held(factor, root))
                 root.settle()
             return
+        for node, factor in zip(self.nodes, factors, strict=True):
+            if factor is None:
+                continue
+            found: dict[Root, Factor | Fused]
+            if isinstance(node, Root):
+                found = {node: factor}
+            else:
+                assert not isinstance(factor, Fused)  # of sole uses, which are roots
+                found = pull_back(factor, node, node.roots)
+            for root, own in found.items():
+                parts = sum(root in other.roots for other in self.nodes)
+                root.deliver(_held(own, root), parts)
         for root in self.roots:
-            parts = sum(root in node.roots for node in self.nodes)
-            for node, factor in zip(self.nodes, factors, strict=True):
-                if factor is None:
-                    continue
-                factor = _held(factor, root)
-                if node is root:
-                    root.deliver(factor, parts)
-                elif root in node.roots:
-                    assert not isinstance(factor, Fused)  # of sole uses, which are roots
-                    root.deliver(pull_back(factor, node, root), parts)
             root.settle()
 
 

@@ -205,6 +205,23 @@ def test_position_table_indexed_and_sliced():
     check_operation(lambda m, x: x + m.w[:, : x.shape[1]], {"w": (1, 7, WIDTH)}, x)
 
 
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w, v: w.type_as(v),
+        lambda w, v: w.to(v),
+        lambda w, v: w.expand_as(v).exp(),
+        lambda w, v: w * torch.zeros_like(v) + w.sum_to_size(v.shape),
+        lambda w, v: torch.where(v > 0, w, 2 * w),
+    ],
+    ids=["type_as", "to", "expand_as", "zeros_like", "where"],
+)
+def test_operands_that_give_no_numbers(derive):
+    parameters = {"w": (WIDTH, 3), "v": (WIDTH, 3)}
+    x = normal(BATCH, POSITIONS, WIDTH)
+    check_operation(lambda m, x: x @ derive(m.w, m.v) + x @ m.v, parameters, x)
+
+
 def test_low_rank_adaptation():
     def function(m, x):
         return functional.linear(x, m.w + 0.5 * (m.b @ m.a))
