@@ -81,6 +81,19 @@ MATRICES = {
     "multiple of a reshape": ((WIDTH, 2), lambda w: (-2.5 * w.reshape(WIDTH, 2)).view(WIDTH, 2)),
     "fraction": ((WIDTH, 2), lambda w: w / torch.tensor([[3.0]]).double()),
     "number over it": ((WIDTH, 2), lambda w: 3 / w),
+    "scaled rows": ((WIDTH, 2), lambda w: mixed(WIDTH, 1) * w),
+    "scaled columns": ((WIDTH, 2), lambda w: w * mixed(1, 2)),
+    "divided columns": ((WIDTH, 2), lambda w: w / (2 + mixed(1, 2)[0])),
+    "masked and scaled": ((WIDTH, 2), lambda w: (w * mixed(WIDTH, 2)) * mixed(WIDTH, 1)),
+    "masked transpose": ((2, WIDTH), lambda w: (w * mixed(2, WIDTH)).T),
+    "rows of a constant": ((WIDTH, 1), lambda w: w * mixed(WIDTH, 2)),
+    "columns of a constant": ((2,), lambda w: mixed(WIDTH, 2) * w),
+    "one number times a constant": ((1, 1), lambda w: mixed(WIDTH, 2) * w),
+    "a scalar times a constant": ((), lambda w: mixed(WIDTH, 2) * w),
+    "permuted table": (
+        (3, 5),
+        lambda w: w[torch.tensor([[0, 2], [2, -1]])].permute(2, 0, 1)[:4, 1],
+    ),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
 }
 
@@ -203,6 +216,43 @@ def test_position_table_indexed_and_sliced():
     check_operation(lambda m, x: x + m.w[torch.arange(x.shape[1])], {"w": (7, WIDTH)}, x)
     check_operation(lambda m, x: x + m.w[: x.shape[1]], {"w": (7, WIDTH)}, x)
     check_operation(lambda m, x: x + m.w[:, : x.shape[1]], {"w": (1, 7, WIDTH)}, x)
+
+
+SEVERAL = {
+    "product element by element": lambda m: m.v * m.w,
+    "rows scaled by another": lambda m: m.v[:, :1] * m.w,
+    "magnitudes beside directions": lambda m: m.v[:, :1] * (m.w / m.w.norm(dim=1, keepdim=True)),
+    "detached norms": lambda m: m.v[:1] * m.w / m.w.norm(dim=1, keepdim=True).detach(),
+    "sum of products": lambda m: m.v + (m.w @ m.w.T @ m.v) / 3,
+    "quotient": lambda m: m.v / (3 + m.w),
+}
+
+
+@pytest.mark.parametrize("make", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("shape", [(BATCH, WIDTH), (BATCH, POSITIONS, WIDTH)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"workspace": 1}], ids=str)
+def test_matrices_of_two_parameters(make, shape, options):
+    parameters = {"v": (WIDTH, 3), "w": (WIDTH, 3)}
+    check_operation(lambda m, x: x @ make(m), parameters, normal(*shape), **options)
+
+
+def test_masks_of_gradients_of_any_size():
+    """One position: the squares that are multiplied must neither vanish nor overflow."""
+    torch.manual_seed(0)
+    weight, mask = nn.Parameter(torch.randn(6, 8)), (torch.rand(6, 8) > 0.5).float()
+    x = torch.randn(5, 8) * torch.tensor([[1e-18], [1e-9], [0], [1], [1e12]])
+
+    def loss(model, batch):
+        inputs, scale = batch
+        return functional.linear(inputs, model.weight * model.mask).sum(1) * scale
+
+    model = nn.Module()
+    model.weight = weight
+    model.register_buffer("mask", mask)
+    scale = torch.tensor([1e-10, 1e-18, 1, 1, 1e6])
+    got = gs.per_example_norms(model, (x, scale), loss).norm
+    expected = (mask.double() * (x * 1.0).double()[:, None]).flatten(1).norm(dim=1) * scale.double()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
