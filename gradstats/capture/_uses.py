@@ -11,7 +11,7 @@ whose gradients are the reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -139,7 +139,7 @@ class Use:
         for node, factor in zip(self.nodes, factors, strict=True):
             if factor is None:
                 continue
-            found: dict[Root, Factor | Fused]
+            found: Mapping[Root, Factor | Fused]
             if isinstance(node, Root):
                 found = {node: factor}
             else:
