@@ -24,6 +24,7 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._nodes import Derived, Node
+from gradstats.contractions import lean
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
@@ -36,6 +37,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     divides = node.function in DIVISIONS
     if divides and first is not parent:
         return None
+    factor = lean(factor)
     if not isinstance(factor, (Outer, Patches, Ragged, Vector)):
         return None
     other = second if first is parent else first
@@ -43,7 +45,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return None
     dtype = compute_dtype(node.value, *_operands(factor))
-    scale = torch.as_tensor(value, device=node.value.device).to(dtype)
+    scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
     if divides:
         scale = scale.reciprocal()
     whole = node.shape == parent.shape

@@ -77,6 +77,7 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     order = node.function(axes, *node.args[1:], **node.kwargs).stride()
     if order == tuple(range(count)):
         return factor
+    factor = lean(factor)
     if isinstance(factor, Vector) and factor.axis is None:
         values = factor.values.reshape(factor.batch, *node.shape)
         values = values.permute(0, *(1 + order.index(axis) for axis in range(count)))
@@ -131,7 +132,8 @@ def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if not isinstance(factor, Vector) or factor.axis is not None:
         return None
     node.check_step()
-    return _of_table(factor, ids % len(parent.value), parent)
+    ids = ids.to(factor.values.device) % len(parent.value)
+    return _of_table(factor, ids, parent)
 
 
 def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = None) -> Factor:

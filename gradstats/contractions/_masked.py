@@ -17,8 +17,9 @@ def sqnorm(factor: Masked, workspace: int, *, guarded: bool) -> Contraction:
     otherwise gradients are formed, those of a few examples at a time.
     """
     inner = factor.inner
-    if isinstance(inner, Outer) and inner.left.shape[1:3] == (1, 1) and inner.permutation is None:
-        return _one_position(inner.left[:, 0, 0], inner.right[:, 0, 0], factor.mask)
+    if isinstance(inner, Outer) and inner.permutation is None and factor.mask.numel():
+        if inner.left.shape[1:3] == (1, 1):
+            return _one_position(inner.left[:, 0, 0], inner.right[:, 0, 0], factor.mask)
     return _dense.sqnorm(factor, workspace, guarded=guarded)
 
 

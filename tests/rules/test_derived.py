@@ -77,7 +77,7 @@ MATRICES = {
     "transpose of a product": ((3, WIDTH), lambda w: mixed(2, 3).mm(w).T),
     "chain of products": ((3, 2), lambda w: mixed(WIDTH, 3) @ (3 * (w @ mixed(2, 2)) / 7)),
     "product with a vector": ((WIDTH, 3), lambda w: (w @ mixed(3, 1)).expand(-1, 2)),
-    "multiple": ((WIDTH, 2), lambda w: w * 3),
+    "multiple": ((WIDTH, 2), lambda w: 0.7 * w),
     "multiple of a reshape": ((WIDTH, 2), lambda w: (-2.5 * w.reshape(WIDTH, 2)).view(WIDTH, 2)),
     "fraction": ((WIDTH, 2), lambda w: w / torch.tensor([[3.0]]).double()),
     "number over it": ((WIDTH, 2), lambda w: 3 / w),
