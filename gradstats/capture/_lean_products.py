@@ -1,13 +1,15 @@
-"""Multiples of a parameter and its products with matrices, whose factors stay lean.
+"""Multiples and elementwise functions of a parameter and its products with matrices.
 
 G is the gradient of the tensor that met the data, of one example; M what a parameter w was
 multiplied by. Of M ∘ w with an M that broadcasts along w the gradient is M ∘ G; where it is w that
-broadcasts, M ∘ G is summed over what w lacks; of w @ M it is G Mᵀ.
+broadcasts, M ∘ G is summed over what w lacks; of w @ M it is G Mᵀ; of f(w), element by element,
+f'(w) ∘ G.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,12 +21,16 @@ from gradstats._factors import (
     Outer,
     Patches,
     Ragged,
+    Rows,
     Vector,
     cast,
     compute_dtype,
 )
 from gradstats.capture._nodes import Derived, Node
 from gradstats.contractions import lean
+
+Scaled: TypeAlias = Outer | Patches | Ragged | Rows | Vector
+SCALED = (Outer, Patches, Ragged, Rows, Vector)
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
@@ -38,7 +44,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if divides and first is not parent:
         return None
     factor = lean(factor)
-    if not isinstance(factor, (Outer, Patches, Ragged, Vector)):
+    if not isinstance(factor, SCALED):
         return None
     other = second if first is parent else first
     value = other.value.detach() if isinstance(other, Node) else other
@@ -53,6 +59,16 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if found is not None:
         node.check_step()
     return found
+
+
+def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """f(w), element by element."""
+    factor = lean(factor)
+    if node.shape != parent.shape or not isinstance(factor, SCALED):
+        return None
+    if isinstance(factor, Vector) and factor.axis is not None:
+        return None
+    return _times(factor, node.slope(parent).to(compute_dtype(node.value, *_operands(factor))))
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -76,7 +92,7 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return replace(factor, left=left @ matrix, shape=shape)
 
 
-def _times(factor: Outer | Patches | Ragged | Vector, scale: Tensor) -> Factor | None:
+def _times(factor: Scaled, scale: Tensor) -> Factor | None:
     """Return the factor of ``scale`` ∘ G, for a scale that broadcasts along it."""
     sizes = (1,) * (len(factor.shape) - scale.dim()) + tuple(scale.shape)
     if isinstance(factor, Vector):
@@ -84,6 +100,9 @@ def _times(factor: Outer | Patches | Ragged | Vector, scale: Tensor) -> Factor |
             return None
         values = factor.values.reshape(factor.batch, *factor.shape).to(scale.dtype)
         return Vector(values * scale, factor.shape)
+    if isinstance(factor, Rows):
+        rows = scale.expand(factor.shape).reshape(factor.shape[0], -1)[factor.ids]
+        return replace(factor, grad=factor.grad.to(scale.dtype) * rows)
     if max(sizes[1:], default=1) == 1 and isinstance(factor, Patches):
         per_row = scale.reshape(-1, *(1,) * (factor.grad.dim() - 2))
         return replace(factor, grad=factor.grad.to(scale.dtype) * per_row)
@@ -98,9 +117,7 @@ def _times(factor: Outer | Patches | Ragged | Vector, scale: Tensor) -> Factor |
     return Masked(factor, scale.expand(factor.shape))
 
 
-def _summed(
-    factor: Outer | Patches | Ragged | Vector, scale: Tensor, node: Derived, parent: Node
-) -> Factor | None:
+def _summed(factor: Scaled, scale: Tensor, node: Derived, parent: Node) -> Factor | None:
     """Return the factor of ``scale`` ∘ G, summed over the axes that the parent lacks."""
     shape = tuple(parent.shape)
     sizes = (1,) * (len(node.shape) - len(shape)) + shape
@@ -125,9 +142,11 @@ def _summed(
     return Vector(values.reshape(factor.batch, *shape), shape)
 
 
-def _operands(factor: Outer | Patches | Ragged | Vector) -> tuple[Tensor, ...]:
+def _operands(factor: Scaled) -> tuple[Tensor, ...]:
     if isinstance(factor, Vector):
         return (factor.values,)
+    if isinstance(factor, Rows):
+        return (factor.grad,)
     if isinstance(factor, Patches):
         return factor.input, factor.grad
     return factor.left, factor.right

@@ -26,8 +26,9 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
-from gradstats.capture._lean_products import multiplied, scaled
+from gradstats.capture._lean_products import elementwise, multiplied, scaled
 from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 from gradstats.contractions import lean
 
 
@@ -41,6 +42,8 @@ def lean_step(node: Derived):
     ):
         return None
     step = LEAN_STEPS.get(node.function)
+    if step is None and node.function in ELEMENTWISE:
+        return elementwise
     return step if len(node.parents) == 1 or step in LINEAR_STEPS else None
 
 
@@ -261,6 +264,8 @@ LEAN_STEPS = {
     torch.broadcast_to: _expanded,
     torch.nn.functional.embedding: _embedded,
 }
+
+ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.

@@ -8,8 +8,9 @@ by automatic differentiation, a few examples at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from gradstats.contractions import (
     sqnorm,
     well_conditioned,
 )
+
+# Examples that are pulled back one by one through a custom Function before it is checked.
+FUNCTION_CHUNK = 8
 
 
 @dataclass(frozen=True)
@@ -98,16 +102,15 @@ class Pulled:
         kind = FunctionReplay if self.node.has_function else Replay
         return kind(self.node, self.root, copies)
 
-    def frozen(self, replays: dict[tuple[Node, Root], Replay], copies: bool = True) -> Frozen:
-        """Return the same factor with its tensor computed again once and for all.
+    def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
+        """Return the same factor, independent of later changes to the model.
 
         Args:
             replays: the replays made so far, shared by all uses of a tensor; may be added to.
-            copies: keep copies, so that the model may change later.
         """
         key = (self.node, self.root)
         if key not in replays:
-            replays[key] = self.replay(copies)
+            replays[key] = self.replay(copies=True)
         return Frozen(self.inner, replays[key], self.path)
 
 
@@ -187,8 +190,6 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
         node = node.parents[0]
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
-    if factor.node.has_function:
-        return sqnorm([factor.frozen({}, copies=False)], workspace)
     alone = [root for root in factor.together if root.has_one_use or root is factor.root]
     factor.together.update(zip(alone, _sqnorms_together(factor, alone, workspace), strict=True))
     return pulled_sqnorm(factor, workspace)
@@ -196,16 +197,31 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
 
 def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> list[Contraction]:
     """Return the squared norms of the only factors of several parameters, pulled back at once."""
-    leaves, value = factor.node.replay_from(roots)
-    elements = value.numel() + sum(leaf.numel() for leaf in leaves)
-    chunk = direct_chunk(4 * elements, factor.batch, workspace)
-    norms: list[list[Tensor]] = [[] for _ in leaves]
+    node = factor.node
+    pull = _pull_of_functions(node, roots) if node.has_function else _pull_at_once(node, roots)
+    itemsize = compute_dtype(node.value).itemsize
+    size = itemsize * (node.value.numel() + sum(root.parameter.numel() for root in roots))
+    chunk = direct_chunk(size, factor.batch, workspace)
+    if node.has_function:
+        # Its backward is checked once for each chunk, which takes as long as two examples.
+        chunk = max(2, chunk, min(FUNCTION_CHUNK, workspace // size))
+    norms: list[list[Tensor]] = [[] for _ in roots]
     for start in range(0, factor.batch, chunk):
         inner = factor.inner.select(slice(start, start + chunk))
-        for found, pulled in zip(norms, pull_each(value, leaves, inner), strict=True):
+        for found, pulled in zip(norms, pull(inner), strict=True):
             found.append(rows_squared_norms(pulled))
-    dtype = compute_dtype(value)
+    dtype = compute_dtype(node.value)
     return [well_conditioned(torch.cat(found), dtype) for found in norms]
+
+
+def _pull_at_once(node: Derived, roots: Sequence[Root]) -> Callable[[Factor], list[Tensor]]:
+    leaves, value = node.replay_from(roots)
+    return partial(pull_each, value, leaves)
+
+
+def _pull_of_functions(node: Derived, roots: Sequence[Root]) -> Callable[[Factor], list[Tensor]]:
+    replays = [FunctionReplay(node, root) for root in roots]
+    return lambda inner: [replay.pull_each(inner) for replay in replays]
 
 
 def rearrangement(node: Node) -> Path | tuple[()] | None:

@@ -322,10 +322,21 @@ class Derived(Node):
 
     def check_step(self) -> None:
         """Raise unless this tensor's operands, as they are now, still give its numbers."""
+        self._step()
+
+    def slope(self, operand: Node) -> Tensor:
+        """Return the derivative of each element by the operand's, of an elementwise function."""
+        again, known = self._step()
+        (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
+        return slope
+
+    def _step(self) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Return this tensor computed again from its operands, and these."""
         with torch.enable_grad():
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
-            again = self.replay(known)
+            again = self.replay({**known})
         self._check_same(again)
+        return again, known
 
     def _check_same(self, again: Tensor) -> None:
         if not same_bits(again.detach(), self._value.detach()):

@@ -81,6 +81,11 @@ MATRICES = {
     "multiple of a reshape": ((WIDTH, 2), lambda w: (-2.5 * w.reshape(WIDTH, 2)).view(WIDTH, 2)),
     "fraction": ((WIDTH, 2), lambda w: w / torch.tensor([[3.0]]).double()),
     "number over it": ((WIDTH, 2), lambda w: 3 / w),
+    "clamp": ((WIDTH, 2), lambda w: w.clamp(-0.3, 0.6)),
+    "functions of functions": ((WIDTH, 2), lambda w: torch.sigmoid(w.exp() ** 0.5).square()),
+    "where": ((WIDTH, 2), lambda w: torch.where(mixed(WIDTH, 2) > 0, w, -w.detach())),
+    "function of a transpose": ((2, WIDTH), lambda w: functional.softplus(w.T)),
+    "product of a function": ((WIDTH, 3), lambda w: w.tanh() @ mixed(3, 2)),
     "scaled rows": ((WIDTH, 2), lambda w: mixed(WIDTH, 1) * w),
     "scaled columns": ((WIDTH, 2), lambda w: w * mixed(1, 2)),
     "divided columns": ((WIDTH, 2), lambda w: w / (2 + mixed(1, 2)[0])),
@@ -225,6 +230,10 @@ SEVERAL = {
     "detached norms": lambda m: m.v[:1] * m.w / m.w.norm(dim=1, keepdim=True).detach(),
     "sum of products": lambda m: m.v + (m.w @ m.w.T @ m.v) / 3,
     "quotient": lambda m: m.v / (3 + m.w),
+    "choice": lambda m: torch.where(m.v > 0, m.v, m.w),
+    "power": lambda m: (1 + m.v.square()) ** m.w,
+    "interpolation": lambda m: torch.lerp(m.v, m.w, 0.3),
+    "weight norm": lambda m: torch._weight_norm(m.v, m.w[:, :1], 0),
 }
 
 
