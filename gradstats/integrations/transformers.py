@@ -78,7 +78,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
         self._called: nn.Module | None = None
-        self._first = self._measures = False
+        self._first = self._measures = self._unfinished = False
         self._accumulation = 1
         try:
             json.dumps([ids, options])
@@ -90,6 +90,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
+        self._unfinished = False
         _refuse_what_cannot_be_measured(args)
         trainer = _calling_trainer()
         self._handler = trainer.callback_handler
@@ -126,6 +127,18 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         assert self.monitor is not None
         self.monitor.steps = state.global_step
         self._first, self._measures = True, state.global_step % self.every == 0
+        if self._unfinished:
+            # Its next micro-batch, which hooks may be waiting for, never came.
+            self._remove_hooks()
+            if self._measures:
+                self._measures = False
+                warn(
+                    f"optimizer step {state.global_step} was not measured: the epoch before ended "
+                    "between its micro-batches, whose gradients the Trainer adds to those of the "
+                    "epoch that begins. Expected epochs of whole steps: a number of batches that "
+                    "gradient_accumulation_steps divides, or a data set whose length is known.",
+                )
+        self._unfinished = True
         self._start()
 
     def on_substep_end(self, args, state, control, **kwargs) -> None:
@@ -134,6 +147,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._close(last=True)
+        self._unfinished = False
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self._measures:

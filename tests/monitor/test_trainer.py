@@ -342,6 +342,30 @@ def test_steps_whose_forward_is_not_seen(tmp_path, monkeypatch, way):
         assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"])
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Lines whose number is not known beforehand."""
+
+    def __init__(self, count: int):
+        self.lines = Lines(count)
+
+    def __iter__(self):
+        return iter([self.lines[index] for index in range(len(self.lines))])
+
+
+def test_an_epoch_that_ends_within_a_step(tmp_path):
+    """The Trainer adds what was left of it to the next step, of which no statistic is known."""
+    model, callback = language_model(), GradStatsCallback(every=1)
+    state = snapshot(model)
+    with pytest.warns(gs.GradStatsWarning, match="optimizer step [24] was not measured: the epoch"):
+        trainer = trainer_for(model, [callback], tmp_path, Stream(15), max_steps=6)
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    assert list(ours) == [1, 2, 4, 6] and list(own) == [1, 2, 3, 4, 5, 6]
+    for step, metrics in ours.items():
+        assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"], rel=RTOL)
+    model.zero_grad()
+    assert snapshot(model)["hooks"] == state["hooks"]
+
+
 def test_two_callbacks_on_one_trainer(tmp_path):
     """The second finds the model tracked, and says so; nothing is left of either."""
     model = Classifier()
