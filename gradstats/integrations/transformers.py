@@ -40,12 +40,28 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     then goes on with a callback of its own, made with the saved arguments. It stands in
     ``trainer.callback_handler.callbacks``; the one that was passed measures nothing.
 
-    The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
-    (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
-    (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
-    each micro-batch it is the example's own loss. Examples are the rows of the batch, and those
-    that ``DataCollatorWithFlattening`` packs into one row where the model is given
-    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each and no ``attention_mask``.
+    The loss of the whole optimizer step, the sum over its micro-batches and mean over its processes
+    of the scalars that the Trainer differentiates, is taken to be (1/N) Σ ℓ_i of its N examples,
+    which defines ℓ_i. With K micro-batches of B examples on each of R processes, ℓ_i is
+
+        N / #tokens · the sum of its token losses    where the loss is divided by the token count
+        N / (K R B) · its own loss                   where it is the mean over the micro-batch:
+                                                     its own loss, if all are of the same size
+        N / B · its own loss                         where such a mean is taken for one that was
+                                                     divided by the count: K R times its own loss
+
+    #tokens is the Trainer's ``num_items_in_batch``: all labels that are not -100, also the first of
+    a row, which nothing predicts. In Transformers 5 it leaves that out for causal language models,
+    which it knows by the name of their class: not ``GPT2LMHeadModel``. It takes any loss to be
+    divided by the count if it comes from a ``compute_loss_func``, or if there are ``labels`` and
+    the model takes ``**kwargs``: BERT and T5 in Transformers 5 do, without dividing, and so may
+    your ``compute_loss``. With ``average_tokens_across_devices=False`` #tokens is R times the count
+    of the process, and the third line N / (R B). In each case the gradient is the one that the
+    Trainer trains with.
+
+    Examples are the rows of the batch, and those that ``DataCollatorWithFlattening`` packs into one
+    row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
+    and no ``attention_mask``.
 
     Args:
         every: measure one optimizer step in so many.
