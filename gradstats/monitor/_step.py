@@ -48,7 +48,7 @@ class Collector:
         self._scale: Tensor | float = 1.0
         self._rates: Tensor | None = None
         self._groups: np.ndarray | None = None
-        self._stale: Tensor | float = 0.0
+        self._stale: Tensor | None = None
         self._used: set[str] = set()
         self._without: set[str] = set()
         self._twice: Tensor | float = 0.0
@@ -106,8 +106,7 @@ class Collector:
         if self.optimizer is not None:
             self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
         if not self._started:
-            earlier = gradient_sqnorms(self._parameters)
-            self._stale = 0.0 if earlier is None else earlier.sum()
+            self._stale = gradient_sqnorms(self._parameters)
         self._started = True
 
     def after_backward(self) -> None:
@@ -161,8 +160,8 @@ class Collector:
         assert self.layers is not None
         device = self._batches[0][0].device
         gradient = self._gradient
-        measured = float(gradient is not None)
-        flags = [len(self._batches), measured, self._scale, self._stale, self._twice]
+        measured, held = float(gradient is not None), float(self._stale is not None)
+        flags = [len(self._batches), measured, self._scale, held, self._twice]
         if any(isinstance(flag, Tensor) for flag in flags):
             header = torch.cat(
                 [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
@@ -172,6 +171,8 @@ class Collector:
         if gradient is None:
             gradient = header.new_zeros(len(self.names))
         pieces = [header, gradient.to(device)]
+        if self._stale is not None:
+            pieces.append(self._stale.to(device))
         if self._rates is not None:
             pieces.append(_column(self._rates, device))
         vector = torch.cat([*pieces, *(part for batch in self._batches for part in batch)])

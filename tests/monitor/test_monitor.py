@@ -750,6 +750,20 @@ def test_a_gradient_from_before_is_refused(model, factor, alignment):
     assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gradient_that_the_optimizer_does_not_clear(model, set_to_none):
+    """It is named: the loop did call optimizer.zero_grad()."""
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=1)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with monitor.step(batch_size=B):
+            losses_of(model, batch_of()).mean().backward()
+    message = r"\('0.weight', '0.bias'\), so .*model.zero_grad\(\) where the optimizer"
+    with pytest.raises(gs.TrackingError, match=message):
+        monitor.metrics()
+
+
 @pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
