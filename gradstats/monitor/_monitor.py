@@ -343,7 +343,7 @@ class Monitor:
     def _begin(self, *, single: bool) -> None:
         """Start an optimizer step, of one micro-batch or of several."""
         self._settle()
-        self._metrics, self._collector = {}, None
+        self._metrics, self._collector, self._next = {}, None, 0
         if self.steps % self.every:
             return
         group = self.process_group

@@ -171,6 +171,21 @@ def test_accumulated_micro_batches_are_one_step(model, reduction, alignment):
     np.testing.assert_allclose([norms[i] for i in range(B)], np.linalg.norm(rows, axis=1))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_whose_micro_batches_begin_anew(model, every):
+    """An epoch ended within it, and the loop drops what it had accumulated."""
+    monitor, batch = gs.Monitor(model, every=every), batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    for whole in (True, False, True, True):
+        model.zero_grad()
+        for k in range(2 if whole else 1):
+            with monitor.step(batch_size=B, accumulation=(k, 2)):
+                (losses_of(model, batch).mean() / 2).backward()
+    assert monitor.steps == 3
+    assert monitor.history["step"] == [step for step in range(3) if step % every == 0]
+    assert monitor.metrics()["gns/g2"] == pytest.approx(noise(np.concatenate([rows, rows]))[1])
+
+
 def test_unequal_micro_batches_of_a_token_mean(model):
     """ "step_mean": each scalar is a sum over the micro-batch, divided by what the step holds."""
     batch = batch_of()
