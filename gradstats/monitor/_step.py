@@ -95,8 +95,15 @@ class Collector:
         tracker.open()
         return tracker
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
+    def before_backward(
+        self,
+        losses: Sequence[Tensor],
+        start: Sequence[Tensor | None],
+        inputs: Sequence[Tensor] | None,
+    ) -> None:
         """Note what the backward starts from: the optimizer may step before the context closes."""
+        if inputs is not None:
+            self._check_inputs(inputs)
         device = losses[0].device
         self._scalar = torch.zeros((), dtype=torch.float64, device=device)
         for loss, gradient in zip(losses, start, strict=True):
@@ -192,6 +199,18 @@ class Collector:
                 f"{listed(changed)} began or ceased to require grad between the micro-batches of "
                 "one optimizer step. Expected the same parameters in all of them: freeze and "
                 "unfreeze between steps."
+            )
+
+    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Raise where the backward leaves measured parameters without their gradient."""
+        asked = set(map(id, inputs))
+        named = zip(self.names, self._parameters, strict=True)
+        left = [name for name, parameter in named if id(parameter) not in asked]
+        if left:
+            raise TrackingError(
+                f"the backward's inputs= leaves out {listed(left)} of the measured parameters, "
+                "so that they have no part in the gradient of this step. Expected all of them "
+                "there: measure the others alone, with parameters= or exclude=."
             )
 
     def _warn_of_hooks(self) -> None:

@@ -765,6 +765,29 @@ def test_a_gradient_from_before_is_refused(model, factor, alignment):
     assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_backward_that_is_told_what_to_compute(model, set_to_none, alignment):
+    """The gradient of the step is that of all measured parameters, or it is refused."""
+    batch = batch_of()
+    last = gs.Monitor(model, every=1, alignment=alignment, parameters="2.*")
+    rows = gradient_rows(model[2], (model[:2](batch[0]).detach(), batch[1]), losses_of)
+    losses_of(model, batch).mean().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    inputs = list(model[2].parameters())
+    with last.step(batch_size=B):
+        losses_of(model, batch).mean().backward(inputs=inputs)
+    assert_metrics(last.metrics(), metrics_of(rows))
+    model.zero_grad(set_to_none=set_to_none)
+    state = snapshot(model)
+    whole = gs.Monitor(model, every=1, alignment=alignment)
+    with pytest.raises(gs.TrackingError, match=r"leaves out '0.weight', '0.bias' of .*exclude="):
+        with whole.step(batch_size=B):
+            losses_of(model, batch).mean().backward(inputs=inputs)
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_a_gradient_that_the_optimizer_does_not_clear(model, set_to_none):
     """It is named: the loop did call optimizer.zero_grad()."""
