@@ -2,7 +2,7 @@
 
 Everything stays on the model's device until the copy, in one float64 vector:
 
-    header          how many micro-batches, the loss scale, flags
+    header          how many micro-batches, the loss scale, flags; 0 alone where one was skipped
     parameters      ‖G_p‖² of the gradient; the same of what .grad held before, if it held anything
     optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
@@ -135,11 +135,14 @@ class Pending:
         self._layers, self._names, self._shared = layers, names, shared
         self._groups, self._lost = groups, lost
 
-    def read(self) -> Measured:
-        """Copy everything to the host at once, and give it its units."""
+    def read(self) -> Measured | None:
+        """Copy everything to the host at once, and give it its units; None of a skipped step."""
         lengths = [len(vector) for vector in self._vectors]
         whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
         flat = whole.cpu().numpy()
+        starts = np.cumsum([0, *lengths[:-1]])
+        if not flat[starts].all():
+            return None
         headers, gradients, batches = [], [], []
         held = np.zeros(len(self._names))
         rates = None

@@ -38,6 +38,8 @@ class Collector:
     def __init__(self, model: nn.Module, options: Options, optimizer, scaler, group, single: bool):
         self.model, self.options, self.scaler, self.group = model, options, scaler, group
         self.optimizer = optimizer
+        # A micro-batch had no backward. Of several processes each has to learn it from the others.
+        self.skipped = False
         # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
         self.reads_gradients = not (single and group is None and options.alignment)
         self.names: list[str] = []
@@ -165,6 +167,21 @@ class Collector:
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
         assert self.layers is not None
+        vector = self._of_nothing() if self.skipped else self._vector()
+        vectors = [vector] if self.group is None else gather(vector, self.group)
+        shared = None
+        if self.group is not None:
+            ranks = torch.distributed.get_world_size(self.group)
+            shared = [processes_with(parameter, ranks) for parameter in self._parameters]
+        lost = [name for name in self.names if name in self._used & self._without]
+        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
+
+    def _of_nothing(self) -> Tensor:
+        """Return the beginning of a header that has no micro-batch."""
+        return torch.zeros(1, dtype=torch.float64, device=self._parameters[0].device)
+
+    def _vector(self) -> Tensor:
+        """Return what this process measured, as ``_measured`` has it."""
         device = self._batches[0][0].device
         gradient = self._gradient
         measured, held = float(gradient is not None), float(self._stale is not None)
@@ -182,14 +199,7 @@ class Collector:
             pieces.append(self._stale.to(device))
         if self._rates is not None:
             pieces.append(_column(self._rates, device))
-        vector = torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
-        vectors = [vector] if self.group is None else gather(vector, self.group)
-        shared = None
-        if self.group is not None:
-            ranks = torch.distributed.get_world_size(self.group)
-            shared = [processes_with(parameter, ranks) for parameter in self._parameters]
-        lost = [name for name in self.names if name in self._used & self._without]
-        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
+        return torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
 
     def _check_same(self, names: list[str]) -> None:
         """Raise unless a micro-batch measures the parameters that those before it measured."""
