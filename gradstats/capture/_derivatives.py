@@ -41,10 +41,10 @@ def backward(
     given = grad_tensors if grad_tensors is not None else grad_variables
     start = _as_tuple(given) if given is not None else (None,) * len(tensors)
     start = torch.autograd._make_grads(tensors, start, is_grads_batched=False)
-    reporting = mode.tracker.before_backward(tensors, start, create_graph)
-    chosen: tuple = ()
     if inputs is not None:
-        chosen = (*_as_tuple(inputs), *mode.tracker.targets(reporting))
+        inputs = _as_tuple(inputs)
+    reporting = mode.tracker.before_backward(tensors, start, create_graph, inputs)
+    chosen = () if inputs is None else (*inputs, *mode.tracker.targets(reporting))
     # Checkpoints compute parts of the forward again in backward, and need the mode on. Under it
     # every public way into the engine would lead back here.
     with mode:

@@ -13,7 +13,12 @@ from torch import Tensor
 class BackwardListener(Protocol):
     """Is told when the backward of a context starts and when it has ended."""
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None: ...
+    def before_backward(
+        self,
+        losses: Sequence[Tensor],
+        start: Sequence[Tensor | None],
+        inputs: Sequence[Tensor] | None,
+    ) -> None: ...
 
     def after_backward(self) -> None: ...
 

@@ -331,7 +331,11 @@ class Tracker(Repeated, Threaded):
         self.after_backward()
 
     def before_backward(
-        self, losses: Sequence[Tensor], start: Sequence[Tensor | None], create_graph: bool
+        self,
+        losses: Sequence[Tensor],
+        start: Sequence[Tensor | None],
+        create_graph: bool,
+        inputs: Sequence[Tensor] | None = None,
     ) -> list[GraphNode]:
         """Check, before a backward changes anything, that it can be accounted for.
 
@@ -340,6 +344,7 @@ class Tracker(Repeated, Threaded):
             start: the gradient it starts with at each; None where a tensor has no graph, which
                 PyTorch will refuse.
             create_graph: whether the backward is to be differentiated.
+            inputs: what alone is to get a gradient; None for all leaves.
 
         Returns:
             The nodes of the graph that report uses.
@@ -371,7 +376,7 @@ class Tracker(Repeated, Threaded):
             node.register_prehook(begin)
         if self.listener is not None and not nested:
             with torch._C.DisableTorchFunction():
-                self.listener.before_backward(losses, start)
+                self.listener.before_backward(losses, start, inputs)
         return reporting
 
     def after_backward(self) -> None:

@@ -40,12 +40,28 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     then goes on with a callback of its own, made with the saved arguments. It stands in
     ``trainer.callback_handler.callbacks``; the one that was passed measures nothing.
 
-    The loss of the whole optimizer step, over all its micro-batches and processes, is taken to be
-    (1/N) Σ ℓ_i of its N examples, which defines ℓ_i. With the Trainer's token count
-    (``num_items_in_batch``) ℓ_i is N / #tokens times the sum of its token losses; with a mean over
-    each micro-batch it is the example's own loss. Examples are the rows of the batch, and those
-    that ``DataCollatorWithFlattening`` packs into one row where the model is given
-    ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each and no ``attention_mask``.
+    The loss of the whole optimizer step, the sum over its micro-batches and mean over its processes
+    of the scalars that the Trainer differentiates, is taken to be (1/N) Σ ℓ_i of its N examples,
+    which defines ℓ_i. With K micro-batches of B examples on each of R processes, ℓ_i is
+
+        N / #tokens · the sum of its token losses    where the loss is divided by the token count
+        N / (K R B) · its own loss                   where it is the mean over the micro-batch:
+                                                     its own loss, if all are of the same size
+        N / B · its own loss                         where such a mean is taken for one that was
+                                                     divided by the count: K R times its own loss
+
+    #tokens is the Trainer's ``num_items_in_batch``: all labels that are not -100, also the first of
+    a row, which nothing predicts. In Transformers 5 it leaves that out for causal language models,
+    which it knows by the name of their class: not ``GPT2LMHeadModel``. It takes any loss to be
+    divided by the count if it comes from a ``compute_loss_func``, or if there are ``labels`` and
+    the model takes ``**kwargs``: BERT and T5 in Transformers 5 do, without dividing, and so may
+    your ``compute_loss``. With ``average_tokens_across_devices=False`` #tokens is R times the count
+    of the process, and the third line N / (R B). In each case the gradient is the one that the
+    Trainer trains with.
+
+    Examples are the rows of the batch, and those that ``DataCollatorWithFlattening`` packs into one
+    row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
+    and no ``attention_mask``.
 
     Args:
         every: measure one optimizer step in so many.
@@ -78,7 +94,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
         self._called: nn.Module | None = None
-        self._first = self._measures = False
+        self._first = self._measures = self._unfinished = False
         self._accumulation = 1
         try:
             json.dumps([ids, options])
@@ -90,6 +106,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
+        self._unfinished = False
         _refuse_what_cannot_be_measured(args)
         trainer = _calling_trainer()
         self._handler = trainer.callback_handler
@@ -126,6 +143,18 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         assert self.monitor is not None
         self.monitor.steps = state.global_step
         self._first, self._measures = True, state.global_step % self.every == 0
+        if self._unfinished:
+            # Its next micro-batch, which hooks may be waiting for, never came.
+            self._remove_hooks()
+            if self._measures:
+                self._measures = False
+                warn(
+                    f"optimizer step {state.global_step} was not measured: the epoch before ended "
+                    "between its micro-batches, whose gradients the Trainer adds to those of the "
+                    "epoch that begins. Expected epochs of whole steps: a number of batches that "
+                    "gradient_accumulation_steps divides, or a data set whose length is known.",
+                )
+        self._unfinished = True
         self._start()
 
     def on_substep_end(self, args, state, control, **kwargs) -> None:
@@ -134,6 +163,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._close(last=True)
+        self._unfinished = False
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if not self._measures:

@@ -15,6 +15,7 @@ from gradstats.statistics._loss import check_batch_size, packed_segments
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
+    from gradstats.monitor._step import Collector
 
 
 class MonitorStep:
@@ -69,7 +70,7 @@ class MonitorStep:
         if self._first:
             monitor._begin(single=self._last is True)
         collector = monitor._collector
-        if collector is None:
+        if collector is None or collector.skipped:
             return
         check_recording()
         self._batch_size = check_batch_size(self._batch_size)
@@ -96,13 +97,12 @@ class MonitorStep:
                 context.close()
                 if collector is None:
                     self.measured = False  # another state was loaded inside the step
-                # Of several processes each has to know what the others do.
-                elif context.backward_ran or collector.group is not None:
+                elif context.backward_ran:
                     collector.add(
                         context, self._batch_size, self._ids, self._weights, self._divisor
                     )
                 else:
-                    self._skip()
+                    self._skip(collector)
             except BaseException:
                 monitor._collector = None
                 raise
@@ -110,9 +110,9 @@ class MonitorStep:
         if last:
             monitor._end()
 
-    def _skip(self) -> None:
+    def _skip(self, collector: Collector) -> None:
         """Leave an optimizer step out that loops skip, as they do where a loss is not finite."""
-        self._monitor._collector, self.measured = None, False
+        collector.skipped, self.measured = True, False
         warn(
             "no backward ran inside this step of gradstats.Monitor, so that its optimizer step is "
             "not measured. Where the loop skips it on purpose that is all; otherwise run "

@@ -2,8 +2,8 @@
 
 Everything stays on the model's device until the copy, in one float64 vector:
 
-    header          how many micro-batches, the loss scale, flags
-    parameters      ‖G_p‖² of the gradient
+    header          how many micro-batches, the loss scale, flags; 0 alone where one was skipped
+    parameters      ‖G_p‖² of the gradient; the same of what .grad held before, if it held anything
     optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
@@ -135,12 +135,16 @@ class Pending:
         self._layers, self._names, self._shared = layers, names, shared
         self._groups, self._lost = groups, lost
 
-    def read(self) -> Measured:
-        """Copy everything to the host at once, and give it its units."""
+    def read(self) -> Measured | None:
+        """Copy everything to the host at once, and give it its units; None of a skipped step."""
         lengths = [len(vector) for vector in self._vectors]
         whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
         flat = whole.cpu().numpy()
+        starts = np.cumsum([0, *lengths[:-1]])
+        if not flat[starts].all():
+            return None
         headers, gradients, batches = [], [], []
+        held = np.zeros(len(self._names))
         rates = None
         end = 0
         for length in lengths:
@@ -149,10 +153,12 @@ class Pending:
             header = reader.take(H_TWICE + 1)
             headers.append(header)
             gradients.append(reader.take(len(self._names)))
+            if header[H_STALE]:
+                held += reader.take(len(self._names))
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
-        self._check(headers, batches)
+        self._check(headers, held, batches)
         gradient: np.ndarray | None = None
         if headers[0][H_MEASURED]:
             gradient = sum(gradients[1:], gradients[0])
@@ -172,17 +178,21 @@ class Pending:
             sqnorm=reader.take(parameters, size),
         )
 
-    def _check(self, headers: Sequence[np.ndarray], batches: Sequence[Batch]) -> None:
+    def _check(
+        self, headers: Sequence[np.ndarray], held: np.ndarray, batches: Sequence[Batch]
+    ) -> None:
         if any(header[H_TWICE] > 0 for header in headers):
             raise TrackingError(
                 "a parameter contributed more than once to a compiled graph, so its per-example "
                 "norms are not known. Run measured steps without torch.compile."
             )
-        if any(header[H_STALE] != 0 for header in headers):
+        stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
+        if stale:
             raise TrackingError(
-                "the parameters held a gradient when the first micro-batch's backward started, so "
-                "that the gradient of this step is not known. Call optimizer.zero_grad() before "
-                "it; to accumulate gradients, say so with accumulation=(k, K)."
+                "the parameters held a gradient when the first micro-batch's backward started "
+                f"({listed(stale)}), so that the gradient of this step is not known. Call "
+                "optimizer.zero_grad() before it, model.zero_grad() where the optimizer does not "
+                "hold them all; to accumulate gradients, say so with accumulation=(k, K)."
             )
         if self._lost:
             raise TrackingError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstats._warnings import warn
 from gradstats.capture._selection import anatomy_of
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import check_monitor, checked_accumulation
@@ -185,14 +186,16 @@ class Monitor:
         self._choices = decay, spike, top, clip
         self._run = Run(*self._choices)
         self._metrics: dict[str, float] = {}
-        # The optimizer step at hand, its next micro-batch, and the last one on its way to the host.
+        # The optimizer step at hand, its next micro-batch, and the last one on its way to the host:
+        # its number, and whether this process skipped it.
         self._collector: Collector | None = None
         self._next = 0
-        self._pending: tuple[int, Pending] | None = None
+        self._pending: tuple[int, bool, Pending] | None = None
 
     def __repr__(self) -> str:
         # What is still on the device is counted there: to fetch it would wait.
-        measured = len(self._run.history.get("step", ())) + (self._pending is not None)
+        pending = self._pending is not None and not self._pending[1]
+        measured = len(self._run.history.get("step", ())) + pending
         return f"Monitor(every={self.every}, steps={self.steps}, measured={measured})"
 
     def step(
@@ -343,7 +346,7 @@ class Monitor:
     def _begin(self, *, single: bool) -> None:
         """Start an optimizer step, of one micro-batch or of several."""
         self._settle()
-        self._metrics, self._collector = {}, None
+        self._metrics, self._collector, self._next = {}, None, 0
         if self.steps % self.every:
             return
         group = self.process_group
@@ -356,7 +359,8 @@ class Monitor:
     def _end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
-            self._pending = (self.steps, self._collector.finish())
+            collector = self._collector
+            self._pending = self.steps, collector.skipped, collector.finish()
             self._collector = None
         self.steps += 1
 
@@ -364,10 +368,17 @@ class Monitor:
         """Take in the last measured step, if its numbers are still on the device."""
         if self._pending is None:
             return
-        (number, pending), self._pending = self._pending, None
+        (number, skipped, pending), self._pending = self._pending, None
         try:
             measured = pending.read()
         except TrackingError as error:
             # It comes late, from whatever asks for the step's numbers first: the next step perhaps.
             raise TrackingError(f"at optimizer step {number}, {error}") from None
+        if measured is None:
+            if not skipped:
+                warn(
+                    f"optimizer step {number} of gradstats.Monitor was not measured: another "
+                    "process ran no backward in it.",
+                )
+            return
         self._metrics = self._run.add(number, measured)

@@ -38,6 +38,8 @@ class Collector:
     def __init__(self, model: nn.Module, options: Options, optimizer, scaler, group, single: bool):
         self.model, self.options, self.scaler, self.group = model, options, scaler, group
         self.optimizer = optimizer
+        # A micro-batch had no backward. Of several processes each has to learn it from the others.
+        self.skipped = False
         # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
         self.reads_gradients = not (single and group is None and options.alignment)
         self.names: list[str] = []
@@ -48,7 +50,7 @@ class Collector:
         self._scale: Tensor | float = 1.0
         self._rates: Tensor | None = None
         self._groups: np.ndarray | None = None
-        self._stale: Tensor | float = 0.0
+        self._stale: Tensor | None = None
         self._used: set[str] = set()
         self._without: set[str] = set()
         self._twice: Tensor | float = 0.0
@@ -95,8 +97,15 @@ class Collector:
         tracker.open()
         return tracker
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
+    def before_backward(
+        self,
+        losses: Sequence[Tensor],
+        start: Sequence[Tensor | None],
+        inputs: Sequence[Tensor] | None,
+    ) -> None:
         """Note what the backward starts from: the optimizer may step before the context closes."""
+        if inputs is not None:
+            self._check_inputs(inputs)
         device = losses[0].device
         self._scalar = torch.zeros((), dtype=torch.float64, device=device)
         for loss, gradient in zip(losses, start, strict=True):
@@ -106,8 +115,7 @@ class Collector:
         if self.optimizer is not None:
             self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
         if not self._started:
-            earlier = gradient_sqnorms(self._parameters)
-            self._stale = 0.0 if earlier is None else earlier.sum()
+            self._stale = gradient_sqnorms(self._parameters)
         self._started = True
 
     def after_backward(self) -> None:
@@ -159,10 +167,25 @@ class Collector:
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
         assert self.layers is not None
+        vector = self._of_nothing() if self.skipped else self._vector()
+        vectors = [vector] if self.group is None else gather(vector, self.group)
+        shared = None
+        if self.group is not None:
+            ranks = torch.distributed.get_world_size(self.group)
+            shared = [processes_with(parameter, ranks) for parameter in self._parameters]
+        lost = [name for name in self.names if name in self._used & self._without]
+        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
+
+    def _of_nothing(self) -> Tensor:
+        """Return the beginning of a header that has no micro-batch."""
+        return torch.zeros(1, dtype=torch.float64, device=self._parameters[0].device)
+
+    def _vector(self) -> Tensor:
+        """Return what this process measured, as ``_measured`` has it."""
         device = self._batches[0][0].device
         gradient = self._gradient
-        measured = float(gradient is not None)
-        flags = [len(self._batches), measured, self._scale, self._stale, self._twice]
+        measured, held = float(gradient is not None), float(self._stale is not None)
+        flags = [len(self._batches), measured, self._scale, held, self._twice]
         if any(isinstance(flag, Tensor) for flag in flags):
             header = torch.cat(
                 [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
@@ -172,16 +195,11 @@ class Collector:
         if gradient is None:
             gradient = header.new_zeros(len(self.names))
         pieces = [header, gradient.to(device)]
+        if self._stale is not None:
+            pieces.append(self._stale.to(device))
         if self._rates is not None:
             pieces.append(_column(self._rates, device))
-        vector = torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
-        vectors = [vector] if self.group is None else gather(vector, self.group)
-        shared = None
-        if self.group is not None:
-            ranks = torch.distributed.get_world_size(self.group)
-            shared = [processes_with(parameter, ranks) for parameter in self._parameters]
-        lost = [name for name in self.names if name in self._used & self._without]
-        return Pending(vectors, self.options, self.layers, self.names, shared, self._groups, lost)
+        return torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
 
     def _check_same(self, names: list[str]) -> None:
         """Raise unless a micro-batch measures the parameters that those before it measured."""
@@ -191,6 +209,18 @@ class Collector:
                 f"{listed(changed)} began or ceased to require grad between the micro-batches of "
                 "one optimizer step. Expected the same parameters in all of them: freeze and "
                 "unfreeze between steps."
+            )
+
+    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Raise where the backward leaves measured parameters without their gradient."""
+        asked = set(map(id, inputs))
+        named = zip(self.names, self._parameters, strict=True)
+        left = [name for name, parameter in named if id(parameter) not in asked]
+        if left:
+            raise TrackingError(
+                f"the backward's inputs= leaves out {listed(left)} of the measured parameters, "
+                "so that they have no part in the gradient of this step. Expected all of them "
+                "there: measure the others alone, with parameters= or exclude=."
             )
 
     def _warn_of_hooks(self) -> None:

@@ -149,7 +149,7 @@ class _ScaleAtBackward:
         self._scaler, self._device = scaler, device
         self.value: Tensor | float = 1.0
 
-    def before_backward(self, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
+    def before_backward(self, losses, start, inputs) -> None:
         self.value = loss_scale(self._scaler, self._device)
 
     def after_backward(self) -> None:

@@ -189,6 +189,7 @@ def data_parallel(rank: int) -> None:
     check_training(rank, compiled, 2, True)
     check_uneven_batches(rank)
     check_a_mean_over_the_step(rank)
+    check_a_step_that_is_skipped(rank)
 
 
 def compiled(model):
@@ -235,6 +236,44 @@ def check_a_mean_over_the_step(rank: int) -> None:
     assert metrics["batch_loss"] == pytest.approx(losses_of(alone, batch).mean().item())
     averaged = [parameter.grad.flatten() for parameter in wrapped.parameters()]
     np.testing.assert_allclose(torch.cat(averaged).norm().item(), metrics["grad_norm"], rtol=1e-9)
+
+
+def check_a_step_that_is_skipped(rank: int) -> None:
+    """By all processes, as loops do where one of them has a loss that is not finite; or by one."""
+    alone, model = same_network(2)
+    wrapped = DistributedDataParallel(copy.deepcopy(model))
+    batch = whole_batch(torch.Generator().manual_seed(2))
+    rows = gradient_rows(alone, batch, losses_of)
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    everybody, first = range(RANKS), range(1)
+    for own, skipping, count in (
+        (wrapped, everybody, 1), (wrapped, everybody, 3), (model, first, 1), (model, first, 3),
+    ):  # fmt: skip
+        monitor = gs.Monitor(own, every=1, process_group=dist.group.WORLD)
+        for step in range(3):
+            own.zero_grad()
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                for k in range(count):
+                    if own is wrapped:
+                        synchronise(own, k == count - 1)
+                    with monitor.step(B, accumulation=(k, count)) as context:
+                        loss = losses_of(own, mine).mean() / count
+                        if not (step == 1 and k == count // 2 and rank in skipping):
+                            loss.backward()
+                if own is model:
+                    for parameter in own.parameters():
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+                metrics = monitor.metrics()
+            told = [str(each.message) for each in heard if each.category is gs.GradStatsWarning]
+            assert bool(metrics) == (step != 1)
+            assert context.measured == (step != 1 or rank not in skipping)
+            assert len(told) == (step == 1) and all("not measured" in each for each in told)
+        assert monitor.steps == 3 and monitor.history["step"] == [0, 2]
+        if own is wrapped:
+            assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
 def shard(model):

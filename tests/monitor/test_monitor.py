@@ -171,6 +171,21 @@ def test_accumulated_micro_batches_are_one_step(model, reduction, alignment):
     np.testing.assert_allclose([norms[i] for i in range(B)], np.linalg.norm(rows, axis=1))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_whose_micro_batches_begin_anew(model, every):
+    """An epoch ended within it, and the loop drops what it had accumulated."""
+    monitor, batch = gs.Monitor(model, every=every), batch_of()
+    rows = gradient_rows(model, batch, losses_of)
+    for whole in (True, False, True, True):
+        model.zero_grad()
+        for k in range(2 if whole else 1):
+            with monitor.step(batch_size=B, accumulation=(k, 2)):
+                (losses_of(model, batch).mean() / 2).backward()
+    assert monitor.steps == 3
+    assert monitor.history["step"] == [step for step in range(3) if step % every == 0]
+    assert monitor.metrics()["gns/g2"] == pytest.approx(noise(np.concatenate([rows, rows]))[1])
+
+
 def test_unequal_micro_batches_of_a_token_mean(model):
     """ "step_mean": each scalar is a sum over the micro-batch, divided by what the step holds."""
     batch = batch_of()
@@ -748,6 +763,43 @@ def test_a_gradient_from_before_is_refused(model, factor, alignment):
     with monitor.step(batch_size=B):
         losses_of(model, batch).mean().backward()
     assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_backward_that_is_told_what_to_compute(model, set_to_none, alignment):
+    """The gradient of the step is that of all measured parameters, or it is refused."""
+    batch = batch_of()
+    last = gs.Monitor(model, every=1, alignment=alignment, parameters="2.*")
+    rows = gradient_rows(model[2], (model[:2](batch[0]).detach(), batch[1]), losses_of)
+    losses_of(model, batch).mean().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    inputs = list(model[2].parameters())
+    with last.step(batch_size=B):
+        losses_of(model, batch).mean().backward(inputs=inputs)
+    assert_metrics(last.metrics(), metrics_of(rows))
+    model.zero_grad(set_to_none=set_to_none)
+    state = snapshot(model)
+    whole = gs.Monitor(model, every=1, alignment=alignment)
+    with pytest.raises(gs.TrackingError, match=r"leaves out '0.weight', '0.bias' of .*exclude="):
+        with whole.step(batch_size=B):
+            losses_of(model, batch).mean().backward(inputs=inputs)
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gradient_that_the_optimizer_does_not_clear(model, set_to_none):
+    """It is named: the loop did call optimizer.zero_grad()."""
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    monitor = gs.Monitor(model, every=1)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with monitor.step(batch_size=B):
+            losses_of(model, batch_of()).mean().backward()
+    message = r"\('0.weight', '0.bias'\), so .*model.zero_grad\(\) where the optimizer"
+    with pytest.raises(gs.TrackingError, match=message):
+        monitor.metrics()
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENT)

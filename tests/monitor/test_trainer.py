@@ -153,14 +153,23 @@ class Classifier(nn.Module):
         return {"loss": loss}
 
 
+class TakesAnything(Classifier):
+    """The Trainer takes it to divide by a token count, which it is given, and does not divide."""
+
+    def forward(self, images, labels, num_items_in_batch=None, **others):
+        assert num_items_in_batch is not None and not others
+        return super().forward(images, labels)
+
+
 class Images(Digits):
     def __getitem__(self, index: int) -> dict:
         return {"images": self.images[index], "labels": self.labels[index]}
 
 
-def test_means_over_micro_batches_against_the_oracle(tmp_path):
+@pytest.mark.parametrize("kind", [Classifier, TakesAnything])
+def test_means_over_micro_batches_against_the_oracle(tmp_path, kind):
     seen: list = []
-    model = Classifier()
+    model = kind()
 
     class Keep(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -181,7 +190,7 @@ def test_means_over_micro_batches_against_the_oracle(tmp_path):
         whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         # The last step of an epoch has a micro-batch of two, whose examples weigh as much.
         weight = torch.cat([torch.ones(len(y), dtype=torch.float64) / len(y) for _, y in batches])
-        weight *= len(whole[1]) / len(batches)
+        weight *= len(whole[1]) / (len(batches) if kind is Classifier else 1)
         rows = gradient_rows(
             network, (*whole, weight), lambda m, batch: losses_of(m, batch) * batch[2]
         )
@@ -340,6 +349,30 @@ def test_steps_whose_forward_is_not_seen(tmp_path, monkeypatch, way):
     assert list(ours) == [1, 4]
     for step, metrics in ours.items():
         assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Lines whose number is not known beforehand."""
+
+    def __init__(self, count: int):
+        self.lines = Lines(count)
+
+    def __iter__(self):
+        return iter([self.lines[index] for index in range(len(self.lines))])
+
+
+def test_an_epoch_that_ends_within_a_step(tmp_path):
+    """The Trainer adds what was left of it to the next step, of which no statistic is known."""
+    model, callback = language_model(), GradStatsCallback(every=1)
+    state = snapshot(model)
+    with pytest.warns(gs.GradStatsWarning, match="optimizer step [24] was not measured: the epoch"):
+        trainer = trainer_for(model, [callback], tmp_path, Stream(15), max_steps=6)
+    ours, own = logged(trainer, "gns/tr_sigma"), logged(trainer, "loss")
+    assert list(ours) == [1, 2, 4, 6] and list(own) == [1, 2, 3, 4, 5, 6]
+    for step, metrics in ours.items():
+        assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"], rel=RTOL)
+    model.zero_grad()
+    assert snapshot(model)["hooks"] == state["hooks"]
 
 
 def test_two_callbacks_on_one_trainer(tmp_path):
