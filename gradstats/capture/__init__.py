@@ -15,6 +15,7 @@ One context
 What is tracked
     _nodes       parameters (roots) and what is computed from them alone (derived)
     _tensors     the tensor classes whose operations are seen
+    _derived     operations on parameters and constants alone, in place or not
     _functions   custom autograd Functions of parameters alone, made visible as operations
     _transforms  torch.vmap, made visible; other transforms of torch.func
     _scripts     functions of TorchScript, made visible as operations
@@ -35,13 +36,14 @@ What is not tracked: constants, and data with the examples in them
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of
-    _operations  operations by what they do to the axes of their operands
+    _operations  operations by what they do to their operands
     _rowwise     which functions keep rows apart; of others nobody knows what they do
     _formats     memory formats that strides leave open
     _nested      nested tuples, lists and dicts
 
 Where a parameter meets data
     _dispatch    what happens to an operation that touches a tracked tensor
+    _refusals    the error where nothing is known of it, and the remedy
     rules/       one file for each family of operations
     _uses        what all uses share, and how their factors reach the parameters; they are
     _hooked      operations of PyTorch's with a hook on their node

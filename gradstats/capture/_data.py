@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
-from gradstats.capture._dispatch import same_form
 from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
 from gradstats.capture._following import Following
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._layout import is_followed
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import same_form
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 

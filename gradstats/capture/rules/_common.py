@@ -9,12 +9,13 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._coverage import where_examples_met
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor, cast, compute_dtype
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._marks import leave_graph
@@ -37,6 +36,7 @@ from gradstats.capture._recurrence import (
     Steps,
     Sweep,
 )
+from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules._common import (
