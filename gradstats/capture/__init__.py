@@ -30,8 +30,10 @@ What is not tracked: constants, and data with the examples in them
     _marks       what is noted on tensors
     _following   where the examples lie in results, family by family, with
     _layout      the rules for operations on one operand, and those of
-    _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _writes, _einsum
-    _data        data that are written, changed, differentiated
+    _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
+    _writes      what an operation writes, and where; _written whose the rows are afterwards
+    _separable   which values of several examples are sums of terms of one each
+    _data        what autograd Functions and ``grad`` return; the losses
     _signatures  operands that are given by name
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
