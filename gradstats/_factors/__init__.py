@@ -3,6 +3,14 @@
 Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``right`` the two
 operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
 the training step has anyway; it never holds a (B, d) gradient.
+
+_factor     what every factor offers
+_outer      linear layers and matrix products; _ragged those of packed examples and of experts
+_patches    convolutions
+_rows       embeddings and integer indexing
+_vector     biases, scales and everything else that broadcasts
+_segments   examples whose rows differ in number
+_path       where in a parameter the elements of a tensor lie that was derived from it
 """
 
 from gradstats._factors._factor import Factor as Factor

@@ -3,6 +3,24 @@
 One table says which module contracts which pair of factors. A pair without a row in the table is
 contracted by the definition: the per-example gradients of a few examples at a time, within the
 workspace, multiplied and summed.
+
+Squared norms, and sums from the same pass
+    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts    of one factor of each kind
+    _merge       several uses of one parameter as fewer factors
+    _tied        a projection and the look-ups tied to it
+    _dense       the definition
+    _convolved   PyTorch's own weight gradient of a convolution
+
+Inner products
+    _inner       of two lists of factors, pair by pair
+    _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs, _ragged_pairs    of two factors
+    _tiles       the definition
+    _direction   with one dense direction; sums over the examples
+
+Under all of them
+    _result      what is returned, and how doubtful results are found and recomputed
+    _precision, _multiply, _tensor_cores    products: how exact, by which library, how hardware sums
+    _triton, _triton_layers    the kernels, on CUDA
 """
 
 from __future__ import annotations
