@@ -92,7 +92,7 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     raise ExampleAxisError(
         f"the batch is {type(batch).__name__}{of} and holds no tensor with an example axis, so the "
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
-        "dataclass of tensors: torch.as_tensor makes them of arrays. Of anything else pass "
+        "dataclass of tensors: convert arrays with torch.as_tensor. For anything else pass "
         "cu_seqlens=, the rows at which the examples begin, as graphs in one batch have them "
         "(batch.ptr)."
     )
