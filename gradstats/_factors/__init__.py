@@ -29,8 +29,6 @@ from gradstats._factors._rows import Rows as Rows
 from gradstats._factors._segments import Segments as Segments
 from gradstats._factors._segments import add_at as add_at
 from gradstats._factors._segments import added as added
-from gradstats._factors._segments import filled_up as filled_up
-from gradstats._factors._segments import padding as padding
 from gradstats._factors._segments import segment_sum as segment_sum
 from gradstats._factors._vector import Elementwise as Elementwise
 from gradstats._factors._vector import Vector as Vector

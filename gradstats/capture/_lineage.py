@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from gradstats._complex import real_shape
-from gradstats._factors import (
-    Factor,
-    Path,
-)
+from gradstats._factors import Factor, Path
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -27,6 +23,7 @@ from gradstats.capture._lean_steps import (
     lean_step,
 )
 from gradstats.capture._nodes import Derived, Node, Root, same_storage
+from gradstats.capture._operations import variants
 from gradstats.capture._replay import FunctionReplay, Replay
 from gradstats.contractions import Contraction, lean, sqnorm
 
@@ -205,24 +202,11 @@ def _is_isometric(node: Derived) -> bool:
 
 
 ISOMETRIC = frozenset(
-    {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
-    | {
-        Tensor.permute,
-        torch.permute,
-        Tensor.chunk,
-        torch.chunk,
-        Tensor.split,
-        torch.split,
+    [
+        *(function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS),
+        *variants(
+            "permute", "chunk", "split", "unbind", "narrow", "select", "movedim", "unflatten"
+        ),
         Tensor.split_with_sizes,
-        Tensor.unbind,
-        torch.unbind,
-        Tensor.narrow,
-        torch.narrow,
-        Tensor.select,
-        torch.select,
-        Tensor.movedim,
-        torch.movedim,
-        Tensor.unflatten,
-        torch.unflatten,
-    }
-)
+    ]
+)  # fmt: skip

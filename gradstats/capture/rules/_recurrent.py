@@ -228,9 +228,9 @@ def _packed(
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()}: got packed rows of which it is not known "
-            "whose they are, expected the result of torch.nn.utils.rnn.pack_padded_sequence on "
-            "data with their examples along batch_dim. Pack inside the context, or leave the "
+            f"{function_name(func)} on {node.describe()}: got packed rows that belong to unknown "
+            "examples, expected the result of torch.nn.utils.rnn.pack_padded_sequence on data "
+            "with their examples along batch_dim. Pack inside the context, or leave the "
             "parameter out by name with exclude=."
         )
     drops = dropout if training else 0.0
