@@ -25,6 +25,10 @@ ELEMENT_COST = 8
 # in which its products take about this many multiply-adds.
 PATCH_COST = 64
 
+# Elements of patches that are written and multiplied in the time that a grouped convolution takes
+# in oneDNN whatever its size: about 150 µs.
+FEW_PATCHES = 2**16
+
 # What the Gram form's additional operations cost, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
@@ -318,19 +322,21 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
         workspace: bytes of scratch.
     """
     fits = min(CACHE_BYTES // max(1, gradient), workspace // max(1, operands + gradient))
-    return max(1, min(examples, 32, fits))
+    return max(1, min(examples, 64, fits))
 
 
-def patches_are_cheap(channels: int, kernel: int, groups: int) -> bool:
+def patches_are_cheap(channels: int, kernel: int, groups: int, elements: int) -> bool:
     """Whether per-example gradients of a convolution are best formed of patches written out.
 
     Measured on two cores of an AMD EPYC: for pointwise kernels, whose patches are the input as it
-    stands, and for the few channels of a first layer, which a convolution pads, products of patches
-    take 0.25 to 1.1 times as long as a grouped convolution; elsewhere up to 2.5 times.
+    stands, for the few channels of a first layer, which a convolution pads, and where there is so
+    little to write that calling a convolution takes longer, products of patches take 0.25 to 1.1
+    times as long as a grouped convolution; elsewhere up to 2.5 times.
 
     Args:
         channels: number of input channels in one group.
         kernel: number of positions of the kernel.
         groups: number of groups.
+        elements: of the patches of all examples.
     """
-    return groups == 1 and (kernel == 1 or channels < 8)
+    return groups == 1 and (kernel == 1 or channels < 8 or elements <= FEW_PATCHES)

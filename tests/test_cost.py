@@ -145,10 +145,12 @@ def test_forms_of_convolutions_as_measured():
 
 
 def test_patches_are_written_out_where_that_is_cheap():
-    assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1)
-    assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1)
-    assert not _cost.patches_are_cheap(channels=64, kernel=9, groups=1)
-    assert not _cost.patches_are_cheap(channels=1, kernel=9, groups=64)
+    many = 2**20
+    assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1, elements=many)
+    assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1, elements=many)
+    assert not _cost.patches_are_cheap(channels=64, kernel=9, groups=1, elements=many)
+    assert _cost.patches_are_cheap(channels=64, kernel=9, groups=1, elements=2**15)
+    assert not _cost.patches_are_cheap(channels=1, kernel=9, groups=64, elements=2**15)
 
 
 def test_chunks():
@@ -166,10 +168,10 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.rows_per_tile(10, 100, 250) == 2
     assert _cost.rows_per_tile(10, 100, 1) == 1
-    assert _cost.convolution_chunk(50, 50, 64, WORKSPACE) == 32
+    assert _cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
     assert _cost.convolution_chunk(50, 50, 64, 250) == 2
     # Gradients that are formed together stay in cache.
     assert _cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**18
     assert _cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
-    assert _cost.convolution_chunk(2**22, 50, 64, WORKSPACE) == 32
+    assert _cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
     assert _cost.product(()) == 1 and _cost.product((2, 3)) == 6

@@ -157,6 +157,27 @@ def test_memory_does_not_grow_with_the_width_of_the_gradient():
     assert extra[0] <= 0 and extra[1] <= 0
 
 
+class Adapted(nn.Module):
+    """A linear layer whose weight is a frozen matrix and a product of two narrow ones."""
+
+    def __init__(self, width: int, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.up = nn.Parameter(torch.randn(width, rank))
+        self.down = nn.Parameter(torch.randn(rank, width))
+
+    def forward(self, x):
+        return functional.linear(x, self.weight + 2.0 * (self.up @ self.down))
+
+
+def test_of_a_merged_low_rank_update_no_gradient_of_the_whole_is_formed():
+    model, batch = Adapted(256, 4), torch.randn(16, 8, 256)
+    ledger = peak_memory(
+        lambda: gs.per_example_norms(model, batch, lambda m, x: m(x).square().mean((1, 2)))
+    )
+    assert ledger.largest == 256 * 256  # the weight itself, as the forward has it
+
+
 def influence_peak(model, inputs) -> int:
     """Return the bytes that scores of 32 training and 16 query examples take."""
     labels = torch.randint(10, (32,))

@@ -24,6 +24,8 @@ class Tagger(nn.Module):
         self.project = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width, bias=False)
         self.scale = nn.Parameter(torch.ones(width))
+        self.up = nn.Parameter(torch.randn(width, 2))
+        self.down = nn.Parameter(torch.randn(2, width))
         self.head = nn.Linear(width, vocabulary)
         self.head.weight = self.embedding.weight
 
@@ -34,7 +36,8 @@ class Tagger(nn.Module):
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         apart = owner.unsqueeze(-1) != owner.unsqueeze(-2)
         mixed = scores.masked_fill(apart, -torch.inf).softmax(-1) @ v
-        return self.head(hidden * self.scale + self.out(mixed))
+        adapted = functional.linear(mixed, self.out.weight + 0.5 * (self.up @ self.down))
+        return self.head(hidden * self.scale + adapted)
 
 
 def packed(lengths):

@@ -16,8 +16,10 @@ _path       where in a parameter the elements of a tensor lie that was derived f
 from gradstats._factors._factor import Factor as Factor
 from gradstats._factors._factor import cast as cast
 from gradstats._factors._factor import compute_dtype as compute_dtype
+from gradstats._factors._factor import elements_of as elements_of
 from gradstats._factors._factor import map_tensors as map_tensors
 from gradstats._factors._factor import tensors_of as tensors_of
+from gradstats._factors._masked import Masked as Masked
 from gradstats._factors._outer import Outer as Outer
 from gradstats._factors._patches import ConvolutionGeometry as ConvolutionGeometry
 from gradstats._factors._patches import Patches as Patches

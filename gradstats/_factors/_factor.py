@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradstats._cost import product
+
 
 class Factor(Protocol):
     """What every description of per-example gradients of one parameter offers."""
@@ -36,6 +38,11 @@ class Factor(Protocol):
 
     def narrow(self, start: int, stop: int) -> Factor:
         """Return the factor of rows start … stop of the parameter, multiples of the granule."""
+
+
+def elements_of(factor: Factor) -> int:
+    """Return how many numbers are written to form the gradient of one example."""
+    return getattr(factor, "elements", product(factor.shape))
 
 
 def tensors_of(factor) -> list[Tensor]:

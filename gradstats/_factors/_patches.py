@@ -62,7 +62,9 @@ class Patches:
     @property
     def cheap(self) -> bool:
         """Whether gradients are best formed of patches written out."""
-        return patches_are_cheap(self.shape[1], product(self.kernel), self.geometry.groups)
+        channels, kernel = self.shape[1], product(self.kernel)
+        elements = self.batch * self.positions * channels * kernel
+        return patches_are_cheap(channels, kernel, self.geometry.groups, elements)
 
     @property
     def pointwise(self) -> bool:

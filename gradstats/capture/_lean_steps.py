@@ -1,7 +1,9 @@
-"""Steps from a derived tensor back to the one tensor it was made of that keep factors lean.
+"""Steps from a derived tensor back to one that it was made of that keep factors lean.
 
-The factor of a cast, a reshape or an expansion of a parameter becomes one of the same kind for the
-parameter itself.
+The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
+matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
+derived tensor and the one operand that depends on the parameter; it returns the operand's factor,
+or None where this would not be lean.
 """
 
 from __future__ import annotations
@@ -12,22 +14,34 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors import Elementwise, Experts, Factor, Outer, Rows, Vector
-from gradstats.capture._nested import flatten
+from gradstats._factors import (
+    Elementwise,
+    Experts,
+    Factor,
+    Outer,
+    Ragged,
+    Rows,
+    Vector,
+    added,
+    cast,
+    compute_dtype,
+)
+from gradstats.capture._lean_products import multiplied, scaled
 from gradstats.capture._nodes import Derived, Node, Root
 from gradstats.contractions import lean
 
 
 def lean_step(node: Derived):
-    """Return the function that takes factors of a tensor back to its only parent; None if unknown.
+    """Return the function that takes factors of a tensor back to an operand; None if unknown.
 
     Factors see complex tensors as real ones with one more axis, for which most steps do not hold.
     """
-    if node.function in SAME_NUMBERS or not (
-        node.value.is_complex() or node.parents[0].value.is_complex()
+    if node.function not in SAME_NUMBERS and (
+        node.value.is_complex() or any(parent.value.is_complex() for parent in node.parents)
     ):
-        return LEAN_STEPS.get(node.function)
-    return None
+        return None
+    step = LEAN_STEPS.get(node.function)
+    return step if len(node.parents) == 1 or step in LINEAR_STEPS else None
 
 
 def rearranged_root(node: Node) -> Root | None:
@@ -39,7 +53,7 @@ def rearranged_root(node: Node) -> Root | None:
         step = lean_step(node)
         same = (
             step in (_same_shape, _reshaped)
-            or (step is _axes_added and _only_adds_axes(node))
+            or (step is _indexed and _only_adds_axes(node))
             or (step is _shifted and _only_adds(node))
         )
         if not same or len(node.parents) != 1:
@@ -55,32 +69,39 @@ def index_items(node: Derived):
     return index if isinstance(index, tuple) else (index,)
 
 
-def _transpose(factor: Factor, node: Derived) -> Factor | None:
+def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Axes in another order."""
+    count = len(parent.shape)
+    # Strides, here the numbers of the axes, are arranged as the axes are.
+    axes = torch.empty_strided(tuple(parent.shape), tuple(range(count)), device="meta")
+    order = node.function(axes, *node.args[1:], **node.kwargs).stride()
+    if order == tuple(range(count)):
+        return factor
+    factor = lean(factor)
+    if isinstance(factor, Vector) and factor.axis is None:
+        values = factor.values.reshape(factor.batch, *node.shape)
+        values = values.permute(0, *(1 + order.index(axis) for axis in range(count)))
+        return Vector(values, tuple(parent.shape))
     if isinstance(factor, Experts):
-        same = node.value.shape == node.parents[0].value.mT.shape
-        last = node.value.mT.stride() == node.parents[0].value.stride()
-        return factor.transposed() if same and last and node.value.dim() == 3 else None
-    if isinstance(factor, Outer) and factor.permutation is None and node.value.dim() == 2:
-        dims = [d for d in flatten((node.args[1:], node.kwargs)) if isinstance(d, int)]
-        if len(dims) == 2 and dims[0] % 2 == dims[1] % 2:
-            return factor  # an axis exchanged with itself
-        return factor.transposed() if factor.left.shape[1] == 1 else None
-    return None
+        return factor.transposed() if order == (0, 2, 1) else None
+    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] > 1):
+        return None
+    return factor.transposed() if isinstance(factor, (Outer, Ragged)) and count == 2 else None
 
 
-def _same_shape(factor: Factor, node: Derived) -> Factor | None:
+def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Casts and copies: the gradient has the same numbers, in the root's dtype."""
-    return factor if node.value.shape == node.parents[0].shape else None
+    return factor if node.value.shape == parent.shape else None
 
 
-def _same_numbers(factor: Factor, node: Derived) -> Factor:
+def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
     """A complex tensor viewed as pairs of real numbers, or the reverse: alike to factors."""
     return factor
 
 
-def _shifted(factor: Factor, node: Derived) -> Factor | None:
-    """1 + w: a constant has no gradient."""
-    return _same_shape(factor, node) if _only_adds(node) else None
+def _shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v + w: a sum has the gradient of each of its terms."""
+    return _same_shape(factor, node, parent) if _only_adds(node) else None
 
 
 def _only_adds(node: Derived) -> bool:
@@ -88,19 +109,46 @@ def _only_adds(node: Derived) -> bool:
     return "alpha" not in node.kwargs and len(node.args) <= 2
 
 
-def _reshaped(factor: Factor, node: Derived) -> Factor | None:
+def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Reshapes, for factors that hold gradients element by element."""
+    if node.value.shape == parent.shape:
+        return factor
     if isinstance(factor, Vector) and factor.axis is None:
-        shape = tuple(node.parents[0].shape)
+        shape = tuple(parent.shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
     if isinstance(factor, Elementwise):
-        return replace(factor, shape=tuple(node.parents[0].shape))
+        return replace(factor, shape=tuple(parent.shape))
     return None
 
 
-def _axes_added(factor: Factor, node: Derived) -> Factor | None:
-    """w[:, None]: an index that picks every element once, in order."""
-    return _reshaped(factor, node) if _only_adds_axes(node) else None
+def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """w[:, None], which picks every element once, and w[ids], rows of a table."""
+    if _only_adds_axes(node):
+        return _reshaped(factor, node, parent)
+    ids = node.args[1]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return None
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None:
+        return None
+    node.check_step()
+    ids = ids.to(factor.values.device) % len(parent.value)
+    return _of_table(factor, ids, parent)
+
+
+def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = None) -> Factor:
+    """Return the factor of a table of which the same rows were looked up for all examples."""
+    table = tuple(parent.shape)
+    if product(table) > product(factor.shape):
+        ids = ids.expand(factor.batch, *ids.shape)
+        return embedding_rows(ids, factor.values, table, padding)
+    grad = cast(factor.values, compute_dtype(factor.values))
+    # Rows of all examples side by side: narrow ones would take many times as long to add.
+    grad = grad.reshape(factor.batch, ids.numel(), *table[1:]).transpose(0, 1)
+    values = added(grad, ids.reshape(-1), table[0])
+    if padding is not None:
+        values[padding] = 0
+    return Vector(values.transpose(0, 1), table)
 
 
 def _only_adds_axes(node: Derived) -> bool:
@@ -110,12 +158,12 @@ def _only_adds_axes(node: Derived) -> bool:
     )
 
 
-def _expanded(factor: Factor, node: Derived) -> Factor | None:
+def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Expansion: the gradient is summed over the axes that were repeated."""
     factor = lean(factor)
     if not isinstance(factor, Vector):
         return None
-    source = tuple(node.parents[0].shape)
+    source = tuple(parent.shape)
     padded = (1,) * (len(factor.shape) - len(source)) + source
     values = factor.values
     if factor.axis is not None:
@@ -129,7 +177,7 @@ def _expanded(factor: Factor, node: Derived) -> Factor | None:
     return Vector(values.reshape(factor.batch, *source), source)
 
 
-def _embedded(factor: Factor, node: Derived) -> Factor | None:
+def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as position embeddings are."""
     factor = lean(factor)
     if not isinstance(factor, Vector) or factor.axis is not None:
@@ -139,9 +187,8 @@ def _embedded(factor: Factor, node: Derived) -> Factor | None:
         return None
     if any(node.args[3:4]) or any(node.args[5:6]):
         return None
-    table = tuple(node.parents[0].shape)
     padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
-    return embedding_rows(ids.expand(factor.batch, *ids.shape), factor.values, table, padding)
+    return _of_table(factor, ids, parent, padding)
 
 
 def embedding_rows(
@@ -164,12 +211,14 @@ def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LEAN_STEPS = {
-    Tensor.t: _transpose,
-    torch.t: _transpose,
-    Tensor.T.__get__: _transpose,  # type: ignore[attr-defined]
-    Tensor.mT.__get__: _transpose,  # type: ignore[attr-defined]
-    Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
+    Tensor.t: _permuted,
+    torch.t: _permuted,
+    Tensor.T.__get__: _permuted,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _permuted,  # type: ignore[attr-defined]
+    Tensor.transpose: _permuted,
+    torch.transpose: _permuted,
+    Tensor.permute: _permuted,
+    torch.permute: _permuted,
     Tensor.to: _same_shape,
     Tensor.float: _same_shape,
     Tensor.double: _same_shape,
@@ -183,6 +232,18 @@ LEAN_STEPS = {
     Tensor.__add__: _shifted,
     Tensor.__radd__: _shifted,
     torch.add: _shifted,
+    Tensor.mul: scaled,
+    Tensor.__mul__: scaled,
+    Tensor.__rmul__: scaled,
+    torch.mul: scaled,
+    Tensor.div: scaled,
+    Tensor.__truediv__: scaled,
+    torch.div: scaled,
+    Tensor.mm: multiplied,
+    torch.mm: multiplied,
+    Tensor.matmul: multiplied,
+    Tensor.__matmul__: multiplied,
+    torch.matmul: multiplied,
     torch.view_as_real: _same_numbers,
     torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
@@ -194,17 +255,21 @@ LEAN_STEPS = {
     torch.squeeze: _reshaped,
     Tensor.flatten: _reshaped,
     torch.flatten: _reshaped,
-    Tensor.__getitem__: _axes_added,
+    Tensor.__getitem__: _indexed,
     Tensor.expand: _expanded,
     Tensor.expand_as: _expanded,
     torch.broadcast_to: _expanded,
     torch.nn.functional.embedding: _embedded,
 }
 
+# Steps of operations whose gradient reaches each of several operands. Of all others, as
+# ``w.type_as(v)``, an operand may have none.
+LINEAR_STEPS = frozenset({_shifted, scaled, multiplied})
+
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 
 # Steps that only rearrange the elements of the gradient.
-ISOMETRIC_STEPS = frozenset({_transpose, _same_shape, _reshaped, _same_numbers})
+ISOMETRIC_STEPS = frozenset({_permuted, _same_shape, _reshaped, _same_numbers})
 
 
 def is_cast(node: Derived) -> bool:

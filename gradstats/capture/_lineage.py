@@ -1,19 +1,22 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
-transpose, a view or a cast of a parameter, or an embedding of constant positions, the factor of the
-parameter is just as lean. Everything else is pulled back by automatic differentiation, a few
-examples at a time.
+transpose, a view, a cast or a multiple of a parameter, its product with a matrix, or an embedding
+of constant positions, the factor of the parameter is just as lean. Everything else is pulled back
+by automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gradstats._complex import real_shape
-from gradstats._factors import Factor, Path
+from gradstats._cost import direct_chunk, product
+from gradstats._factors import Factor, Path, compute_dtype
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -23,9 +26,14 @@ from gradstats.capture._lean_steps import (
     lean_step,
 )
 from gradstats.capture._nodes import Derived, Node, Root, same_storage
-from gradstats.capture._operations import variants
-from gradstats.capture._replay import FunctionReplay, Replay
-from gradstats.contractions import Contraction, lean, sqnorm
+from gradstats.capture._replay import FunctionReplay, Replay, pull_each
+from gradstats.contractions import (
+    Contraction,
+    lean,
+    rows_squared_norms,
+    sqnorm,
+    well_conditioned,
+)
 
 
 @dataclass(frozen=True)
@@ -36,11 +44,14 @@ class Pulled:
         inner: factor of the derived tensor.
         node: the derived tensor.
         root: the parameter whose per-example gradients this describes.
+        together: of all parameters to which ``inner`` has to be pulled back from this tensor, what
+            is known of their norms.
     """
 
     inner: Factor
     node: Derived
     root: Root
+    together: dict[Root, Contraction | None]
 
     @property
     def batch(self) -> int:
@@ -49,6 +60,10 @@ class Pulled:
     @property
     def shape(self) -> tuple[int, ...]:
         return real_shape(self.root.parameter)
+
+    @property
+    def elements(self) -> int:
+        return product(self.shape) + self.node.value.numel()
 
     @property
     def granule(self) -> int:
@@ -83,15 +98,16 @@ class Pulled:
         kind = FunctionReplay if self.node.has_function else Replay
         return kind(self.node, self.root, copies)
 
-    def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
-        """Return the same factor, independent of later changes to the model.
+    def frozen(self, replays: dict[tuple[Node, Root], Replay], copies: bool = True) -> Frozen:
+        """Return the same factor with its tensor computed again once and for all.
 
         Args:
             replays: the replays made so far, shared by all uses of a tensor; may be added to.
+            copies: keep copies, so that the model may change later.
         """
         key = (self.node, self.root)
         if key not in replays:
-            replays[key] = self.replay(copies=True)
+            replays[key] = self.replay(copies)
         return Frozen(self.inner, replays[key], self.path)
 
 
@@ -118,6 +134,10 @@ class Frozen:
         return tuple(self.replay.leaf.shape)
 
     @property
+    def elements(self) -> int:
+        return product(self.shape) + self.replay.value.numel()
+
+    @property
     def granule(self) -> int:
         return 0
 
@@ -131,31 +151,61 @@ class Frozen:
         return self.replay.pull_each(self.inner)
 
 
-def pull_back(factor: Factor, node: Node, root: Root) -> Factor:
-    """Return the factor of ``root`` that results from a factor of ``node``."""
-    while isinstance(node, Derived):
-        if len(node.parents) == 1 and node.parents[0].roots == (root,):
-            step = lean_step(node)
-            found = None if step is None else step(factor, node)
-            if found is not None:
-                factor, node = found, node.parents[0]
-                continue
-        return Pulled(lean(factor), node, root)
-    return factor
+def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, Factor]:
+    """Return the factors of several roots that result from a factor of ``node``."""
+    if isinstance(node, Root):
+        return {node: factor}
+    assert isinstance(node, Derived)
+    found: dict[Root, Factor] = {}
+    step = lean_step(node)
+    if step is not None:
+        # Through several operands the gradients of a root would be several factors.
+        sole = [r for r in roots if sum(r in parent.roots for parent in node.parents) == 1]
+        for parent in node.parents:
+            own = [root for root in sole if root in parent.roots]
+            result = step(factor, node, parent) if own else None
+            if result is not None:
+                found |= pull_back(result, parent, own)
+    together: dict[Root, Contraction | None] = {root: None for root in roots if root not in found}
+    if together:
+        factor = lean(factor)
+    return found | {root: Pulled(factor, node, root, together) for root in together}
 
 
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 
     Views and reshapes put each element of the root into the derived tensor at most once, so that
-    norms do not change on the way back. Otherwise examples are pulled back and squared in chunks.
+    norms do not change on the way back. Otherwise examples are pulled back and squared in chunks,
+    for all parameters at once that wait for nothing else.
     """
+    known = factor.together.get(factor.root)
+    if known is not None:
+        return known
     node: Node = factor.node
     while isinstance(node, Derived) and _is_isometric(node):
         node = node.parents[0]
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
-    return sqnorm([factor], workspace)
+    if factor.node.has_function:
+        return sqnorm([factor.frozen({}, copies=False)], workspace)
+    alone = [root for root in factor.together if root.has_one_use or root is factor.root]
+    factor.together.update(zip(alone, _sqnorms_together(factor, alone, workspace), strict=True))
+    return pulled_sqnorm(factor, workspace)
+
+
+def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> list[Contraction]:
+    """Return the squared norms of the only factors of several parameters, pulled back at once."""
+    leaves, value = factor.node.replay_from(roots)
+    elements = value.numel() + sum(leaf.numel() for leaf in leaves)
+    chunk = direct_chunk(4 * elements, factor.batch, workspace)
+    norms: list[list[Tensor]] = [[] for _ in leaves]
+    for start in range(0, factor.batch, chunk):
+        inner = factor.inner.select(slice(start, start + chunk))
+        for found, pulled in zip(norms, pull_each(value, leaves, inner), strict=True):
+            found.append(rows_squared_norms(pulled))
+    dtype = compute_dtype(value)
+    return [well_conditioned(torch.cat(found), dtype) for found in norms]
 
 
 def rearrangement(node: Node) -> Path | tuple[()] | None:
@@ -202,11 +252,22 @@ def _is_isometric(node: Derived) -> bool:
 
 
 ISOMETRIC = frozenset(
-    [
-        *(function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS),
-        *variants(
-            "permute", "chunk", "split", "unbind", "narrow", "select", "movedim", "unflatten"
-        ),
+    {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
+    | {
+        Tensor.chunk,
+        torch.chunk,
+        Tensor.split,
+        torch.split,
         Tensor.split_with_sizes,
-    ]
-)  # fmt: skip
+        Tensor.unbind,
+        torch.unbind,
+        Tensor.narrow,
+        torch.narrow,
+        Tensor.select,
+        torch.select,
+        Tensor.movedim,
+        torch.movedim,
+        Tensor.unflatten,
+        torch.unflatten,
+    }
+)

@@ -209,8 +209,8 @@ class Derived(Node):
         self.aliased = False
         self.version: int | None = None
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
-        # Each of several results may depend on only some of the operands.
-        self.parents = tuple(parents if index is None else _reached(value, parents))
+        # Operands may give no more than a dtype or a shape, or belong to another of the results.
+        self.parents = tuple(_reached(value, parents))
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
         self._value = value
         device = value.device.type
@@ -300,18 +300,34 @@ class Derived(Node):
         others = [item for item in result if isinstance(item, Tensor) and item is not chosen]
         return OneOfSeveral.apply(chosen, *others)
 
-    def replay_from(self, root: Root, copies: bool = False) -> tuple[Tensor, Tensor]:
-        """Return a new leaf with the root's value and this tensor computed from it.
+    def replay_from(
+        self, roots: Sequence[Root], copies: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return new leaves with the roots' values and this tensor computed from them.
 
         Complex tensors come as real ones, with a last axis of size 2.
         """
+        leaves, known = [], {}
         with torch.enable_grad():
-            parameter = root.parameter.detach()
-            value = as_real(parameter)
-            leaf = (value.clone() if copies else value).requires_grad_()
-            own = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
-            again = self.replay({root: own}, copies)
+            for root in roots:
+                parameter = root.parameter.detach()
+                value = as_real(parameter)
+                leaf = (value.clone() if copies else value).requires_grad_()
+                leaves.append(leaf)
+                known[root] = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
+            again = self.replay(known, copies)
             seen = as_real(again)
+        self._check_same(again)
+        return leaves, seen
+
+    def check_step(self) -> None:
+        """Raise unless this tensor's operands, as they are now, still give its numbers."""
+        with torch.enable_grad():
+            known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
+            again = self.replay(known)
+        self._check_same(again)
+
+    def _check_same(self, again: Tensor) -> None:
         if not same_bits(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "
@@ -320,7 +336,6 @@ class Derived(Node):
                 "parameter, or compute the tensor without randomness and out of place: other "
                 "numbers under the same gradient are x + (numbers - x).detach()."
             )
-        return leaf, seen
 
 
 class OneOfSeveral(torch.autograd.Function):

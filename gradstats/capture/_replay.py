@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,17 +37,12 @@ class Replay:
 
     def __init__(self, node: Derived, root: Root, copies: bool = False):
         """Compute ``node`` again from ``root``; with ``copies``, weights may change afterwards."""
-        self.leaf, self.value = node.replay_from(root, copies)
+        (self.leaf,), self.value = node.replay_from([root], copies)
 
     def pull_each(self, factor: Factor) -> Tensor:
         """Return the root's per-example gradients, given a factor of the derived tensor."""
-        cotangents = factor.dense().to(self.value)
-        # Anomaly detection cannot look for NaN in a batch of gradients.
-        with torch.autograd.set_detect_anomaly(False):
-            (pulled,) = torch.autograd.grad(
-                self.value, self.leaf, cotangents, retain_graph=True, is_grads_batched=True
-            )
-        return pulled.to(compute_dtype(pulled))
+        (pulled,) = pull_each(self.value, [self.leaf], factor)
+        return pulled
 
     def pull(self, cotangent: Tensor) -> Tensor:
         """Return the root's gradient, given one gradient of the derived tensor."""
@@ -73,6 +69,21 @@ class Replay:
                     raise
                 return None
         return pushed.to(compute_dtype(pushed)) if bool(pushed.isfinite().all()) else None
+
+
+def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[Tensor]:
+    """Return the per-example gradients of several leaves, given a factor of what they give."""
+    cotangents = factor.dense().to(value)
+    if len(cotangents) == 1:
+        # Without the preparations for a batch, which take longer than many a backward.
+        found = torch.autograd.grad(value, leaves, cotangents[0], retain_graph=True)
+        return [pulled.to(compute_dtype(pulled)).unsqueeze(0) for pulled in found]
+    # Anomaly detection cannot look for NaN in a batch of gradients.
+    with torch.autograd.set_detect_anomaly(False):
+        found = torch.autograd.grad(
+            value, leaves, cotangents, retain_graph=True, is_grads_batched=True
+        )
+    return [pulled.to(compute_dtype(pulled)) for pulled in found]
 
 
 class FunctionReplay(Replay):

@@ -11,7 +11,7 @@ whose gradients are the reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -136,17 +136,19 @@ class Use:
                     root.deliver(_held(factor, root))
                 root.settle()
             return
+        for node, factor in zip(self.nodes, factors, strict=True):
+            if factor is None:
+                continue
+            found: Mapping[Root, Factor | Fused]
+            if isinstance(node, Root):
+                found = {node: factor}
+            else:
+                assert not isinstance(factor, Fused)  # of sole uses, which are roots
+                found = pull_back(factor, node, node.roots)
+            for root, own in found.items():
+                parts = sum(root in other.roots for other in self.nodes)
+                root.deliver(_held(own, root), parts)
         for root in self.roots:
-            parts = sum(root in node.roots for node in self.nodes)
-            for node, factor in zip(self.nodes, factors, strict=True):
-                if factor is None:
-                    continue
-                factor = _held(factor, root)
-                if node is root:
-                    root.deliver(factor, parts)
-                elif root in node.roots:
-                    assert not isinstance(factor, Fused)  # of sole uses, which are roots
-                    root.deliver(pull_back(factor, node, root), parts)
             root.settle()
 
 

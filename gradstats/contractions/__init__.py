@@ -30,11 +30,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradstats._factors import Elementwise, Experts, Factor, Outer, Patches, Ragged, Rows, Vector
+from gradstats._factors import (
+    Elementwise,
+    Experts,
+    Factor,
+    Masked,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+)
 from gradstats.contractions import (
     _dense,
     _elementwise,
     _experts,
+    _masked,
     _outer,
     _patches,
     _ragged,
@@ -43,6 +54,7 @@ from gradstats.contractions import (
     _triton,
     _vector,
 )
+from gradstats.contractions._dense import rows_squared_norms as rows_squared_norms
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._elementwise import lean as lean
@@ -59,6 +71,7 @@ from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import recompute_suspects, sum_of_two
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
+from gradstats.contractions._result import well_conditioned as well_conditioned
 from gradstats.contractions._rows import FEW as FEW
 from gradstats.contractions._rows import sqnorm_of_few as sqnorm_of_few
 from gradstats.contractions._tied import Projected as Projected
@@ -73,6 +86,7 @@ SELF: dict[type, Callable[..., Contraction]] = {
     Rows: _rows.sqnorm,
     Vector: _vector.sqnorm,
     Elementwise: _elementwise.sqnorm,
+    Masked: _masked.sqnorm,
 }
 
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {

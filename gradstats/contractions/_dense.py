@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
+from gradstats._factors import elements_of
 from gradstats.contractions._result import Contraction, squared_norms, unit_roundoff
 
 
@@ -23,24 +24,25 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     chunk, which is never less than one example.
     """
     batch = factors[0].batch
-    chunk = _cost.examples_per_chunk(2 * 4 * _cost.product(factors[0].shape), batch, workspace)
+    chunk = _cost.direct_chunk(2 * 4 * max(map(elements_of, factors)), batch, workspace)
     values, bounds = [], []
     for start in range(0, batch, chunk):
         rows = slice(start, start + chunk)
         total = factors[0].select(rows).dense()
         dtype = total.dtype
-        size = _rows_squared_norms(total).sqrt()
+        size = rows_squared_norms(total).sqrt()
         for factor in factors[1:]:
             part = factor.select(rows).dense()
-            size = size + _rows_squared_norms(part).sqrt()
+            size = size + rows_squared_norms(part).sqrt()
             total = total + part
-        value = _rows_squared_norms(total)
+        value = rows_squared_norms(total)
         values.append(value)
         # Where the uses cancel each other, what is left is rounded relative to their sizes.
         bounds.append(4 * unit_roundoff(dtype) * size * value.sqrt())
     return Contraction(torch.cat(values), torch.cat(bounds))
 
 
-def _rows_squared_norms(gradients: Tensor) -> Tensor:
+def rows_squared_norms(gradients: Tensor) -> Tensor:
+    """Return the squared norms of gradients (B, *), float64."""
     width = gradients.shape[-1] if gradients.dim() > 1 else 1
     return squared_norms(gradients.reshape(len(gradients), -1, max(1, width)), gradients.dtype)

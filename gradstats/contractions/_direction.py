@@ -19,6 +19,7 @@ from gradstats._factors import (
     Elementwise,
     Experts,
     Factor,
+    Masked,
     Outer,
     Patches,
     Ragged,
@@ -246,6 +247,14 @@ def _vector_total(factor: Vector) -> Tensor:
     return result
 
 
+def _masked_direction(factor: Masked, direction: Tensor, workspace: int) -> Tensor:
+    return direction_inner([factor.inner], direction * factor.mask, workspace)
+
+
+def _masked_total(factor: Masked) -> Tensor:
+    return total([factor.inner]) * factor.mask
+
+
 DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Outer: _outer_direction,
     Patches: _patches_direction,
@@ -254,6 +263,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Rows: _rows_direction,
     Vector: _vector_direction,
     Elementwise: _elementwise_direction,
+    Masked: _masked_direction,
 }
 
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
@@ -264,4 +274,5 @@ TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Rows: _rows_total,
     Vector: _vector_total,
     Elementwise: _elementwise_total,
+    Masked: _masked_total,
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Patches, compute_dtype, tensors_of
+from gradstats._factors import Factor, Patches, compute_dtype, elements_of, tensors_of
 from gradstats.contractions._multiply import multiply
 
 # Elements of one example's tile: a longer float32 sum would lose digits.
@@ -112,7 +112,7 @@ def _tiles(
     size = math.ceil(itemsize * held / max(1, examples))
     granules = [factor.granule for factor in factors]
     if not shape or 0 in granules:
-        yield first, second, _cost.product(shape) * size
+        yield first, second, max(map(elements_of, factors)) * size
         return
     granule = math.lcm(*granules)
     row = _cost.product(shape[1:])

@@ -19,6 +19,12 @@ from tests.rules.operation import Operation, check_operation, check_refused, nor
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
 
+
+def mixed(rows, columns):
+    """Return a constant matrix."""
+    return torch.arange(rows * columns).double().sin().reshape(rows, columns)
+
+
 # name: (shape of the parameter, what makes a (WIDTH, 2) matrix of it)
 MATRICES = {
     "t": ((2, WIDTH), lambda w: w.t()),
@@ -63,6 +69,32 @@ MATRICES = {
     "triangle": ((WIDTH, 2), lambda w: w.tril()),
     "outer": ((WIDTH,), lambda w: w[:, None] * w[None, :2]),
     "product with itself": ((WIDTH, WIDTH), lambda w: (w @ w.T)[:, :2]),
+    "product with its own": ((WIDTH, WIDTH), lambda w: w @ w[:, :2]),
+    "product with a matrix": ((WIDTH, 2), lambda w: w @ mixed(2, 2)),
+    "product with a wider matrix": ((WIDTH, 3), lambda w: torch.mm(w, mixed(3, 2))),
+    "matrix times it": ((3, 2), lambda w: torch.matmul(mixed(WIDTH, 3), w)),
+    "product of a transpose": ((2, WIDTH), lambda w: w.T.matmul(mixed(2, 2))),
+    "transpose of a product": ((3, WIDTH), lambda w: mixed(2, 3).mm(w).T),
+    "chain of products": ((3, 2), lambda w: mixed(WIDTH, 3) @ (3 * (w @ mixed(2, 2)) / 7)),
+    "product with a vector": ((WIDTH, 3), lambda w: (w @ mixed(3, 1)).expand(-1, 2)),
+    "multiple": ((WIDTH, 2), lambda w: 0.7 * w),
+    "multiple of a reshape": ((WIDTH, 2), lambda w: (-2.5 * w.reshape(WIDTH, 2)).view(WIDTH, 2)),
+    "fraction": ((WIDTH, 2), lambda w: w / torch.tensor([[3.0]]).double()),
+    "number over it": ((WIDTH, 2), lambda w: 3 / w),
+    "scaled rows": ((WIDTH, 2), lambda w: mixed(WIDTH, 1) * w),
+    "scaled columns": ((WIDTH, 2), lambda w: w * mixed(1, 2)),
+    "divided columns": ((WIDTH, 2), lambda w: w / (2 + mixed(1, 2)[0])),
+    "masked and scaled": ((WIDTH, 2), lambda w: (w * mixed(WIDTH, 2)) * mixed(WIDTH, 1)),
+    "masked transpose": ((2, WIDTH), lambda w: (w * mixed(2, WIDTH)).T),
+    "rows of a constant": ((WIDTH, 1), lambda w: w * mixed(WIDTH, 2)),
+    "columns of a constant": ((2,), lambda w: mixed(WIDTH, 2) * w),
+    "one number times a constant": ((1, 1), lambda w: mixed(WIDTH, 2) * w),
+    "a scalar times a constant": ((), lambda w: mixed(WIDTH, 2) * w),
+    "permuted table": (
+        (3, 5),
+        lambda w: w[torch.tensor([[0, 2], [2, -1]])].permute(2, 0, 1)[:4, 1],
+    ),
+    "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
 }
 
 
@@ -186,12 +218,71 @@ def test_position_table_indexed_and_sliced():
     check_operation(lambda m, x: x + m.w[:, : x.shape[1]], {"w": (1, 7, WIDTH)}, x)
 
 
+SEVERAL = {
+    "product element by element": lambda m: m.v * m.w,
+    "rows scaled by another": lambda m: m.v[:, :1] * m.w,
+    "magnitudes beside directions": lambda m: m.v[:, :1] * (m.w / m.w.norm(dim=1, keepdim=True)),
+    "detached norms": lambda m: m.v[:1] * m.w / m.w.norm(dim=1, keepdim=True).detach(),
+    "sum of products": lambda m: m.v + (m.w @ m.w.T @ m.v) / 3,
+    "quotient": lambda m: m.v / (3 + m.w),
+}
+
+
+@pytest.mark.parametrize("make", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("shape", [(BATCH, WIDTH), (BATCH, POSITIONS, WIDTH)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"workspace": 1}], ids=str)
+def test_matrices_of_two_parameters(make, shape, options):
+    parameters = {"v": (WIDTH, 3), "w": (WIDTH, 3)}
+    check_operation(lambda m, x: x @ make(m), parameters, normal(*shape), **options)
+
+
+def test_masks_of_gradients_of_any_size():
+    """One position: the squares that are multiplied must neither vanish nor overflow."""
+    torch.manual_seed(0)
+    weight, mask = nn.Parameter(torch.randn(6, 8)), (torch.rand(6, 8) > 0.5).float()
+    x = torch.randn(5, 8) * torch.tensor([[1e-18], [1e-9], [0], [1], [1e12]])
+
+    def loss(model, batch):
+        inputs, scale = batch
+        return functional.linear(inputs, model.weight * model.mask).sum(1) * scale
+
+    model = nn.Module()
+    model.weight = weight
+    model.register_buffer("mask", mask)
+    scale = torch.tensor([1e-10, 1e-18, 1, 1, 1e6])
+    got = gs.per_example_norms(model, (x, scale), loss).norm
+    expected = (mask.double() * (x * 1.0).double()[:, None]).flatten(1).norm(dim=1) * scale.double()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w, v: w.type_as(v),
+        lambda w, v: w.to(v),
+        lambda w, v: w.expand_as(v).exp(),
+        lambda w, v: w * torch.zeros_like(v) + w.sum_to_size(v.shape),
+        lambda w, v: torch.where(v > 0, w, 2 * w),
+    ],
+    ids=["type_as", "to", "expand_as", "zeros_like", "where"],
+)
+def test_operands_that_give_no_numbers(derive):
+    parameters = {"w": (WIDTH, 3), "v": (WIDTH, 3)}
+    x = normal(BATCH, POSITIONS, WIDTH)
+    check_operation(lambda m, x: x @ derive(m.w, m.v) + x @ m.v, parameters, x)
+
+
 def test_low_rank_adaptation():
     def function(m, x):
         return functional.linear(x, m.w + 0.5 * (m.b @ m.a))
 
     parameters = {"w": (3, WIDTH), "a": (2, WIDTH), "b": (3, 2)}
     check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+    def scaled(m, x):
+        return functional.linear(x, (m.w + (m.a.T @ m.b.T).T / m.s).view(3, WIDTH))
+
+    check_operation(scaled, {**parameters, "s": ()}, normal(BATCH, POSITIONS, WIDTH))
 
     def beside(m, x):
         return functional.linear(x, m.w) + functional.linear(functional.linear(x, m.a), m.b)
@@ -284,6 +375,22 @@ def test_other_numbers_under_the_same_gradient(derive):
     """Binary weights as older code has them: the forward computed with the numbers before."""
     shape = (4, 5) if derive is torch.t else (5, 4)
     check_operation(lambda m, x: x @ signed(derive(m.w)), {"w": shape}, normal(BATCH, 3, 5))
+
+
+@pytest.mark.parametrize("operation", [torch.matmul, torch.mul], ids=["product", "multiple"])
+def test_a_constant_that_changed_since_it_met_a_parameter_is_refused(operation):
+    def function(m, x):
+        constant = torch.ones((5, 5) if operation is torch.matmul else ()).double()
+        weight = operation(constant, m.w)
+        constant.data = constant.data + 1
+        return x @ weight
+
+    check_refused(
+        function,
+        {"w": (5, 4)},
+        normal(BATCH, 5),
+        match=r"(mat)?mul.*'w'.*cannot be computed again with the same result",
+    )
 
 
 def test_other_numbers_of_what_has_to_be_computed_again_are_refused():

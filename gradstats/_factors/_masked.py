@@ -1,0 +1,45 @@
+"""Gradients of a weight whose elements were multiplied by constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gradstats._factors._outer import Outer
+from gradstats._factors._patches import Patches
+from gradstats._factors._ragged import Ragged
+
+
+@dataclass(eq=False)
+class Masked:
+    """G_i = mask ∘ inner_i: pruned and masked weights, products of two weights element by element.
+
+    Attributes:
+        inner: the factor of the product.
+        mask: what the parameter was multiplied by, of its shape, in the accumulation dtype.
+    """
+
+    inner: Outer | Patches | Ragged
+    mask: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.inner.shape
+
+    def select(self, rows) -> Masked:
+        return replace(self, inner=self.inner.select(rows))
+
+    @property
+    def granule(self) -> int:
+        return self.inner.granule
+
+    def narrow(self, start: int, stop: int) -> Masked:
+        return Masked(self.inner.narrow(start, stop), self.mask[start:stop])
+
+    def dense(self) -> Tensor:
+        return self.inner.dense().mul_(self.mask)
