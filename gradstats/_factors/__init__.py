@@ -9,6 +9,7 @@ _outer      linear layers and matrix products; _ragged those of packed examples 
 _patches    convolutions
 _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
+_masked     weights whose elements were multiplied by constants
 _segments   examples whose rows differ in number
 _path       where in a parameter the elements of a tensor lie that was derived from it
 """

@@ -5,7 +5,7 @@ contracted by the definition: the per-example gradients of a few examples at a t
 workspace, multiplied and summed.
 
 Squared norms, and sums from the same pass
-    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts    of one factor of each kind
+    _outer, _patches, _rows, _vector, _elementwise, _masked, _ragged, _experts    of one factor
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       the definition
