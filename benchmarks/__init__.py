@@ -16,5 +16,6 @@ report             the README's tables, and with plots its pictures, from ``resu
 
 What they share: workloads (models and batches), providers (ways to per-example norms), checking
 (which of these are right), harness (timing and results), kernel_harness (the same for kernels),
-ledger (memory), limited (commands that end in time).
+layer_kernels (kernels of layers, and their rivals), ledger (memory), limited (commands that end in
+time).
 """

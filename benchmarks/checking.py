@@ -170,8 +170,8 @@ def quietly(call: Call) -> Call:
     return silent
 
 
-def first_line(error: Exception, width: int = 90) -> str:
+def first_line(error: Exception) -> str:
     """Return what an error says, cut to the width of a cell."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if len(text) <= 90 else text[:89] + "…"

@@ -218,6 +218,25 @@ def check_layouts(first: Segments, second: Segments) -> None:
         )
 
 
+def check_two_factors(
+    a1: torch.Tensor,
+    g1: torch.Tensor,
+    a2: torch.Tensor,
+    g2: torch.Tensor,
+    cu_seqlens1: torch.Tensor | None,
+    cu_seqlens2: torch.Tensor | None,
+    max_seqlen1: int | None,
+    max_seqlen2: int | None,
+) -> tuple[Segments, Segments]:
+    """Checks two factors that are to be contracted with each other; returns their segments."""
+    first = check_operands(a1, g1, cu_seqlens1, max_seqlen1)
+    second = check_operands(a2, g2, cu_seqlens2, max_seqlen2)
+    check_match(a1, a2, "d_in")
+    check_match(g1, g2, "d_out")
+    check_layouts(first, second)
+    return first, second
+
+
 def check_precision(dtype: torch.dtype, precision: str | None) -> str:
     """The input precision of dots: "ieee" for half types, else what the caller or torch asks for.
 

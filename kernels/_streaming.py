@@ -56,12 +56,6 @@ def _more_than_half_filled(
     return next((each for each in configs if 2 * size > getattr(each, axis)), configs[-1])
 
 
-def _narrowest_that_holds(operation: str, features: int) -> TileConfig:
-    """The last tile that holds all features, else the widest."""
-    configs = tiles(operation)
-    return next((each for each in configs[::-1] if features <= each.columns), configs[0])
-
-
 def choose_rank_one(features: int, itemsize: int) -> TileConfig:
     """Rows are examples, inner the features read per step, columns unused (1)."""
     configs = tiles("rank_one_half" if itemsize == 2 else "rank_one_float")
@@ -76,7 +70,8 @@ def choose_vector(features: int) -> TileConfig:
 def choose_layer_norm(features: int) -> TileConfig:
     """Rows are positions, columns features: the narrowest tile that holds a row, else the widest;
     inner unused (1)."""
-    return _narrowest_that_holds("layer_norm", features)
+    configs = tiles("layer_norm")
+    return next((each for each in configs[::-1] if features <= each.columns), configs[0])
 
 
 def choose_group_norm(features: int, positions: int, vectors: bool) -> TileConfig:

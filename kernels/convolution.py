@@ -68,6 +68,12 @@ def convolution_gradient(
     return gradient
 
 
+@triton.jit
+def in_one_group(rows, column, channels, outputs, BLOCKS: tl.constexpr):
+    """[ROWS, COLUMNS]: whether both channels are of the same of the BLOCKS groups side by side."""
+    return (rows // (outputs // BLOCKS))[:, None] == (column // (channels // BLOCKS))[None, :]
+
+
 @triton.jit(do_not_specialize=["groups"])
 def convolution_kernel(
     x1_ptr,  # (B, C, D, H, W)
@@ -129,9 +135,8 @@ def convolution_kernel(
         depth, height, width, out_height, out_width, positions, channels, outputs, WINDOW, ONE_TAP,
         PRECISION, ROWS, COLUMNS, INNER,
     )  # fmt: skip
-    own_channels = channels // BLOCKS
     if BLOCKS > 1:
-        own = (rows // (outputs // BLOCKS))[:, None] == (column // own_channels)[None, :]
+        own = in_one_group(rows, column, channels, outputs, BLOCKS)
         gradient = tl.where(own, gradient, 0.0)
     if MODE == "square":
         tl.store(output_ptr + index, tl.sum(gradient * gradient))
@@ -145,6 +150,7 @@ def convolution_kernel(
         )  # fmt: skip
         tl.store(output_ptr + index, tl.sum(gradient * second))
     else:
+        own_channels = channels // BLOCKS
         if BLOCKS > 1:
             offsets, mask = weight_offsets(
                 rows, column % own_channels, tap, own_channels, outputs, TAPS, ONE_TAP

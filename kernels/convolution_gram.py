@@ -18,7 +18,7 @@ from gradstats.kernels._patches import (
     weight_tile,
 )
 from gradstats.kernels._tile import dot, triangle
-from gradstats.kernels.convolution import choose_tiles, convolution_gradient
+from gradstats.kernels.convolution import choose_tiles, convolution_gradient, in_one_group
 from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes
 from gradstats.kernels.guard import is_suspect
 
@@ -204,9 +204,7 @@ def convolution_recompute_kernel(
             outputs, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
         )  # fmt: skip
         if BLOCKS > 1:
-            row_block = rows // (outputs // BLOCKS)
-            column_block = column // (channels // BLOCKS)
-            own = row_block[:, None] == column_block[None, :]
+            own = in_one_group(rows, column, channels, outputs, BLOCKS)
             gradient = tl.where(own, gradient, 0.0)
         sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
         tl.store(scratch_ptr + sums + index, tl.sum(gradient * gradient))

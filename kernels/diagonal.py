@@ -9,7 +9,6 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import example_base, segment
-from gradstats.kernels.direct import check_two_factors
 from gradstats.kernels.gram import gram_tile
 
 
@@ -140,7 +139,7 @@ def diagonal_gram(
         (inner, magnitude), each fp64 (B,).
     Cost: 2 T1 T2 (d_in + d_out) flops per example; workspace 16 bytes per tile.
     """
-    first, second = check_two_factors(
+    first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)

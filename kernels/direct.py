@@ -265,32 +265,13 @@ def direct_inner(
     Args, returns, raises: as `direct_sqnorm`, for two factors of equal B, d_in and d_out.
     Cost: 2 (T1 + T2) d_in d_out flops per pair.
     """
-    first, second = check_two_factors(
+    first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
     precision = _check.check_precision(a1.dtype, precision)
     plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, precision, config, paired=True)
     return _direct(plan, a1, g1, a2, g2)
-
-
-def check_two_factors(
-    a1: torch.Tensor,
-    g1: torch.Tensor,
-    a2: torch.Tensor,
-    g2: torch.Tensor,
-    cu_seqlens1: torch.Tensor | None,
-    cu_seqlens2: torch.Tensor | None,
-    max_seqlen1: int | None,
-    max_seqlen2: int | None,
-) -> tuple[_check.Segments, _check.Segments]:
-    """Checks two factors that are to be contracted with each other; returns their segments."""
-    first = _check.check_operands(a1, g1, cu_seqlens1, max_seqlen1)
-    second = _check.check_operands(a2, g2, cu_seqlens2, max_seqlen2)
-    _check.check_match(a1, a2, "d_in")
-    _check.check_match(g1, g2, "d_out")
-    _check.check_layouts(first, second)
-    return first, second
 
 
 class _Plan(NamedTuple):

@@ -11,7 +11,6 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._results import added_pairs
 from gradstats.kernels._tile import dot, load_rows, segment_length
-from gradstats.kernels.direct import check_two_factors
 
 
 @triton.jit
@@ -325,7 +324,7 @@ def pairwise_gram(
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: 2 T1 T2 (d_in + d_out) flops per pair; no workspace beyond splits copies of K.
     """
-    first, second = check_two_factors(
+    first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     tiles = choose_pair_tiles(first, second, (a1, g1, a2, g2), precision, config, splits)

@@ -8,7 +8,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import example_base, segment
-from gradstats.kernels.direct import check_two_factors, gradient_tile
+from gradstats.kernels.direct import gradient_tile
 from gradstats.kernels.vector import vector_sum
 
 
@@ -94,7 +94,7 @@ def pairwise_direct(
         fp32 (B1, B2); chunks are summed in fp64.
     Cost: 2 (B1 T1 + B2 T2 + B1 B2) d_in d_out flops, and one write and read of every chunk.
     """
-    first, second = check_two_factors(
+    first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     precision = _check.check_precision(a1.dtype, precision)

@@ -109,26 +109,20 @@ def _nothing(like: torch.Tensor, gradient_dtype: torch.dtype | None) -> tuple[to
 
 def whole_backward(
     g: torch.Tensor,
-    x: torch.Tensor | None,
+    x: torch.Tensor,
     segments: _check.Segments,
-    statistics: Statistics | None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
+    statistics: Statistics,
     *,
     weight: torch.Tensor | None,
-    shift: bool = True,
-    input_gradient: bool = True,
-    sums: bool = True,
-    gradient_dtype: torch.dtype | None = None,
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `scale_backward`, of operands that are checked already and any statistics."""
+    """As `scale_backward` of scale and shift, of operands checked already and any statistics."""
     found = scale.launch(
-        g, x, segments, statistics, config, splits,
-        weight=weight if input_gradient else None, shift=shift, input_gradient=input_gradient,
-        sums=sums, gradient_dtype=gradient_dtype,
+        g, x, segments, statistics,
+        weight=weight, input_gradient=True, sums=sums, gradient_dtype=gradient_dtype,
     )  # fmt: skip
-    unwanted = _nothing(g if x is None else x, gradient_dtype)
-    return _results(found, unwanted, x is not None, shift)
+    return _results(found, _nothing(x, gradient_dtype), True, True)
 
 
 def _results(

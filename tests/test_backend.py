@@ -28,6 +28,7 @@ from gradstats.contractions import (
     sqnorm,
     sqnorm_and_sum,
 )
+from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 from tests.test_backend_scales import Shapes
 
@@ -289,12 +290,6 @@ NORM_LAYERS = pytest.mark.parametrize(
     ],
     ids=lambda item: str(item).replace(" ", ""),
 )
-
-
-def mean_square(model, batch):
-    """Losses of a model whose outputs are squared and averaged."""
-    output = model(batch[0]).flatten(1)
-    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
 
 
 class Scaled(nn.Module):

@@ -17,6 +17,7 @@ from torch.nn import functional
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats.contractions import _triton
+from tests.losses import mean_square
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -60,11 +61,6 @@ def exact_products():
     cudnn.allow_tf32, cudnn.deterministic = before[1:]
 
 
-def squared_outputs(model, batch):
-    output = model(batch[0]).flatten(1)
-    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
-
-
 def transformer(tied=False):
     model = Transformer(layers=2, width=64, heads=4, vocabulary=300, positions=96)
     if tied:
@@ -82,7 +78,7 @@ def convolutions():
         nn.GroupNorm(1, 20), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(80, 10),
     ).eval()  # fmt: skip
     batch = torch.randn(6, 3, 24, 20, device=DEVICE), torch.randn(6, device=DEVICE)
-    return model.to(DEVICE), batch, squared_outputs
+    return model.to(DEVICE), batch, mean_square
 
 
 def perceptron():
@@ -91,7 +87,7 @@ def perceptron():
         nn.LayerNorm(200), nn.Tanh(), nn.Linear(200, 7),
     )  # fmt: skip
     batch = torch.randn(40, 50, device=DEVICE), torch.randn(40, device=DEVICE)
-    return model.to(DEVICE), batch, squared_outputs
+    return model.to(DEVICE), batch, mean_square
 
 
 class Recurrent(nn.Module):
@@ -109,7 +105,7 @@ class Recurrent(nn.Module):
 
 def recurrent():
     batch = torch.randint(60, (6, 30), device=DEVICE), torch.randn(6, device=DEVICE)
-    return Recurrent().to(DEVICE), batch, squared_outputs
+    return Recurrent().to(DEVICE), batch, mean_square
 
 
 MODELS = {

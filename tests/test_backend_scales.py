@@ -14,6 +14,7 @@ import gradstats as gs
 from gradstats._factors import Vector
 from gradstats.capture._nodes import Root
 from gradstats.contractions import _triton
+from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
 BATCH = 5
@@ -82,11 +83,6 @@ CASES = {
 OF_BROADCASTS = {"scale_backward", "scale_direction", "scale_sum", "vector_sum", "vector_sqnorm"}
 
 
-def losses(model, batch):
-    output = model(batch[0]).flatten(1)
-    return functional.mse_loss(output.square().mean(1), batch[1], reduction="none")
-
-
 def case(name):
     shape, size, write, expected = CASES[name]
     model = Broadcast(shape, size, write)
@@ -102,8 +98,8 @@ def called(kernels):
 @pytest.mark.parametrize("name", CASES)
 def test_norms_alone(kernels, name):
     model, batch, expected = case(name)
-    stats = gs.per_example_norms(model, batch, losses)
-    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-4)
+    stats = gs.per_example_norms(model, batch, mean_square)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, mean_square), 1e-4)
     assert called(kernels) == sorted(set(expected or ()))
 
 
@@ -111,7 +107,7 @@ def test_norms_alone(kernels, name):
 @pytest.mark.parametrize("name", CASES)
 def test_norms_beside_training(kernels, name, fused):
     model, batch, expected = case(name)
-    check_training(model, batch, losses, fused=fused)
+    check_training(model, batch, fused=fused)
     beside = set(expected or ())
     if fused:
         # what sums for the norms sums for the gradients too
@@ -122,20 +118,20 @@ def test_norms_beside_training(kernels, name, fused):
 @pytest.mark.parametrize("name", CASES)
 def test_products(kernels, name):
     model, batch, expected = case(name)
-    check_products(model, batch, losses, rtol=1e-5)
+    check_products(model, batch, mean_square, rtol=1e-5)
     if expected:
         assert "scale_direction" in kernels
         assert {"scale_sum", "scale_direction"} & set(kernels)
 
 
-def check_training(model, batch, losses, fused=True):
-    expected = oracle_sqnorms(model, batch, losses)
+def check_training(model, batch, fused=True):
+    expected = oracle_sqnorms(model, batch, mean_square)
     model.zero_grad()
-    losses(model, batch).mean().backward()
+    mean_square(model, batch).mean().backward()
     want = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     with gs.track(model, batch_size=BATCH, fused=fused) as tracker:
-        tracker.backward(losses(model, batch))
+        tracker.backward(mean_square(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-4)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and fused:
@@ -193,11 +189,11 @@ def test_parameters_used_in_other_ways_too(kernels, function):
     model = Written(function, w=(6,), v=(6, 6))
     model.v.requires_grad_("v" in function.__code__.co_names)
     batch = torch.randn(BATCH, 4, 6), torch.randn(BATCH)
-    stats = gs.per_example_norms(model, batch, losses)
-    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-4)
-    check_training(model, batch, losses)
+    stats = gs.per_example_norms(model, batch, mean_square)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, mean_square), 1e-4)
+    check_training(model, batch)
     model.zero_grad()
-    check_products(model, batch, losses, rtol=1e-5)
+    check_products(model, batch, mean_square, rtol=1e-5)
 
 
 def test_uses_that_must_meet_hold_no_positions(kernels, monkeypatch):
@@ -212,8 +208,8 @@ def test_uses_that_must_meet_hold_no_positions(kernels, monkeypatch):
     model = Written(lambda m, x: x * m.w * m.w + m.b[None], w=(6,), b=(6,))
     model.map.requires_grad_(False)
     batch = torch.randn(BATCH, 4, 6), torch.randn(BATCH)
-    stats = gs.per_example_norms(model, batch, losses)
-    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses), 1e-4)
+    stats = gs.per_example_norms(model, batch, mean_square)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, mean_square), 1e-4)
     # the shift is used once: its norms come without a factor
     assert held == [Vector, Vector]
 
@@ -310,9 +306,9 @@ def test_a_scale_that_widens_its_input(kernels, monkeypatch):
     monkeypatch.setattr(_triton, "runs", lambda *operands: True)
     model = Written(lambda m, x: x.bfloat16() * m.w + m.b, w=(6,), b=(6,))
     batch = torch.randn(BATCH, 4, 6), torch.randn(BATCH)
-    check = gs.per_example_norms(model, batch, losses).by_parameter
+    check = gs.per_example_norms(model, batch, mean_square).by_parameter
     monkeypatch.setattr(_triton, "runs", lambda *operands: False)
-    want = gs.per_example_norms(model, batch, losses).by_parameter
+    want = gs.per_example_norms(model, batch, mean_square).by_parameter
     for name in ("w", "b"):
         torch.testing.assert_close(check[name], want[name], rtol=1e-4, atol=0)
     assert "scale_backward" in kernels
@@ -355,7 +351,7 @@ def test_no_gradient_of_an_example_is_written(kernels, name, training):
     with Shapes() as shapes:
         if training is not None:
             with gs.track(model, batch_size=7, **training) as tracker:
-                tracker.backward(losses(model, batch))
+                tracker.backward(mean_square(model, batch))
         else:
-            gs.per_example_norms(model, batch, losses)
+            gs.per_example_norms(model, batch, mean_square)
     assert not [shape for shape in shapes.seen if torch.Size(shape).numel() == 7 * 11], shapes.seen

@@ -17,15 +17,12 @@ from torch.nn import functional
 import gradstats as gs
 import gradstats.capture.rules
 from tests.functions import Kernel
+from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
 
 pytestmark = pytest.mark.usefixtures("graphs_run_on_cpus")
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 class Tokens(nn.Module):

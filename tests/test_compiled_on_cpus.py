@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import gradstats as gs
+from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
@@ -30,10 +30,6 @@ def case(model):
     if isinstance(model, Sequences):
         return torch.randint(11, (B, 5)), torch.randint(11, (B,))
     return torch.randn(B, 4), torch.randint(3, (B,))
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def graphs():

@@ -151,7 +151,7 @@ def test_inside_checkpoints(batch, kind):
     expected = oracle_sqnorms(model, batch, classify)
     state, plain = snapshot(model), False
     if kind == "another library's":
-        with pytest.raises(gs.UnsupportedOperationError, match=r"found of \['centres'"):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"found for \['centres'"):
             gs.per_example_norms(model, batch, classify, fallback="vmap")
     else:
         stats = gs.per_example_norms(model, batch, classify, fallback="vmap")

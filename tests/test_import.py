@@ -1,5 +1,7 @@
 """Importing gradstats is cheap, and does not need Triton."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +57,14 @@ def test_every_package_is_installed():
     declared = (root / "pyproject.toml").read_text()
     for folder in folders:
         assert f'    "{".".join(folder.parts)}",\n' in declared
+
+
+def test_every_module_is_on_the_map_of_its_folder():
+    root = Path(__file__).parents[1]
+    for folder in (root / "kernels", *(root / "gradstats").rglob("*")):
+        init = folder / "__init__.py"
+        if not init.exists():
+            continue
+        words = re.findall(r"\w+", ast.get_docstring(ast.parse(init.read_text())) or "")
+        modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert not modules.difference(words), folder

@@ -3,6 +3,15 @@
 Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``right`` the two
 operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
 the training step has anyway; it never holds a (B, d) gradient.
+
+_factor     what every factor offers
+_outer      linear layers and matrix products; _ragged those of packed examples and of experts
+_patches    convolutions
+_rows       embeddings and integer indexing
+_vector     biases, scales and everything else that broadcasts
+_masked     weights whose elements were multiplied by constants
+_segments   examples whose rows differ in number
+_path       where in a parameter the elements of a tensor lie that was derived from it
 """
 
 from gradstats._factors._factor import Factor as Factor
@@ -23,8 +32,6 @@ from gradstats._factors._rows import Rows as Rows
 from gradstats._factors._segments import Segments as Segments
 from gradstats._factors._segments import add_at as add_at
 from gradstats._factors._segments import added as added
-from gradstats._factors._segments import filled_up as filled_up
-from gradstats._factors._segments import padding as padding
 from gradstats._factors._segments import segment_sum as segment_sum
 from gradstats._factors._vector import Elementwise as Elementwise
 from gradstats._factors._vector import Vector as Vector

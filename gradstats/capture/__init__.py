@@ -15,6 +15,7 @@ One context
 What is tracked
     _nodes       parameters (roots) and what is computed from them alone (derived)
     _tensors     the tensor classes whose operations are seen
+    _derived     operations on parameters and constants alone, in place or not
     _functions   custom autograd Functions of parameters alone, made visible as operations
     _transforms  torch.vmap, made visible; other transforms of torch.func
     _scripts     functions of TorchScript, made visible as operations
@@ -25,33 +26,37 @@ What is tracked
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation; which tensors belong to no example
     _derivatives backward and torch.autograd.grad inside a context
+    _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples
     _marks       what is noted on tensors
     _following   where the examples lie in results, family by family, with
     _layout      the rules for operations on one operand, and those of
-    _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _writes, _einsum
-    _data        data that are written, changed, differentiated
+    _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
+    _writes      what an operation writes, and where; _written whose the rows are afterwards
+    _separable   which values of several examples are sums of terms of one each
+    _data        what autograd Functions and ``grad`` return; the losses
     _signatures  operands that are given by name
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of
-    _operations  operations by what they do to the axes of their operands
+    _operations  operations by what they do to their operands; _names, under which users know them
     _rowwise     which functions keep rows apart; of others nobody knows what they do
     _formats     memory formats that strides leave open
     _nested      nested tuples, lists and dicts
 
 Where a parameter meets data
     _dispatch    what happens to an operation that touches a tracked tensor
+    _refusals    the error where nothing is known of it, and the remedy
     rules/       one file for each family of operations
-    _uses        what all uses share, and how their factors reach the parameters; they are
-    _hooked      operations of PyTorch's with a hook on their node
+    _registered  users' own operations
+    _uses        what all uses share, and how their factors reach the parameters
+    _hooked      uses as a hook on the node of PyTorch's own operation; as autograd Functions:
     _linear      products with a weight matrix
     _convolution convolutions
     _normalization, _broadcast   normalisation layers, scales and shifts on chip
     _views, _product             everything that broadcasts; products index by index
     _recomputed, _recurrence     operations that backward takes apart; recurrent layers
     _opened, _grafted            functions of PyTorch's taken apart; operations beside others
-    _registered  users' own operations
     _graph       nodes of autograd graphs that are known by their type
     _engine      the autograd engine
 """

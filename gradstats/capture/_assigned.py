@@ -43,8 +43,8 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
         The tensor itself.
 
     Raises:
-        ExampleAxisError: ``owner`` does not name one example for each row, or the tensor is none,
-            is a parameter, or was computed from parameters alone.
+        ExampleAxisError: ``owner`` does not name one example for each row, or ``tensor`` is not a
+            tensor, is a parameter, or was computed from parameters alone.
 
     Cost:
         A pass over ``owner`` to check its range, which waits for a GPU. Whether the owners are the

@@ -3,7 +3,7 @@
 A tensor of positions whose length happens to equal the batch size looks exactly like a batch. Shape
 cannot tell them apart; where the tensor came from can. For the duration of a context a function
 mode follows what is computed without any data: such tensors are *constants*, and what is computed
-from parameters and constants alone stays derived until it meets data (see ``_dispatch``).
+from parameters and constants alone stays derived until it meets data (see ``_derived``).
 
 Random tensors, and tensors made of values that the caller gives, count as data where their example
 axis has the batch's size: noise and time steps drawn inside a context are drawn for each example.
@@ -31,15 +31,6 @@ from torch.utils._device import _device_constructors
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
-from gradstats.capture._dispatch import (
-    BACKWARD_OF_ONES_OWN,
-    IN_PLACE,
-    MOVES_IN_PLACE,
-    READS_ONLY_FIRST,
-    TRANSPOSING_GETTERS,
-    check_nested,
-    refuse_on_derived,
-)
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
@@ -62,16 +53,21 @@ from gradstats.capture._operations import (
     CALLERS_VALUES,
     EXTREMES,
     FACTORIES,
+    IN_PLACE,
+    MOVES_IN_PLACE,
     OPAQUE,
     PRODUCTS,
     QUESTIONS,
+    READS_ONLY_FIRST,
     RESHAPES,
     SCRAMBLES,
+    TRANSPOSING_GETTERS,
     broadcasts,
     keeps,
     takes_batch_first,
 )
 from gradstats.capture._reductions import OVER_AXES, axes_of, is_over_axes, runs_over
+from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures

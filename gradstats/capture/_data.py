@@ -1,9 +1,9 @@
-"""Where the examples lie after data are written into tensors, changed in place, differentiated."""
+"""Where the examples lie in what autograd Functions and ``grad`` return, and in the losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -11,21 +11,17 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
-from gradstats.capture._dispatch import same_form
-from gradstats.capture._examples import MIXED, Examples, Whole, candidates, same_layout
-from gradstats.capture._following import Following
-from gradstats.capture._graph import nodes_behind
-from gradstats.capture._layout import is_followed
+from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nodes import same_form
+from gradstats.capture._separable import joins_examples
 from gradstats.capture._tensors import node_of
+from gradstats.capture._written import Written
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
-if TYPE_CHECKING:
-    from gradstats.capture._writes import Write
 
-
-class Data(Following):
+class Data(Written):
     """Constants and data of one batch.
 
     Attributes:
@@ -41,134 +37,6 @@ class Data(Following):
         self.followed: Any = None
         self.seen: dict[int, ref[Tensor]] | None = None
         self.inside: set[str] = set()
-
-    def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
-        """Note where the examples lie in a tensor that data were written into.
-
-        Args:
-            write: what was written, and where.
-            target: the operand.
-            before: whether it held data already.
-            after: what holds the data now: the operand, or a copy of it.
-        """
-        adds = write.adds and target.requires_grad and self._adds_sums(write, target, before)
-        self._place_written(write, target, before, after)
-        if adds and self.is_marked(after) and not isinstance(self.owned(after), Examples):
-            self.mark_sum(after)
-
-    def _adds_sums(self, write: Write, target: Tensor, before: bool) -> bool:
-        """Whether sums over examples, or values of one, were just added to nothing or to a sum."""
-        given = [item for item in write.values if self.is_trained(item)]
-        kept = not before or self.is_sum(target, writes=1) or isinstance(self.owned(target), Whole)
-        return kept and all(
-            self.is_sum(item) or isinstance(self.owned(item), Whole) for item in given
-        )
-
-    def _place_written(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
-        given = write.values
-        if write.index is not None and not (before or self.is_distinct(after)):
-            given = (write.index,)  # only the place where a number is put says whose it is
-        values = [
-            item
-            for item in given
-            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
-        ]
-        if before and (one := self.sole_example([target, *values])):
-            self.place(after, one)
-            return
-        fresh = not before or self._shows_unknown(target)
-        if not fresh and write.read is None and not self.follows_layouts:
-            if all(value.shape == target.shape for value in values):
-                return
-        owned = []
-        for value in values:
-            layout = self.owned(value)
-            if isinstance(layout, (Examples, Whole)):
-                owned.append((value, layout))
-            elif self.is_marked(value):
-                self.place(after, layout)
-                if after is target:
-                    self._note_base(target, None, first=False)
-                return
-        known = self.layout_of(target) if before else None
-        if not owned or (before and known is None and self.is_marked(target)):
-            if not before and not self.is_distinct(after):
-                self.place(after, None)
-            elif self.is_marked(target):
-                self.place(after, known)
-            if owned and after is target:
-                # Nothing is known of the view itself, but perhaps of the tensor that it shows.
-                first = owned[0][1] if write.read is None else None
-                same = isinstance(first, Whole) and all(own == first for _, own in owned)
-                self._note_base(target, first if same else None, first=False)
-            elif before and fresh and after is target and target.requires_grad:
-                self._note_base(target, known, first=True)
-            return
-        packed = self.packed
-        found: Examples | Whole | None = None
-        first = owned[0][1]
-        layouts = [known] if known else []
-        if not known or self.was_blank(target, writes=int(after is target)):
-            layouts = [*layouts, *self.candidates(target, first)]
-        for layout in layouts:
-            if all(write.agrees(layout, *value) for value in owned):
-                found = layout
-                break
-        else:
-            # A tensor that held nothing of any example may now belong to one example as a whole.
-            empty = not known if write.read is None else not before
-            whole = empty and isinstance(first, Whole)
-            found = first if whole and all(own == first for _, own in owned) else None
-        if found is None and known and not (target.requires_grad or packed):
-            # Inputs of different examples meet, as in CutMix: those written into decide.
-            if all(write.mixes(known, *value) for value in owned):
-                found = known
-        self.place(after, found)
-        if packed and found is None and any(value.requires_grad for value, _ in owned):
-            # Nothing else would catch it: losses of packed rows are taken in the order they have.
-            self.note_meeting(after)
-        if after is target and (found is None or fresh):
-            self._note_base(target, found, first=fresh)
-
-    def _shows_unknown(self, view: Tensor) -> bool:
-        """Whether a tensor is a view of data of which nothing was noted and shape says nothing.
-
-        Such data are inputs that have no example axis by contract.
-        """
-        base = view._base
-        if base is None or node_of(base) is not None or not self.is_data(base):
-            return False
-        return not self.is_marked(base) and self.layout_of(base) is None
-
-    def candidates(self, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
-        """Yield the possible layouts of a tensor that held nothing of any example before a write.
-
-        Args:
-            target: the tensor.
-            owned: whose the value is that is written into it.
-        """
-        return candidates(target, self._contract, owned)
-
-    def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
-        """Note where the examples lie in the base of a view that was written into.
-
-        Args:
-            view: the view.
-            owned: whose it is now.
-            first: before the write, the base held nothing of any example, or nothing known.
-        """
-        base = view._base
-        if base is None or node_of(base) is not None:
-            return
-        known: Iterable[Examples] = ()
-        if owned is not None and base.is_contiguous():
-            own = None if first else self.layout_of(base)
-            known = candidates(base, self._contract, owned) if first else [own] if own else ()
-        found: Examples | Whole | None = None
-        found = next((own for own in known if _lies(view, owned, base, own)), None)
-        if found is None and isinstance(owned, Whole) and (first or self.owned(base) == owned):
-            found = owned  # such as a batch of one example
-        self.place(base, found)
 
     def run_function(
         self,
@@ -310,7 +178,7 @@ class Data(Following):
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         outputs = flatten((args[0],))
-        joint = not self.packed and any(map(self._joins_examples, outputs))
+        joint = not self.packed and any(joins_examples(self, output) for output in outputs)
         for source, result in zip(sources, results, strict=True):
             if not isinstance(result, Tensor):
                 continue
@@ -326,35 +194,6 @@ class Data(Following):
                     )
             else:
                 self.mark_constant(result)  # a parameter's, in which the examples are summed
-
-    def _joins_examples(self, output: Any) -> bool:
-        """Whether derivatives of a tensor may depend on values of several examples."""
-        if not isinstance(output, Tensor) or node_of(output) is not None or self.batch_size == 1:
-            return False
-        if not (self.is_data(output) and output.requires_grad):
-            return False
-        if self.coupled and any(node in self.coupled for node in nodes_behind(output)):
-            return True
-        apart = isinstance(self.owned(output), (Examples, Whole)) or not self.is_marked(output)
-        return not (apart or self.is_sum(output))
-
-    def follow_change(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]
-    ) -> None:
-        """Note where the examples lie in a tensor that an operation changed in place.
-
-        Args:
-            func, args, kwargs: the operation, in the form that returns a new tensor.
-            data: its operands of data.
-        """
-        target = args[0]
-        if not target.requires_grad:
-            return
-        if is_followed(func):
-            self.follow_layout(func, args, kwargs, data, target)
-        else:
-            self.place(target, None)
-        self._note_base(target, None, first=False)
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed.
@@ -375,12 +214,6 @@ class Data(Following):
             self.mark_constant(tensor)
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
             self.place(tensor, self.owned(source))
-
-    def follow_move(self, tensor: Tensor) -> None:
-        """Note where the examples lie in a tensor whose axes were moved in place."""
-        plain = not self.is_marked(tensor) and self.is_distinct(tensor)
-        sizes = list(tensor.shape)
-        self.place(tensor, self._contract.along(sizes.index(self.batch_size)) if plain else None)
 
     def order_of(self, losses: Tensor) -> Tensor | None:
         """Return the example of each loss, (B,); None where they stand in the batch's order."""
@@ -417,19 +250,3 @@ class Data(Following):
     def _lost_where(self, losses: Tensor) -> str:
         operation = self.lost_at(losses)
         return f"at {operation}" if operation else "on the way"
-
-
-def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:
-    """Whether a view holds the examples that the layout of its contiguous base gives it."""
-    owner = layout.owner(base.device).to(torch.int32)
-    shape = [1] * base.dim()
-    shape[layout.axis] = -1
-    owners = owner.view(shape).expand(base.shape).contiguous()
-    offset = view.storage_offset() - base.storage_offset()
-    seen = owners.as_strided(view.shape, view.stride(), offset)
-    if isinstance(owned, Whole):
-        return bool((seen == owned.example).all())
-    if not isinstance(owned, Examples):
-        return False
-    expected = owned.owner(base.device).view(-1, *(1 for _ in seen.shape[1:]))
-    return bool((owned.lead(seen) == expected).all())

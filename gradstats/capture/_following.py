@@ -101,19 +101,9 @@ class Following(Marks):
             self._lose(result, data, function_name(func) if func is not None else None)
         else:
             self.place(result, after)
-        if self.is_marked(result) and self._is_sum(call, after):
+        apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
+        if self.is_marked(result) and not apart and is_sum(self, func, args, data):
             self.mark_sum(result)
-
-    def _is_sum(self, call: Call, after: Layout) -> bool:
-        """Whether a result is over several examples, and a sum of terms of one example each."""
-        if isinstance(after, (Examples, Whole)) or not call.result.requires_grad:
-            return False
-        trained = [tensor for tensor in call.data if tensor.requires_grad]
-        owned = [self.owned(tensor) for tensor in trained]
-        for tensor, each in zip(trained, owned, strict=True):
-            if not (isinstance(each, (Examples, Whole)) or self.is_sum(tensor)):
-                return False
-        return bool(trained) and is_sum(call.func, call.args, trained, owned)
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
         """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""

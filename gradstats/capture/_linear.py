@@ -180,7 +180,7 @@ def _is_contracted_here(
     # A consumer that wants no sum has its own way to norms and products.
     if use.is_sole(0):
         return with_sum or settings.consumer is None
-    return with_sum and settings.consumer is None and use.is_tied(0, factor)
+    return with_sum and settings.consumer is None and use.is_tied(factor)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

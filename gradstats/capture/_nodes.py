@@ -380,6 +380,15 @@ def same_storage(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
+def same_form(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors agree in all but their numbers."""
+    return (first.shape, first.stride(), first.dtype) == (
+        second.shape,
+        second.stride(),
+        second.dtype,
+    )
+
+
 def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
     """Return those operands of an operation on which one of its results depends."""
     if len(parents) == 1:

@@ -1,4 +1,4 @@
-"""PyTorch's operations, grouped by what they do to the axes of their operands."""
+"""PyTorch's operations, grouped by what they do to their operands."""
 
 from __future__ import annotations
 
@@ -31,69 +31,33 @@ def in_place_variants(*names: str) -> list[Any]:
     return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
 
 
+# Getters that give a view of the same numbers; every other getter reads a property.
+TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
+VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+
 MOVES = frozenset(
-    {
+    [
         torch.einsum,
-        torch.transpose,
-        Tensor.transpose,
-        torch.swapaxes,
-        Tensor.swapaxes,
-        torch.swapdims,
-        Tensor.swapdims,
-        torch.permute,
-        Tensor.permute,
-        torch.movedim,
-        Tensor.movedim,
-        torch.moveaxis,
-        Tensor.moveaxis,
-        torch.t,
-        Tensor.t,
-        Tensor.T.__get__,  # type: ignore[attr-defined]
-        Tensor.mT.__get__,  # type: ignore[attr-defined]
-        Tensor.H.__get__,  # type: ignore[attr-defined]
-        Tensor.mH.__get__,  # type: ignore[attr-defined]
-        torch.adjoint,
-        Tensor.adjoint,
-    }
-)
+        *variants(
+            "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"
+        ),
+        *TRANSPOSING_GETTERS,
+    ]
+)  # fmt: skip
 
 RESHAPES = frozenset(
-    {
-        Tensor.view,
-        Tensor.reshape,
-        torch.reshape,
-        Tensor.flatten,
-        torch.flatten,
-        Tensor.unflatten,
-        torch.unflatten,
-        Tensor.view_as,
-        Tensor.reshape_as,
-        Tensor.unsqueeze,
-        torch.unsqueeze,
-        Tensor.squeeze,
-        torch.squeeze,
-        Tensor.ravel,
-        torch.ravel,
-    }
-)
+    variants(
+        "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "unsqueeze", "squeeze",
+        "ravel",
+    )
+)  # fmt: skip
 
 PRODUCTS = frozenset(
-    {
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        torch.mm,
-        Tensor.mm,
-        torch.bmm,
-        Tensor.bmm,
-        torch.mv,
-        Tensor.mv,
-        torch.linalg.matmul,
-        torch.sparse.mm,
-        torch.spmm,
-        torch.dsmm,
-    }
-)
+    [
+        *variants("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, torch.linalg.matmul,
+        torch.sparse.mm, torch.spmm, torch.dsmm,
+    ]
+)  # fmt: skip
 
 # Losses of each element, unless they are reduced.
 ELEMENT_LOSSES = frozenset(
@@ -332,3 +296,59 @@ QUESTIONS = frozenset(
 ) | frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")
 )
+
+# Operations on the tensor as an object: they must reach the parameter itself, not its alias.
+ON_THE_OBJECT = frozenset(
+    {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "backward",
+        "detach_",
+        "share_memory_",
+        "set_",
+        "__set__",
+        "__delete__",
+        "__repr__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__hash__",
+    }
+)
+
+
+def reads_property(func) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
+
+
+def is_about_object(func) -> bool:
+    """Whether an operation asks for, or changes, what belongs to the tensor object alone."""
+    return reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT
+
+
+# Operations that read only shape, dtype or device of the operands after the first.
+READS_ONLY_FIRST = frozenset(
+    {
+        Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as,
+        Tensor.new_tensor, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
+    }
+)  # fmt: skip
+
+# Operations that change their first operand.
+IN_PLACE = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name not in ON_THE_OBJECT
+    and (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
+    )
+)
+
+# Those of them that only move axes, with their counterparts that return a view.
+MOVES_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")
+}

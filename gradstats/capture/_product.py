@@ -11,9 +11,9 @@ from torch import Tensor
 from gradstats._complex import real_product
 from gradstats._cost import product
 from gradstats._factors import Outer, Ragged
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
+from gradstats.capture._refusals import refuse
 from gradstats.capture._uses import derived, tap
 
 

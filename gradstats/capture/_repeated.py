@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._data import Data
-from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._marks import CONSTANTS
-from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, variants
+from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, IN_PLACE, variants
 from gradstats.capture._reductions import QUANTILES
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._sequences import PRESCRIBES

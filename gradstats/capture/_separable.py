@@ -8,13 +8,14 @@ of a mean, does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._examples import Examples, Whole, same_layout
+from gradstats.capture._graph import nodes_behind
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     ELEMENT_LOSSES,
@@ -28,6 +29,10 @@ from gradstats.capture._operations import (
     in_place_variants,
     variants,
 )
+from gradstats.capture._tensors import node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._following import Following
 
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
@@ -73,24 +78,55 @@ DIVIDES = frozenset(
 )  # fmt: skip
 
 
-def is_sum(func, args: Sequence[Any], trained: Sequence[Tensor], owned: Sequence[Any]) -> bool:
-    """Whether the result of an operation is a sum of terms of one example each.
+def is_sum(data: Following, func, args: Sequence[Any], operands: Sequence[Tensor]) -> bool:
+    """Whether the result of an operation on several examples sums terms of one example each.
 
     Args:
+        data: the context's.
         func: the operation.
         args: its arguments.
-        trained: its operands of data that have a gradient; where they are of several examples, such
-            sums themselves.
-        owned: for each of them, where the examples lie in it.
+        operands: those of data.
     """
-    joint = any(not isinstance(each, (Examples, Whole)) for each in owned)
+    trained = [tensor for tensor in operands if tensor.requires_grad]
+    owned = [data.owned(tensor) for tensor in trained]
+    apart = [isinstance(each, (Examples, Whole)) for each in owned]
+    sums = [one or data.is_sum(tensor) for tensor, one in zip(trained, apart, strict=True)]
+    if not trained or not all(sums):
+        return False
     if func in KEEPS_SUMS:
         return True
     if len(trained) == 1:
         multiplied = func in MULTIPLIES or (func in DIVIDES and trained[0] is args[0])
-        return multiplied or (func in JOINS_EXAMPLES and not joint)
+        return multiplied or (func in JOINS_EXAMPLES and apart[0])
     # Values of one example with others of the same, not with those of another.
-    together = all(same_layout(owned[0], each) for each in owned)
-    aligned = together and len({tensor.dim() for tensor in trained}) == 1 and not joint
+    known = [each for each in owned if isinstance(each, (Examples, Whole))]
+    together = all(apart) and all(same_layout(known[0], each) for each in known)
+    aligned = together and len({tensor.dim() for tensor in trained}) == 1
     vectors = func in PRODUCTS and trained[0].dim() == 1
     return aligned and (func in JOINS_EXAMPLES or vectors)
+
+
+def adds_sums(data: Following, values: Sequence[Any], target: Tensor, before: bool) -> bool:
+    """Whether values just added to a tensor left it a sum of terms of one example each.
+
+    Args:
+        data: the context's.
+        values: what was added.
+        target: the tensor.
+        before: whether it held data already.
+    """
+    given = [item for item in values if data.is_trained(item)]
+    kept = not before or data.is_sum(target, writes=1) or isinstance(data.owned(target), Whole)
+    return kept and all(data.is_sum(item) or isinstance(data.owned(item), Whole) for item in given)
+
+
+def joins_examples(data: Following, output: Any) -> bool:
+    """Whether derivatives of a tensor may depend on values of several examples."""
+    if not isinstance(output, Tensor) or node_of(output) is not None or data.batch_size == 1:
+        return False
+    if not (data.is_data(output) and output.requires_grad):
+        return False
+    if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
+        return True
+    apart = isinstance(data.owned(output), (Examples, Whole)) or not data.is_marked(output)
+    return not (apart or data.is_sum(output))

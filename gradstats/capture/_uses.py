@@ -86,13 +86,13 @@ class Use:
             return all([root.has_one_use for root in self.roots])
         return all(map(self.is_sole, range(len(self.nodes))))
 
-    def is_tied(self, position: int, factor: Outer | Ragged) -> bool:
-        """Whether the node there is a parameter whose other uses are all look-ups of its rows.
+    def is_tied(self, factor: Outer | Ragged) -> bool:
+        """Whether the first node is a parameter whose other uses are all look-ups of its rows.
 
         Then only the norms of this use's factor are kept, and what cross terms with the look-ups
         need.
         """
-        node = self.nodes[position]
+        node = self.nodes[0]
         tied = isinstance(node, Root) and self.direct and node.is_projection
         return tied and factor.spans_rows
 

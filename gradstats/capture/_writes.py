@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._dispatch import IN_PLACE
 from gradstats.capture._examples import Examples, Whole, same_rows
 from gradstats.capture._indexing import dims_at, items_of, read_at
-from gradstats.capture._operations import variants
+from gradstats.capture._operations import IN_PLACE, variants
 from gradstats.capture._rowwise import is_elementwise_in_place
 from gradstats.capture._separable import ADDS_IN_PLACE
 

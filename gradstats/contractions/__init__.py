@@ -3,6 +3,24 @@
 One table says which module contracts which pair of factors. A pair without a row in the table is
 contracted by the definition: the per-example gradients of a few examples at a time, within the
 workspace, multiplied and summed.
+
+Squared norms, and sums from the same pass
+    _outer, _patches, _rows, _vector, _elementwise, _masked, _ragged, _experts    of one factor
+    _merge       several uses of one parameter as fewer factors
+    _tied        a projection and the look-ups tied to it
+    _dense       the definition
+    _convolved   PyTorch's own weight gradient of a convolution
+
+Inner products
+    _inner       of two lists of factors, pair by pair
+    _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs, _ragged_pairs    of two factors
+    _tiles       the definition
+    _direction   with one dense direction; sums over the examples
+
+Under all of them
+    _result      what is returned, and how doubtful results are found and recomputed
+    _precision, _multiply, _tensor_cores    products: how exact, by which library, how hardware sums
+    _triton, _triton_layers    the kernels, on CUDA
 """
 
 from __future__ import annotations
@@ -50,7 +68,6 @@ from gradstats.contractions._outer import one_position as one_position
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
-from gradstats.contractions._result import WellConditioned as WellConditioned
 from gradstats.contractions._result import recompute_suspects, sum_of_two
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack

@@ -1,0 +1,1 @@
+"""Callbacks that run a Monitor inside a trainer: of lightning, and of transformers."""

@@ -37,15 +37,15 @@ def _callback_class() -> type:
 class GradStatsCallback(_callback_class()):  # type: ignore[misc]
     """Logs what ``gs.Monitor`` measures to the trainer's loggers, and keeps it in checkpoints.
 
-    Measured are the optimizer steps whose ``trainer.global_step`` is a multiple of ``every``; on
-    all others nothing is done. Values go to every logger at that step whatever
+    An optimizer step is measured if ``trainer.global_step`` is a multiple of ``every``; in all
+    others nothing is done. Values go to every logger at that step whatever
     ``log_every_n_steps``, and into ``trainer.callback_metrics``. Accumulation, gradient clipping
     (norms are those before it), GradScaler and the ranks of DDP or ``fully_shard`` are taken from
     the trainer. ``training_step`` must return the mean loss of the batch, unless
     ``loss_reduction="sum"``.
 
     Args:
-        every: measure one optimizer step in so many.
+        every: measure every so many optimizer steps.
         ids: which examples a batch holds, for ``monitor.self_influence`` and ``monitor.examples``:
             a key or index into the batch, or a function of the batch; (B,) integers.
         batch_size: a function of the batch; by default the first axis of its first tensor.

@@ -32,13 +32,13 @@ with require("transformers"):
 class GradStatsCallback(TrainerCallback, ExportableState):
     """Logs what ``gs.Monitor`` measures as the Trainer logs, and keeps it in its checkpoints.
 
-    Measured are the optimizer steps at whose start ``state.global_step`` is a multiple of
-    ``every``; on all others nothing is done. Metrics go, at the end of the step, to
+    An optimizer step is measured if ``state.global_step`` is a multiple of ``every`` when it
+    starts; in all others nothing is done. Metrics go, at the end of the step, to
     ``state.log_history`` and to every reporting integration, with the step that the Trainer gives
-    it. Norms are those before clipping. Saved with each checkpoint; restored on resuming where
-    ``restore_callback_states_from_checkpoint=True``, as for every callback of the Trainer: which
-    then goes on with a callback of its own, made with the saved arguments. It stands in
-    ``trainer.callback_handler.callbacks``; the one that was passed measures nothing.
+    it. Norms are those before clipping. What was measured is saved with each checkpoint. It is
+    restored on resuming if ``restore_callback_states_from_checkpoint=True``, as for every callback
+    of the Trainer, which then goes on with a new callback, made with the saved arguments: that one
+    is in ``trainer.callback_handler.callbacks``, and the one that was passed measures nothing.
 
     The loss of the whole optimizer step, the sum over its micro-batches and mean over its processes
     of the scalars that the Trainer differentiates, is taken to be (1/N) Σ ℓ_i of its N examples,
@@ -63,8 +63,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
     and no ``attention_mask``.
 
+    An exception in a backward is not reported to callbacks: the model stays tracked until the next
+    ``train()`` or ``close()``.
+
     Args:
-        every: measure one optimizer step in so many.
+        every: measure every so many optimizer steps.
         ids: the name of the model input, (B,) integers, that says which examples a batch holds, for
             ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
             ``remove_unused_columns=False`` if its forward does not name it.
@@ -73,9 +76,6 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     Attributes:
         monitor: the Monitor, once training has started. Another ``train()`` of the same model
             continues it.
-
-    An exception in a backward is not reported to callbacks: the model stays tracked until the next
-    ``train()`` or ``close()``.
 
     Raises:
         TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel or
@@ -100,8 +100,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             json.dumps([ids, options])
         except TypeError as error:
             raise TrackingError(
-                f"the options {sorted(options)} are saved with the Trainer's state, expected what "
-                f"JSON can hold ({error})."
+                f"ids and the options {sorted(options)} are saved with the Trainer's state, "
+                f"expected values that can be written as JSON ({error})."
             ) from error
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:

@@ -27,7 +27,7 @@ def check_monitor(
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
-        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer, an object of it"),
+        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer instance"),
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
         ("top", top, is_count(top), "a number of examples"),

@@ -37,7 +37,7 @@ class Monitor:
             optimizer.step()
             logger.log(monitor.metrics())
 
-    Measured are the optimizer steps 0, ``every``, 2 · ``every``, …; in all others the context does
+    The optimizer steps 0, ``every``, 2 · ``every``, … are measured; in all others the context does
     nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
     clipping, loss scale and learning rates those at the backward, whatever runs inside the context
     after it. Gradients are what they are without the monitor: to the bit with ``fused=False``, else
@@ -103,7 +103,7 @@ class Monitor:
 
     Args:
         model: any module; wrapped in DistributedDataParallel or sharded by ``fully_shard`` too.
-        every: measure one step in so many.
+        every: measure every so many optimizer steps, the first included.
         loss_reduction: how the scalar is formed, which defines ℓ_i and cannot be detected. "mean":
             (1/B) Σ ℓ_i over the micro-batch, divided by K where K are accumulated. "sum": Σ ℓ_i,
             divided likewise. "step_mean": the scalars, added up over the micro-batches of the
@@ -116,9 +116,9 @@ class Monitor:
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
         layers: patterns over module paths, ``"blocks.*"``: one layer for each path that matches.
-        decay: of the averages over measured steps.
-        spike: a norm stands out when it exceeds so many times its median over the last 100 measured
-            steps (of at least 5).
+        decay: of the exponential averages over measured steps, in [0, 1).
+        spike: a norm stands out if it is more than this many times its median over the last 100
+            measured steps (at least 5).
         top: how many examples of largest norm, and of largest alignment, a spike records.
         clip: threshold of ``clip/frac``.
         fused: let weight gradients come from the same pass over the data as the norms.
@@ -225,7 +225,8 @@ class Monitor:
         Raises:
             TrackingError: micro-batches that do not come in order; as the context opens on a
                 measured step, ids or weights that do not fit.
-            ExampleAxisError: as the context opens, a size or bounds that are none.
+            ExampleAxisError: as the context opens on a measured step, ``batch_size`` or
+                ``cu_seqlens`` that are not a number of examples or their bounds.
         """
         index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
@@ -251,7 +252,7 @@ class Monitor:
     def spikes(self) -> list[Spike]:
         """The steps at which a norm stood out, the last 200 of them.
 
-        Of steps at which a norm was not finite, one after the other, the first.
+        Of consecutive steps at which a norm was not finite, only the first.
         """
         self._settle()
         return list(self._run.spikes)
@@ -272,7 +273,14 @@ class Monitor:
         return self._run.history
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step's metrics, name → number; empty if it was not measured."""
+        """Return the last step's metrics.
+
+        Returns:
+            Name → number; empty if the step was not measured.
+
+        Raises:
+            TrackingError: the step's gradient is not known, with the reason.
+        """
         self._settle()
         return dict(self._metrics)
 
@@ -297,26 +305,31 @@ class Monitor:
             list of ExampleRecord, the largest first; empty while no step was measured.
 
         Raises:
-            TrackingError: "alignment" where none was measured.
+            TrackingError: ``k`` is no number of examples, ``by`` is neither, or alignments were not
+                measured.
         """
         self._settle()
         return self._run.examples(k, by)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs: numbers, strings and tensors only."""
+        """Return all that a resumed run needs, for ``load_state_dict``.
+
+        Returns:
+            Nested dicts and lists of numbers, strings and tensors only.
+        """
         self._settle()
         return {"version": STATE_VERSION, "steps": self.steps, **self._run.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; what was measured before is replaced.
 
-        What another choice of options left out of it starts anew.
+        What it lacks, because other options were chosen when it was saved, starts anew.
 
         Args:
             state: what ``state_dict`` returned.
 
         Raises:
-            TrackingError: something else, or of another version of gradstats.
+            TrackingError: ``state`` is something else, or of another version of gradstats.
         """
         if not isinstance(state, Mapping):
             raise TrackingError(

@@ -116,7 +116,17 @@ class RunningSelfInfluence:
         return zip(self.ids.tolist(), self.values.tolist(), strict=True)
 
     def top(self, k: int) -> list[tuple[int, float]]:
-        """Return the k examples of largest S_i as (id, S_i), in falling order."""
+        """Return the k examples of largest S_i.
+
+        Args:
+            k: how many.
+
+        Returns:
+            (id, S_i) of each, in falling order.
+
+        Raises:
+            TrackingError: k is not a number of examples.
+        """
         if not is_count(k):
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         return sorted(self.items(), key=lambda item: -item[1])[:k]

@@ -3,6 +3,7 @@
 _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates
 _weights        lending the user's model to other weights
 _content, _loaders, _batches    data that are read several times, and recognised
+_layout         where the examples of their batches lie
 _work           a model with its loss, and the options of a call
 _recognition    telling checkpoints, models and losses apart
 _tiles, _folder    results on disk that a killed call goes on with

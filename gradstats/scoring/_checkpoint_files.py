@@ -51,7 +51,7 @@ def find_files(pattern: str | Path) -> list[Path]:
     files = sorted((path for path in paths if path.is_file()), key=_natural)
     if Path(pattern).is_dir() or (paths and not files):
         raise CheckpointError(
-            f"{pattern} names no file but folders, expected files. Give a glob, such as "
+            f"{pattern} matches folders only, expected files. Pass a glob, such as "
             f"'{pattern}/*.pt'."
         )
     if not files:

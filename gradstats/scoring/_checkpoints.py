@@ -72,7 +72,7 @@ class Checkpoints:
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
             or a list of these. Files are safetensors, or torch files of tensors and plain values
-            (read with ``weights_only=True``: nothing is unpickled), or, of weights in several
+            (read with ``weights_only=True``: nothing is unpickled), or, for weights in several
             files, the index that lists them (``*.index.json``). Weights may stand at the top or
             under "model", "model_state_dict" or "state_dict"; the optimizer's state under
             "optimizer", "optimizer_state_dict" or "optimizer_states", or in a file of its own,
@@ -83,10 +83,10 @@ class Checkpoints:
             the checkpoint was written. A checkpoint whose rates are all zero is warned about.
 
     Raises:
-        CheckpointError: if no file matches, a file is listed twice, or a learning rate is missing.
-            When a checkpoint is loaded: if it cannot be read, does not fit the model, lacks the
-            rate asked for, or holds the weights of another of the list, which would count twice;
-            or if every rate is zero.
+        CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.
+            When a checkpoint is loaded: it cannot be read, does not fit the model, lacks the rate
+            asked for, or holds the same weights as another of the list, which would count twice;
+            or every rate is zero.
 
     Cost:
         A file is read, into the host's memory, each time that its checkpoint is asked for; nothing

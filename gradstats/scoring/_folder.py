@@ -313,6 +313,6 @@ def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
     ]
 
 
-def _shortened(value: Any, limit: int = 200) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return text if len(text) <= 200 else f"{text[:200]}…"

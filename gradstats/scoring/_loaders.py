@@ -85,8 +85,8 @@ class Data:
                 f"the batches of the {self._role} loader hold objects of type "
                 f"{', '.join(sorted(self._unread))}, whose contents are not known, so results on "
                 "disk could not be told from those of other data. Let batches be nested tuples, "
-                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or leave "
-                "out= away."
+                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or do "
+                "not pass out=."
             )
         return {"examples": self.examples, "batches": self.batches, "hash": self._fingerprint}
 

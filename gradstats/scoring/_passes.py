@@ -35,7 +35,8 @@ class Pairs:
         if self._query is not None and len(self._query) != len(checkpoints):
             raise CheckpointError(
                 f"there are {len(checkpoints)} checkpoints and {len(self._query)} query "
-                "checkpoints, expected as many: the c-th of one goes with the c-th of the other."
+                "checkpoints, expected equal numbers: the c-th of one goes with the c-th of the "
+                "other."
             )
 
     def __len__(self) -> int:

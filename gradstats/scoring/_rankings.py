@@ -92,7 +92,7 @@ class Rankings:
             Ranking: ``ids``, ``scores`` and ``positions``, the largest score first.
 
         Raises:
-            ScoreError: for a query that is not there, or more examples than ``top_k`` kept.
+            ScoreError: there is no such query, or k exceeds the ``top_k`` examples that were kept.
         """
         return self._ranking(self._check_query(query), check_k(k), 1)
 
@@ -104,7 +104,10 @@ class Rankings:
             k: how many.
 
         Returns:
-            Ranking: the smallest score first; all else as for ``proponents``.
+            Ranking: ``ids``, ``scores`` and ``positions``, the smallest score first.
+
+        Raises:
+            ScoreError: as for ``proponents``.
         """
         return self._ranking(self._check_query(query), check_k(k), -1)
 
@@ -118,11 +121,11 @@ class Rankings:
             k: how many of either.
 
         Returns:
-            a matplotlib figure: ``figure.savefig("query.png")``.
+            A matplotlib figure: ``figure.savefig("query.png")``.
 
         Raises:
             MissingPackageError: without matplotlib.
-            ScoreError: as ``proponents``.
+            ScoreError: as for ``proponents``.
         """
         from gradstats.scoring._pictures import draw_query
 
@@ -130,7 +133,11 @@ class Rankings:
         return draw_query(self.query_ids[query], rankings, self._data, query)
 
     def warn_if_alike(self, k: int = 10) -> None:
-        """Warn if the strongest examples hardly differ between queries."""
+        """Warn if the strongest examples hardly differ between queries.
+
+        Args:
+            k: how many of them are compared; fewer where there are less than 4 k training examples.
+        """
         count, queries = self.shape
         k = min(k, count // 4)
         if queries < FEWEST_QUERIES or k < SHORTEST_LIST:
@@ -155,7 +162,7 @@ class Rankings:
 
     def _check_query(self, query: int) -> int:
         if not isinstance(query, (int, np.integer)) or isinstance(query, bool):
-            raise ScoreError(f"query is {query!r}, expected its position, a whole number.")
+            raise ScoreError(f"query is {query!r}, expected an integer, its position.")
         if not -len(self.query_ids) <= query < len(self.query_ids):
             raise ScoreError(
                 f"query is {query}, expected a position from 0 to {len(self.query_ids) - 1}."

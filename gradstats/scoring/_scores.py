@@ -88,8 +88,8 @@ class InfluenceScores(Rankings):
             InfluenceScores (N, Q), read from the files where they are asked for.
 
         Raises:
-            ScoreError: another ``normalize``.
-            StoreError: if the folder holds something else, or a checkpoint that is not complete.
+            ScoreError: ``normalize`` is neither.
+            StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
         check = check_normalize(normalize)
         names, ids, held = read_results(

@@ -81,7 +81,7 @@ class SelfInfluence:
     def load(cls, folder: str | Path) -> SelfInfluence:
         """Return what ``gs.self_influence(out=folder)`` left, over all its checkpoints.
 
-        These are in the order in which they were added to the folder.
+        Checkpoints are in the order in which they were added to the folder.
 
         Args:
             folder: of the results; read without the model and the data.
@@ -90,7 +90,7 @@ class SelfInfluence:
             SelfInfluence: a table of N rows.
 
         Raises:
-            StoreError: if the folder holds something else, or a checkpoint that is not complete.
+            StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
         names, (ids,), held = read_results(
             Path(folder), "self-influence", "gs.self_influence", ("ids",), ("values",)
@@ -126,7 +126,7 @@ class SelfInfluence:
             SelfInfluence: a table of these rows, at most k.
 
         Raises:
-            ScoreError: k is not a positive number, or ``by`` no score that the table has.
+            ScoreError: k is not a positive number, or the table has no score named ``by``.
         """
         if not isinstance(by, str) or by not in SCORES:
             raise ScoreError(f"by is {by!r}, expected one of {', '.join(SCORES)}.")
@@ -150,7 +150,8 @@ class SelfInfluence:
             not finite for some example rank nothing and are left out with the reason.
 
         Raises:
-            ScoreError: if known_bad names no examples of the table, or none or all of them.
+            ScoreError: known_bad holds ids that the table does not have, one id twice, a bool for
+                another number of examples, or marks none or all of them.
         """
         bad = self._mask(known_bad)
         scores = {
@@ -206,11 +207,11 @@ class SelfInfluence:
             known_bad: as for ``report``.
 
         Returns:
-            a matplotlib figure: ``figure.savefig("scores.png")``.
+            A matplotlib figure: ``figure.savefig("scores.png")``.
 
         Raises:
             MissingPackageError: without matplotlib.
-            ScoreError: as ``report``.
+            ScoreError: as for ``report``.
         """
         from gradstats.scoring._pictures import draw_self_influence
 

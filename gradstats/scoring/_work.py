@@ -124,8 +124,8 @@ class Work:
             narrow = scores.astype(self.dtype)
         if self.nonfinite == "raise" and not np.isfinite(narrow).all():
             raise NonFiniteGradientError(
-                f"{checkpoint}: a score comes to {np.abs(scores).max():.3g}, expected what "
-                f"{self.dtype} holds. Divide the losses by a constant, use model.double(), or pass "
+                f"{checkpoint}: a score is {np.abs(scores).max():.3g}, which {self.dtype} cannot "
+                "hold. Divide the losses by a constant, use model.double(), or pass "
                 'nonfinite="keep".'
             )
         return narrow

@@ -12,6 +12,7 @@ _kept           the gradients of a batch kept as factors, and their products wit
 _inner_products, _alignment    products of two batches, and with a direction
 _training       statistics of a training step: noise scale, diversity, coherence, tests
 _reference      plain autograd, one example at a time
+_differentiable the same of models that are trained by backward()
 _elsewhere      whether an example is the same in another batch
 _verify, _verify_report    both on the user's own model, and the report
 """

@@ -91,14 +91,15 @@ def alignment(
         per_parameter: return name → (B,) inner products over that parameter instead of their sum.
 
     Returns:
-        (B,) float32, float64 for float64 models; in units of loss times those of v for the weights,
-        with "mean" of loss².
+        (B,) float32, float64 for float64 models; in units of loss times those of v, with "mean" of
+        loss².
 
     Raises:
         CoverageError: the direction's names or shapes are not those of the tracked parameters.
         NonFiniteGradientError: an inner product is NaN or infinite.
         ExampleAxisError: among others, losses in another order than the batch.
-        TrackingError: arguments of another kind, or losses that use none of the parameters.
+        TrackingError: an argument of the wrong type or value, or losses that use none of the
+            parameters.
         See gradstats.errors for what the batch is checked for.
 
     Cost:
@@ -164,7 +165,7 @@ def check_direction(
     if missing or extra:
         raise CoverageError(
             f"the direction does not name the tracked parameters: missing {missing[:5]}, not "
-            f"tracked {extra[:5]}. Give one tensor for every parameter, of tied ones under the "
+            f"tracked {extra[:5]}. Give one tensor for every parameter, for tied ones under the "
             "first name, as model.named_parameters() has it; zeros where you want none of it; or "
             "leave parameters out of both with exclude=."
         )

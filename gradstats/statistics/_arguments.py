@@ -78,9 +78,7 @@ def check_scaler(scaler: Any) -> None:
     """Raise unless it is None or scales losses."""
     # Its class has the method too, and no scale.
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "scale")):
-        raise TrackingError(
-            f"scaler is {scaler!r}, expected a torch.amp.GradScaler, an object of it."
-        )
+        raise TrackingError(f"scaler is {scaler!r}, expected a torch.amp.GradScaler instance.")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:

@@ -331,8 +331,8 @@ def _gradients(
     missing = [name for name, found in zip(names, gradients, strict=True) if found is None]
     if missing and hidden:
         raise UnsupportedOperationError(
-            f"no gradient is found of {missing[:4]}, which has no rule: an autograd Function runs "
-            "a part of the model whose backward runs one of its own, as checkpoints of other "
+            f"no gradient was found for {missing[:4]}, which has no rule: an autograd Function "
+            "runs a part of the model whose backward runs one of its own, as checkpoints of other "
             "libraries do. Expected torch.utils.checkpoint.checkpoint there, a rule for the "
             "operation (gs.register_rule), or the parameters left out by name with "
             f"exclude={missing!r}.",

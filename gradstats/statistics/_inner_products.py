@@ -99,7 +99,7 @@ def inner_products(
         parameters, exclude: fnmatch patterns over parameter names; all that require grad by
             default.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
+        nonfinite: "raise" an error for gradients with NaN or infinity, or "keep" what they give.
         per_parameter: return name → inner products over that parameter instead of their sum.
 
     Returns:
@@ -108,7 +108,8 @@ def inner_products(
     Raises:
         CoverageError: the models' parameters differ in name or shape.
         ExampleAxisError: ``pairs="diagonal"`` with batches of different sizes.
-        TrackingError: arguments of another kind, or losses that use none of the parameters.
+        TrackingError: an argument of the wrong type or value, or losses that use none of the
+            parameters.
         See gradstats.errors for what both batches are checked for.
 
     Cost:
@@ -168,8 +169,8 @@ def inner_products(
     narrow = result.to(dtype)
     if nonfinite == "raise" and not bool(narrow.isfinite().all()):
         raise NonFiniteGradientError(
-            f"an inner product comes to {result.abs().max().item():.3g}, expected what {dtype} "
-            "holds. Divide the losses by a constant, use model.double(), or pass "
+            f"an inner product is {result.abs().max().item():.3g}, which {dtype} cannot hold. "
+            "Divide the losses by a constant, use model.double(), or pass "
             'nonfinite="keep" to have the values returned.'
         )
     if not per_parameter or parts is None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._coverage import check_data
-from gradstats.capture._dispatch import PACK
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture._nested import tensors_in
+from gradstats.capture._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in
@@ -92,7 +92,7 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     raise ExampleAxisError(
         f"the batch is {type(batch).__name__}{of} and holds no tensor with an example axis, so the "
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
-        "dataclass of tensors: torch.as_tensor makes them of arrays. Of anything else pass "
+        "dataclass of tensors: convert arrays with torch.as_tensor. For anything else pass "
         "cu_seqlens=, the rows at which the examples begin, as graphs in one batch have them "
         "(batch.ptr)."
     )

@@ -62,9 +62,9 @@ def per_example_norms(
     Args:
         model: any module; it is left as it was found, its training mode included.
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It is called once more where
-            the forward makes as many values as there are examples (``torch.tensor([...])``) that
-            turn out not to be one for each.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It is called a second time if
+            the forward makes as many values of its own as there are examples
+            (``torch.tensor([...])``) and these turn out not to be one for each.
         batch_dim: the example axis of the data.
         cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
             padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
@@ -76,7 +76,7 @@ def per_example_norms(
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
             default.
-        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
+        nonfinite: "raise" an error for gradients with NaN or infinity, or "keep" them.
         fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
             examples at a time as the workspace allows, or one at a time where that cannot run. One
             more forward and backward of the whole batch checks that their gradients add up to its
@@ -91,7 +91,8 @@ def per_example_norms(
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
-        TrackingError: arguments of another kind, or losses that use none of the parameters.
+        TrackingError: an argument of the wrong type or value, or losses that use none of the
+            parameters.
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
@@ -175,14 +176,14 @@ class track:
             says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
             is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted:
             it cannot be detected.
-        weights: (B,) instead, scalar = Σ weights_i ℓ_i.
+        weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.
         scaler: the torch.amp.GradScaler that scales the loss; its scale is divided out.
         fused: let weight gradients come from the same pass over the data as the norms, and from
             whichever of PyTorch's libraries is faster.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "keep", the default here since a scaled step may overflow, or "raise" when the
-            context closes.
+        nonfinite: "keep" gradients with NaN or infinity, the default here since a scaled step may
+            overflow, or "raise" an error when the context closes.
         alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
             context's training loss, before any scaling or averaging over processes. It costs about
             one more forward pass.
@@ -291,8 +292,8 @@ class track:
 
         Raises:
             LossShapeError: the losses are not (B,) differentiable numbers.
-            ExampleAxisError, CoupledExamplesError: losses that are not of one example each.
-            TrackingError: outside the context.
+            ExampleAxisError, CoupledExamplesError: a loss is not that of one example.
+            TrackingError: called outside the context.
         """
         if not self._opened or self._tracker.closed:
             raise TrackingError(

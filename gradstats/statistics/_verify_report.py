@@ -71,7 +71,18 @@ class VerifyReport:
         return all(row.ok for row in self.rows) and all(c.ok is not False for c in self.checks)
 
     def check(self, name: str) -> Check:
-        """Return the check of that name; KeyError if there is none."""
+        """Return one of the checks.
+
+        Args:
+            name: "loss", "coverage", "exactness", "coupling", "padding", "determinism" or
+                "precision".
+
+        Returns:
+            Check: ``name``, ``ok`` and ``detail``.
+
+        Raises:
+            KeyError: the report has no check of that name.
+        """
         for check in self.checks:
             if check.name == name:
                 return check

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import Dataset, Sampler
 
 
@@ -44,7 +43,3 @@ class Shuffled(Sampler):
 def classifier(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10)).to(dtype)
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")

@@ -17,7 +17,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader
 
 import gradstats as gs
-from tests.monitor.digits import Digits, Shuffled, classifier, losses_of
+from tests.losses import losses_of
+from tests.monitor.digits import Digits, Shuffled, classifier
 from tests.monitor.expected import gradient_rows, metrics_of
 from tests.oracle import assert_unchanged, oracle_gradients, snapshot
 
@@ -358,7 +359,8 @@ import warnings; warnings.simplefilter("ignore")
 import sys, torch, pytorch_lightning as package
 from torch.utils.data import DataLoader
 from gradstats.integrations.lightning import GradStatsCallback
-from tests.monitor.digits import Digits, Shuffled, classifier, losses_of
+from tests.losses import losses_of
+from tests.monitor.digits import Digits, Shuffled, classifier
 
 class Module(package.LightningModule):
     def __init__(self):

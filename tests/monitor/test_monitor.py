@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.monitor._run import WATCHED
 from tests.functions import recomputing
+from tests.losses import losses_of
 from tests.monitor.expected import (
     assert_metrics,
     gradient_rows,
@@ -29,10 +30,6 @@ from tests.oracle import assert_unchanged, oracle_gradients, snapshot
 
 B = 6
 ALIGNMENT = [False, True]
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def batch_of(size: int = B):

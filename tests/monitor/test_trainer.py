@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 import gradstats as gs
-from tests.monitor.digits import Digits, classifier, losses_of
+from tests.losses import losses_of
+from tests.monitor.digits import Digits, classifier
 from tests.monitor.expected import gradient_rows, metrics_of
 from tests.oracle import assert_unchanged, snapshot
 

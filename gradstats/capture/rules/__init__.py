@@ -2,6 +2,17 @@
 
 A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
 at least one of them tracked and at least one of them data, and returns the operation's result.
+
+_common         what several families need
+_products       linear layers and matrix products; _bilinear, _experts
+_convolution    convolutions and transposed convolutions
+_embedding      look-ups by integers
+_normalization  normalisation layers; _affine the factors of their scale and shift
+_elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
+_in_place       data written into what was made of parameters
+_attention, _recurrent    layers that arrive whole and are taken apart
+_composed       operations written with others
+_single         operations on data of one example without an axis for it
 """
 
 from typing import Any

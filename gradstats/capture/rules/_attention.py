@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._nodes import Node
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view

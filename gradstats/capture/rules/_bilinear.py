@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, locate, plain

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._coverage import where_examples_met
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
@@ -82,10 +83,10 @@ def locate(
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: a scalar that is computed from "
             "parameters alone, such as a penalty on the weights, meets a scalar in which the "
-            f"{tracker.batch_size} examples were summed, so that what it is to each of them is not "
-            "known. Add it to the unreduced losses, (losses + penalty).mean(), so that each "
+            f"{tracker.batch_size} examples were summed, so that its share in the loss of each is "
+            "not known. Add it to the unreduced losses, (losses + penalty).mean(), so that each "
             "example's loss contains it; or run its own backward once the context has closed, or "
-            "let the optimizer's weight_decay do it, so that none does.",
+            "let the optimizer's weight_decay do it, so that no example's loss does.",
             [root.name for root in node.roots],
         )
     if layout is None or not (layout.plain or folds):
@@ -97,17 +98,20 @@ def locate(
                 "batch_dim=; if"
             )
         else:
-            advice = f"Which row is whose was lost at {lost}, or several meet there. If"
+            advice = (
+                f"Which example each row belongs to was lost at {lost}, or rows of several "
+                "examples meet there. If"
+            )
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
             f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
             f"assigned to examples by guessing.{where_examples_met(tracker, data)} {advice} they "
             "are folded together with positions or moved to another axis, keep the example axis as "
             "it is up to this operation; if single examples are taken out, take them as "
-            "x[i : i + 1]; if these are data of which you know whose each row is (features of a "
-            "graph's edges), say so with gs.assign_rows; otherwise have per_example_norms compute "
-            'the parameter one example at a time with fallback="vmap", or leave it out by name '
-            "with exclude=.",
+            "x[i : i + 1]; if you know which example each row of these data belongs to (features "
+            "of a graph's edges), say so with gs.assign_rows; otherwise have per_example_norms "
+            'compute the parameter one example at a time with fallback="vmap", or leave it out by '
+            "name with exclude=.",
             [root.name for root in node.roots],
         )
     if layout.axis >= data.dim() - trailing:

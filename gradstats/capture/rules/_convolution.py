@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._grafted import Composed, watched
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import attach, tap, use_of
 from gradstats.capture.rules._common import (

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture._nested import flatten, operands_of, rebuild
@@ -27,6 +27,7 @@ from gradstats.capture._operations import (
     EXTREMES,
     function_variants,
 )
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
@@ -41,7 +42,7 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._per_example import IN_PLACE, per_example
+from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 
 
@@ -49,10 +50,10 @@ def broadcast(tracker, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
     operands = operands_of(args, kwargs)
     nodes = [node for node in map(node_of, operands) if node is not None]
-    if func in IN_PLACE and node_of(args[0]) is not None:
+    if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
-    whole = None if func in IN_PLACE else _whole(tracker, data)
+    whole = None if func in ELEMENTWISE_IN_PLACE else _whole(tracker, data)
     if whole is not None:
         dims = max(operand.dim() for operand in operands)
         widened = _widen(tracker, (args, kwargs), whole, dims)
@@ -300,7 +301,7 @@ PRODUCTS_AND_SUMS = PRODUCTS | frozenset(function_variants("add"))
 SMALL = 65536
 
 RULES = {
-    **{function: broadcast for function in (*function_variants(*ELEMENTWISE), *IN_PLACE)},
+    **dict.fromkeys((*function_variants(*ELEMENTWISE), *ELEMENTWISE_IN_PLACE), broadcast),
     **dict.fromkeys(ELEMENT_LOSSES, element_loss),
     functional.cross_entropy: class_loss,
     functional.nll_loss: class_loss,

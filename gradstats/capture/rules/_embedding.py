@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, compute_dtype
-from gradstats.capture._dispatch import derive, refusal, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lean_steps import embedding_rows, rows_looked_up
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
+from gradstats.capture._refusals import refusal, refuse
 from gradstats.capture._sequences import layout_of_bags, starts_of_bags
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap

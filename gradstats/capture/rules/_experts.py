@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Experts, Ragged
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import Examples
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import locate, plain

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import ELEMENTWISE, function_variants, in_place_variants
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import in_order, plain
 
-IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
+ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
 # Operations whose derivatives depend on no number of their operands, save where a condition holds.
 AFFINE = frozenset(
@@ -45,7 +46,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
     for item in flatten((args, kwargs)):
         node = node_of(item)
         if node is not None and not layout.serves(item.shape):
-            if layout.examples.even and func not in IN_PLACE:
+            if layout.examples.even and func not in ELEMENTWISE_IN_PLACE:
                 at = layout.examples.axis if axis is None else axis
                 return _unfolded(tracker, func, layout, args, kwargs, at)
             refuse(
@@ -126,7 +127,7 @@ def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
     if func in AFFINE:
         # PyTorch keeps none of them, and may find them changed when the backward runs.
         saved = [item if item.dtype == torch.bool else _shape_alone(item) for item in saved]
-    elif func in IN_PLACE:
+    elif func in ELEMENTWISE_IN_PLACE:
         saved[0] = saved[0].clone()
     result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
@@ -164,7 +165,8 @@ class RecomputedFactors:
                 return item
             tensor = saved[item.index]
             if not item.tracked:
-                return tensor.clone() if self.function in IN_PLACE and item.index == 0 else tensor
+                changed = self.function in ELEMENTWISE_IN_PLACE and item.index == 0
+                return tensor.clone() if changed else tensor
             leaf = self.layout.view(tensor.detach()).requires_grad_()
             leaves.append(leaf)
             shapes.append(tuple(tensor.shape))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._dispatch import derive, refuse
+from gradstats.capture._derived import derive
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
@@ -19,6 +19,7 @@ from gradstats.capture._linear import LinearFactors, LinearUse
 from gradstats.capture._nodes import Derived, Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import attach, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor, cast, compute_dtype
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._marks import leave_graph
@@ -37,6 +36,7 @@ from gradstats.capture._recurrence import (
     Steps,
     Sweep,
 )
+from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules._common import (
@@ -228,9 +228,9 @@ def _packed(
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()}: got packed rows of which it is not known "
-            "whose they are, expected the result of torch.nn.utils.rnn.pack_padded_sequence on "
-            "data with their examples along batch_dim. Pack inside the context, or leave the "
+            f"{function_name(func)} on {node.describe()}: got packed rows that belong to unknown "
+            "examples, expected the result of torch.nn.utils.rnn.pack_padded_sequence on data "
+            "with their examples along batch_dim. Pack inside the context, or leave the "
             "parameter out by name with exclude=."
         )
     drops = dropout if training else 0.0

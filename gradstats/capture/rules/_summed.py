@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gradstats._factors import compute_dtype
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._nodes import Node
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout

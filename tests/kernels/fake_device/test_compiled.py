@@ -6,17 +6,13 @@ import pytest
 import torch
 from gradstats.kernels import operators
 from torch import nn
-from torch.nn import functional
 
 import gradstats as gs
 from gradstats.contractions import _triton
+from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 5
-
-
-def losses(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def case():
@@ -25,10 +21,10 @@ def case():
 
 
 def check(model, compiled, batch):
-    expected = oracle_sqnorms(model, batch, losses)
-    assert_sqnorms(gs.per_example_norms(compiled, batch, losses), expected, 1e-3)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-3)
     with gs.track(compiled, batch_size=B) as tracker:
-        tracker.backward(losses(compiled, batch))
+        tracker.backward(losses_of(compiled, batch))
     assert_sqnorms(tracker.stats, expected, 1e-3)
 
 

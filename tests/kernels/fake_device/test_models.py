@@ -20,6 +20,7 @@ from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
 from gradstats.contractions import _outer
+from tests.losses import mean_square
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -29,7 +30,6 @@ from tests.oracle import (
     oracle_sqnorms,
     perturbed,
 )
-from tests.test_backend_models import squared_outputs
 from tests.test_inner_products import check_pairs_of_rows
 
 B = 5
@@ -51,7 +51,7 @@ def launched(monkeypatch):
 
 
 def on_device(model, *shape):
-    return model.cuda(), (torch.randn(B, *shape).cuda(), torch.randn(B).cuda()), squared_outputs
+    return model.cuda(), (torch.randn(B, *shape).cuda(), torch.randn(B).cuda()), mean_square
 
 
 def perceptron():

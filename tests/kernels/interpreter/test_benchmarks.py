@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import bench_layer_kernels
+from benchmarks import bench_layer_kernels, layer_kernels
 from benchmarks.bench_linear_kernels import Shape, operands, providers
 from benchmarks.kernel_harness import error
 
@@ -31,9 +31,9 @@ def test_every_provider_runs_and_is_right(shape):
 @pytest.mark.parametrize("layer", bench_layer_kernels.DRY, ids=lambda layer: layer.name)
 def test_every_provider_of_a_layer_runs_and_is_right(layer):
     for channels_last in (False, True) if layer.kind == "convolution" else (False,):
-        inputs = bench_layer_kernels.operands(layer, torch.float32, 0, "cpu", channels_last)
+        inputs = layer_kernels.operands(layer, torch.float32, 0, "cpu", channels_last)
         ours = 0
-        for provider in bench_layer_kernels.providers(layer, torch.float32):
+        for provider in layer_kernels.providers(layer, torch.float32):
             off = error(provider, inputs)
             if off is None:
                 assert torch.is_tensor(provider.call(*inputs))
