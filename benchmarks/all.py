@@ -21,8 +21,8 @@ from benchmarks.limited import run_python
 CPU = {
     "operations": "benchmarks.op_overhead",
     "steps": "benchmarks.step_overhead mlp cnn gpt --peers --compiled",
-    "models": "benchmarks.step_overhead small gpt-expanded lstm resnet convnext vit gpt2 --peers"
-    " --rounds 9",
+    "models": "benchmarks.step_overhead small gpt-expanded lstm resnet convnext vit gpt2"
+    " adapted pruned --peers --rounds 9",
     "crossover": "benchmarks.crossover",
     "scaling": "benchmarks.scaling",
     "monitor": "benchmarks.monitor_overhead",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,51 @@ def small(large: bool = False) -> Workload:
     return Workload("small MLP 64-32-32-10, B=32", model, batch, classification)
 
 
+class LowRank(nn.Module):
+    """Adds a trained product of two narrow matrices to a frozen weight."""
+
+    def __init__(self, shape: torch.Size, rank: int = 8):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(shape[0], rank) / shape[0] ** 0.5)
+        self.down = nn.Parameter(torch.randn(rank, shape[1]) / shape[1] ** 0.5)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 2.0 * (self.up @ self.down)
+
+
+class Pruned(nn.Module):
+    """Leaves one in ten of a weight's elements."""
+
+    def __init__(self, shape: torch.Size):
+        super().__init__()
+        self.register_buffer("mask", (torch.rand(shape) < 0.1).float())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def parametrised(model: nn.Module, make: Callable[[torch.Size], nn.Module]) -> nn.Module:
+    """Compute the weights of all linear layers by a module of their own."""
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        parametrize.register_parametrization(layer, "weight", make(layer.weight.shape))
+    return model
+
+
+def adapted(large: bool = False) -> Workload:
+    """The GPT of 4 layers with low-rank updates merged into frozen weights."""
+    work = gpt(large)
+    model = parametrised(work.model.requires_grad_(False), LowRank)
+    name = "GPT 4×256, merged low-rank updates"
+    return Workload(name, model, work.batch, next_token)
+
+
+def pruned(large: bool = False) -> Workload:
+    """The MLP with weights that a mask multiplies."""
+    work = mlp(large)
+    model = parametrised(work.model, Pruned)
+    return Workload("MLP 784-2048-2048-10, pruned", model, work.batch, classification)
+
+
 class Recurrent(nn.Module):
     """A language model of two LSTM layers."""
 
@@ -313,7 +359,7 @@ def llama(large: bool = False) -> Workload:
 WORKLOADS = {
     "mlp": mlp, "cnn": cnn, "gpt": gpt, "gpt-expanded": gpt_expanded, "small": small,
     "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2,
-    "gpt2-wide": gpt2_wide, "llama": llama,
+    "gpt2-wide": gpt2_wide, "llama": llama, "adapted": adapted, "pruned": pruned,
 }  # fmt: skip
 DEFAULT = ("mlp", "cnn", "gpt")
 DTYPES = ("float32", "autocast", "bfloat16")

@@ -178,6 +178,27 @@ def test_of_a_merged_low_rank_update_no_gradient_of_the_whole_is_formed():
     assert ledger.largest == 256 * 256  # the weight itself, as the forward has it
 
 
+def test_gradients_that_are_pulled_back_stay_within_the_workspace_however_small_the_parameter():
+    class Shifted(nn.Module):
+        """A frozen matrix that one trained number shifts."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(256, 256), requires_grad=False)
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return functional.linear(x, self.weight + self.shift)
+
+    model, batch = Shifted(), torch.randn(16, 8, 256)
+    ledger = peak_memory(
+        lambda: gs.per_example_norms(
+            model, batch, lambda m, x: m(x).square().mean((1, 2)), workspace=MIB
+        )
+    )
+    assert 4 * ledger.largest <= MIB
+
+
 def influence_peak(model, inputs) -> int:
     """Return the bytes that scores of 32 training and 16 query examples take."""
     labels = torch.randint(10, (32,))
