@@ -56,8 +56,8 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         scale = scale.reciprocal()
     whole = node.shape == parent.shape
     found = _times(factor, scale) if whole else _summed(factor, scale, node, parent)
-    if found is not None:
-        node.check_step()
+    if found is not None and isinstance(other, (Node, Tensor)):
+        node.check_step()  # a number does not change
     return found
 
 

@@ -379,11 +379,15 @@ def signed(w):
     return w
 
 
-@pytest.mark.parametrize("derive", [torch.clone, torch.t], ids=["clone", "transpose"])
+@pytest.mark.parametrize(
+    "derive", [torch.clone, torch.t, lambda w: 1.5 * w], ids=["clone", "transpose", "multiple"]
+)
 def test_other_numbers_under_the_same_gradient(derive):
     """Binary weights as older code has them: the forward computed with the numbers before."""
     shape = (4, 5) if derive is torch.t else (5, 4)
     check_operation(lambda m, x: x @ signed(derive(m.w)), {"w": shape}, normal(BATCH, 3, 5))
+    # What is computed from the other numbers has its slopes there.
+    check_operation(lambda m, x: x @ signed(derive(m.w)).exp(), {"w": shape}, normal(BATCH, 3, 5))
 
 
 @pytest.mark.parametrize("operation", [torch.matmul, torch.mul], ids=["product", "multiple"])
@@ -404,7 +408,7 @@ def test_a_constant_that_changed_since_it_met_a_parameter_is_refused(operation):
 
 def test_other_numbers_of_what_has_to_be_computed_again_are_refused():
     check_refused(
-        lambda m, x: x @ signed(m.w * 1.5).exp(),
+        lambda m, x: x @ signed(m.w.softmax(1)),
         {"w": (5, 4)},
         normal(BATCH, 5),
         match=r"cannot be computed again with the same result.*x \+ \(numbers - x\).detach",
