@@ -41,5 +41,10 @@ class Masked:
     def narrow(self, start: int, stop: int) -> Masked:
         return Masked(self.inner.narrow(start, stop), self.mask[start:stop])
 
+    def transposed(self) -> Masked:
+        """Return the factor of the transpose of a two-dimensional parameter."""
+        assert not isinstance(self.inner, Patches)  # a convolution's weight has three axes or more
+        return Masked(self.inner.transposed(), self.mask.mT)
+
     def dense(self) -> Tensor:
         return self.inner.dense().mul_(self.mask)

@@ -29,8 +29,8 @@ from gradstats._factors import (
 from gradstats.capture._nodes import Derived, Node
 from gradstats.contractions import lean
 
-Scaled: TypeAlias = Outer | Patches | Ragged | Rows | Vector
-SCALED = (Outer, Patches, Ragged, Rows, Vector)
+Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
+SCALED = (Masked, Outer, Patches, Ragged, Rows, Vector)
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
@@ -100,6 +100,8 @@ def _times(factor: Scaled, scale: Tensor) -> Factor | None:
             return None
         values = factor.values.reshape(factor.batch, *factor.shape).to(scale.dtype)
         return Vector(values * scale, factor.shape)
+    if isinstance(factor, Masked):
+        return replace(factor, mask=factor.mask * scale)
     if isinstance(factor, Rows):
         rows = scale.expand(factor.shape).reshape(factor.shape[0], -1)[factor.ids]
         return replace(factor, grad=factor.grad.to(scale.dtype) * rows)
@@ -147,6 +149,8 @@ def _operands(factor: Scaled) -> tuple[Tensor, ...]:
         return (factor.values,)
     if isinstance(factor, Rows):
         return (factor.grad,)
+    if isinstance(factor, Masked):
+        return (factor.mask,)
     if isinstance(factor, Patches):
         return factor.input, factor.grad
     return factor.left, factor.right

@@ -18,6 +18,7 @@ from gradstats._factors import (
     Elementwise,
     Experts,
     Factor,
+    Masked,
     Outer,
     Ragged,
     Rows,
@@ -87,9 +88,12 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return Vector(values, tuple(parent.shape))
     if isinstance(factor, Experts):
         return factor.transposed() if order == (0, 2, 1) else None
-    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] > 1):
+    inner = factor.inner if isinstance(factor, Masked) else factor
+    if isinstance(inner, Outer) and (inner.permutation is not None or inner.left.shape[1] > 1):
         return None
-    return factor.transposed() if isinstance(factor, (Outer, Ragged)) and count == 2 else None
+    if isinstance(factor, (Outer, Ragged, Masked)) and count == 2:
+        return factor.transposed()
+    return None
 
 
 def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:

@@ -85,6 +85,7 @@ MATRICES = {
     "functions of functions": ((WIDTH, 2), lambda w: torch.sigmoid(w.exp() ** 0.5).square()),
     "where": ((WIDTH, 2), lambda w: torch.where(mixed(WIDTH, 2) > 0, w, -w.detach())),
     "function of a transpose": ((2, WIDTH), lambda w: functional.softplus(w.T)),
+    "mask of a function": ((2, WIDTH), lambda w: (mixed(2, WIDTH) * w.exp()).T * mixed(WIDTH, 1)),
     "product of a function": ((WIDTH, 3), lambda w: w.tanh() @ mixed(3, 2)),
     "scaled rows": ((WIDTH, 2), lambda w: mixed(WIDTH, 1) * w),
     "scaled columns": ((WIDTH, 2), lambda w: w * mixed(1, 2)),
