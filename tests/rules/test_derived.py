@@ -625,3 +625,19 @@ def test_a_backward_whose_derivative_is_not_a_number():
         return x @ torch.sinc(m.w[:, None] * times)
 
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+FLAT = {
+    "sign": lambda w: w.sign(),
+    "sign of a part": lambda w: w[:, :2].sign().repeat(1, 2),
+    "round of another": lambda w: (4 * w.exp()).round(),
+}
+
+
+@pytest.mark.parametrize("flat", FLAT.values(), ids=FLAT)
+def test_what_does_not_change_with_the_parameter(flat):
+    """Its backward returns zeros that depend on no gradient."""
+    parameters = {"w": torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH)}
+    check_operation(
+        lambda m, x: x @ flat(m.w) + x * m.w[0], parameters, normal(BATCH, POSITIONS, WIDTH)
+    )
