@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import CONSTANTS, leave_graph, unwrapped
 from gradstats.capture._names import function_name
@@ -230,14 +231,15 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return item.value if isinstance(item, Node) else item
 
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
+    again = Draw(func, operands_of(args, kwargs)[0].device) if func in DRAWS else func
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return _note_alias(result, args, kwargs)
-        return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
+        return wrap(Derived(tracker, result, again, node_args, node_kwargs, None))
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
-            wrap(Derived(tracker, item, func, node_args, node_kwargs, index))
+            wrap(Derived(tracker, item, again, node_args, node_kwargs, index))
             if isinstance(item, Tensor) and item.requires_grad
             else item
             for index, item in enumerate(result)
