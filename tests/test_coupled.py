@@ -136,6 +136,13 @@ SCRAMBLES = {
     "linalg.matmul": lambda h: torch.linalg.matmul(torch.ones(BATCH, BATCH).double(), h),
     "__rmatmul__": lambda h: h.__rmatmul__(torch.ones(BATCH, BATCH).double()),
     "addmm_": lambda h: (h * 1).addmm_(torch.ones(BATCH, BATCH).double(), h),
+    "addmm, numbers first": lambda h: h.addmm(1, 2, torch.ones(BATCH, BATCH).double(), h),
+    "addmm_, numbers first": lambda h: (h * 1).addmm_(
+        1, -2, h, torch.ones(BATCH, WIDTH).double().T @ h
+    ),
+    "baddbmm, numbers first": lambda h: torch.baddbmm(
+        1, h[None], 2, torch.ones(1, BATCH, BATCH).double(), h[None]
+    )[0],
     "renorm_": lambda h: (h * 1).renorm_(2, 1, 1.0),
     "solve_ex": lambda h: torch.linalg.solve_ex(torch.eye(BATCH).double() + 1, h)[0],
     "lstsq": lambda h: torch.linalg.lstsq(torch.eye(BATCH).double() + 1, h)[0],
@@ -161,6 +168,7 @@ SCRAMBLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:This overload")
 @pytest.mark.parametrize("scramble", SCRAMBLES.values(), ids=SCRAMBLES)
 def test_rows_that_are_moved_or_mixed_unseen(scramble):
     first, second = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()

@@ -179,11 +179,13 @@ class Following(Marks):
     def _of_added_product(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
         named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
-        factors = (*args[1:], *named)[:2]
+        # In PyTorch's older forms the numbers stand among them.
+        tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
+        first, factors = tensors[0], tensors[1:3]
         of_data = any(item is tensor for item in factors for tensor in data)
         after = multiplied(self, factors, result) if of_data else None
-        if any(tensor is args[0] for tensor in data):
-            added = self._broadcast([args[0]], result)
+        if any(tensor is first for tensor in data):
+            added = self._broadcast([first], result)
             return added if added == after or not of_data else None
         return after
 
