@@ -211,6 +211,37 @@ def test_operands_given_by_name(meet):
         gs.per_example_norms(model, batch(), loss_fn)
 
 
+# Operations of constants c (4, 4) and of the hidden values h (4, 4) of four examples: the constants
+# come first, or have more axes.
+BESIDE_CONSTANTS = {
+    "similarities": lambda c, h: functional.cosine_similarity(h, c[:, None], dim=-1),
+    "similarities of": lambda c, h: functional.cosine_similarity(c[:, None], x2=h, dim=-1),
+    "distances": lambda c, h: functional.pairwise_distance(h, c[:, None]),
+    "distances of": lambda c, h: functional.pairwise_distance(c[:, None], h),
+    "vecdot": lambda c, h: torch.linalg.vecdot(h, c[:, None]),
+    "a bag's table": lambda c, h: functional.embedding_bag(c.argsort(1), h),
+    "a bilinear layer": lambda c, h: functional.bilinear(c[:, :2], c[:, 2:], h.view(4, 2, 2)),
+    "a batch norm's weight": lambda c, h: functional.batch_norm(c, c[0], c[1].exp(), h[:, 0]),
+    "a group norm's bias": lambda c, h: functional.group_norm(c, 2, None, h[:, 0]),
+    "a right-hand side": lambda c, h: torch.linalg.solve(torch.diag_embed(c.exp()), h[:, 0]),
+}
+
+
+@pytest.mark.parametrize("meet", BESIDE_CONSTANTS.values(), ids=BESIDE_CONSTANTS)
+def test_each_row_of_a_result_depends_on_all_examples(meet):
+    model, x = nn.Linear(4, 4).double(), torch.randn(4, 4).double()
+    model.register_buffer("constants", torch.randn(4, 4).double())
+
+    def losses(m, batch):
+        return meet(m.constants, m(batch)).square().sum(1)
+
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, x, losses)
+    with gs.track(model, batch_size=4) as tracker:
+        with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+            tracker.backward(losses(model, x))
+
+
 def test_a_layer_behind_attention_between_examples():
     """The layer's rows are as many as the examples, so that their number explains nothing."""
     model = nn.Linear(WIDTH, WIDTH).double()

@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, sole_of
-from gradstats.capture._indexing import argument_of, looked_up
+from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
+    SHARED,
     contracted,
     convolved,
     follow,
     in_front,
     is_followed,
     is_one,
+    is_shared,
     leaves,
     may_move,
     tensordot,
@@ -40,7 +42,6 @@ from gradstats.capture._operations import (
     PAD_SEQUENCE,
     PRODUCTS,
     ROW_PRODUCTS,
-    SHARED_WEIGHT,
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
@@ -192,6 +193,8 @@ class Following(Marks):
     def _of_solution(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
         if solves_vector(func, args):
+            if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
+                return None  # one right-hand side, in which the examples are the unknowns
             return contraction(self, args[:2], partial(in_front, result), result)
         after = self._broadcast(data, result)
         if after is None or after.axis < result.dim() - 2:
@@ -242,6 +245,9 @@ class Following(Marks):
             or type(func) in OPAQUE
             or (not is_followed(func) and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
+            or any(
+                tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
+            )
             or is_one(func, data[0])
         )
         changes = lost or may_move(func) or self._is_gone(data, result)
@@ -250,10 +256,11 @@ class Following(Marks):
             changes = True
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides
-        elif len(data) > 1 and not self._agree(func, args, kwargs, data, result):
+        elif len(data) > 1 and not self._agree(call):
             changes = lost = True
         source, layout = self._deciding(data)
-        dims = max(item.dim() for item in data)
+        beside = data if func in SHARED or func in REINDEXES else operands_of(args, kwargs)
+        dims = max(item.dim() for item in beside if node_of(item) is None)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
@@ -276,10 +283,9 @@ class Following(Marks):
                 return UNCHANGED
         return after
 
-    def _agree(
-        self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor
-    ) -> bool:
+    def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
+        func, args, kwargs, data, result = call
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self.is_lost(tensor) for tensor in trained):
             return False
@@ -288,11 +294,9 @@ class Following(Marks):
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False
-        if func in SHARED_WEIGHT:
-            weight = argument_of((*args, *[None] * 3), kwargs, SHARED_WEIGHT[func], "weight")
-            if any(tensor is weight for tensor in trained):
-                self.note_meeting(result)
-                return False
+        if any(is_shared(func, args, kwargs, tensor) for tensor in trained):
+            self.note_meeting(result)
+            return False
         # Axes are counted from the right, as in broadcasting.
         places = [
             owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
