@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from gradstats.capture._dispatch import READS_ONLY_FIRST
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, sole_of
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
@@ -41,6 +42,7 @@ from gradstats.capture._operations import (
     OPAQUE,
     PAD_SEQUENCE,
     PRODUCTS,
+    RESHAPES,
     ROW_PRODUCTS,
     SOLVES,
     SUM_LAST,
@@ -259,7 +261,7 @@ class Following(Marks):
         elif len(data) > 1 and not self._agree(call):
             changes = lost = True
         source, layout = self._deciding(data)
-        beside = data if func in SHARED or func in REINDEXES else operands_of(args, kwargs)
+        beside = data if func in ROLES else operands_of(args, kwargs)
         dims = max(item.dim() for item in beside if node_of(item) is None)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
@@ -397,6 +399,9 @@ class Following(Marks):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
+
+# Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
+ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
 
 # How results lie, for operations on several operands of data and others that need a rule.
 FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {

@@ -265,12 +265,12 @@ def test_state_space_decay():
 
 
 def test_a_parameter_through_random_operations_is_refused_or_exact():
-    # DropConnect draws anew when it is computed again, which must not go unnoticed.
+    # What draws anew when it is computed again must not go unnoticed.
     check_refused(
-        lambda m, x: functional.linear(x, functional.dropout(m.w, 0.5)),
-        {"w": (20, 20)},
-        normal(BATCH, 20),
-        match="dropout.*'w'.*random",
+        lambda m, x: x @ m.layers(m.w)[0],
+        {"w": (WIDTH, WIDTH), "layers": nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5)},
+        normal(BATCH, WIDTH),
+        match="derived by .*'w'.*random",
     )
 
 
