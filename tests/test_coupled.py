@@ -221,6 +221,15 @@ BESIDE_CONSTANTS = {
     "vecdot": lambda c, h: torch.linalg.vecdot(h, c[:, None]),
     "a bag's table": lambda c, h: functional.embedding_bag(c.argsort(1), h),
     "a bilinear layer": lambda c, h: functional.bilinear(c[:, :2], c[:, 2:], h.view(4, 2, 2)),
+    "products in groups": lambda c, h: (
+        torch._grouped_mm(
+            c.float().repeat(1, 2),
+            h.float().repeat(1, 16).view(4, 8, 8),
+            offs=torch.arange(1, 5, dtype=torch.int32),
+        )
+        .double()
+        .roll(1, 0)
+    ),
     "a batch norm's weight": lambda c, h: functional.batch_norm(c, c[0], c[1].exp(), h[:, 0]),
     "a group norm's bias": lambda c, h: functional.group_norm(c, 2, None, h[:, 0]),
     "a right-hand side": lambda c, h: torch.linalg.solve(torch.diag_embed(c.exp()), h[:, 0]),
