@@ -136,6 +136,13 @@ SCRAMBLES = {
     "linalg.matmul": lambda h: torch.linalg.matmul(torch.ones(BATCH, BATCH).double(), h),
     "__rmatmul__": lambda h: h.__rmatmul__(torch.ones(BATCH, BATCH).double()),
     "addmm_": lambda h: (h * 1).addmm_(torch.ones(BATCH, BATCH).double(), h),
+    "addmm, numbers first": lambda h: h.addmm(1, 2, torch.ones(BATCH, BATCH).double(), h),
+    "addmm_, numbers first": lambda h: (h * 1).addmm_(
+        1, -2, h, torch.ones(BATCH, WIDTH).double().T @ h
+    ),
+    "baddbmm, numbers first": lambda h: torch.baddbmm(
+        1, h[None], 2, torch.ones(1, BATCH, BATCH).double(), h[None]
+    )[0],
     "renorm_": lambda h: (h * 1).renorm_(2, 1, 1.0),
     "solve_ex": lambda h: torch.linalg.solve_ex(torch.eye(BATCH).double() + 1, h)[0],
     "lstsq": lambda h: torch.linalg.lstsq(torch.eye(BATCH).double() + 1, h)[0],
@@ -161,6 +168,7 @@ SCRAMBLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:This overload")
 @pytest.mark.parametrize("scramble", SCRAMBLES.values(), ids=SCRAMBLES)
 def test_rows_that_are_moved_or_mixed_unseen(scramble):
     first, second = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
@@ -201,6 +209,46 @@ def test_operands_given_by_name(meet):
 
     with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
         gs.per_example_norms(model, batch(), loss_fn)
+
+
+# Operations of constants c (4, 4) and of the hidden values h (4, 4) of four examples: the constants
+# come first, or have more axes.
+BESIDE_CONSTANTS = {
+    "similarities": lambda c, h: functional.cosine_similarity(h, c[:, None], dim=-1),
+    "similarities of": lambda c, h: functional.cosine_similarity(c[:, None], x2=h, dim=-1),
+    "distances": lambda c, h: functional.pairwise_distance(h, c[:, None]),
+    "distances of": lambda c, h: functional.pairwise_distance(c[:, None], h),
+    "vecdot": lambda c, h: torch.linalg.vecdot(h, c[:, None]),
+    "a bag's table": lambda c, h: functional.embedding_bag(c.argsort(1), h),
+    "a bilinear layer": lambda c, h: functional.bilinear(c[:, :2], c[:, 2:], h.view(4, 2, 2)),
+    "products in groups": lambda c, h: (
+        torch._grouped_mm(
+            c.float().repeat(1, 2),
+            h.float().repeat(1, 16).view(4, 8, 8),
+            offs=torch.arange(1, 5, dtype=torch.int32),
+        )
+        .double()
+        .roll(1, 0)
+    ),
+    "a batch norm's weight": lambda c, h: functional.batch_norm(c, c[0], c[1].exp(), h[:, 0]),
+    "a group norm's bias": lambda c, h: functional.group_norm(c, 2, None, h[:, 0]),
+    "a right-hand side": lambda c, h: torch.linalg.solve(torch.diag_embed(c.exp()), h[:, 0]),
+}
+
+
+@pytest.mark.parametrize("meet", BESIDE_CONSTANTS.values(), ids=BESIDE_CONSTANTS)
+def test_each_row_of_a_result_depends_on_all_examples(meet):
+    model, x = nn.Linear(4, 4).double(), torch.randn(4, 4).double()
+    model.register_buffer("constants", torch.randn(4, 4).double())
+
+    def losses(m, batch):
+        return meet(m.constants, m(batch)).square().sum(1)
+
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, x, losses)
+    with gs.track(model, batch_size=4) as tracker:
+        with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+            tracker.backward(losses(model, x))
 
 
 def test_a_layer_behind_attention_between_examples():

@@ -20,6 +20,7 @@ What is tracked
     _transforms  torch.vmap, made visible; other transforms of torch.func
     _scripts     functions of TorchScript, made visible as operations
     _replay      a derived tensor computed again, to pull gradients back through it
+    _drawn       operations that draw random numbers, drawn again
     _lineage     pulling a derived tensor's factors back to its parameters
     _lean_steps, _lean_products  the steps of that way that keep factors lean
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._marks import CONSTANTS, leave_graph
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Derived, Node, same_form, same_storage
@@ -36,14 +37,15 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return item.value if isinstance(item, Node) else item
 
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
+    again = Draw(func, operands_of(args, kwargs)[0].device) if func in DRAWS else func
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return note_alias(result, args, kwargs)
-        return wrap(Derived(tracker, result, func, node_args, node_kwargs, None))
+        return wrap(Derived(tracker, result, again, node_args, node_kwargs, None))
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
-            wrap(Derived(tracker, item, func, node_args, node_kwargs, index))
+            wrap(Derived(tracker, item, again, node_args, node_kwargs, index))
             if isinstance(item, Tensor) and item.requires_grad
             else item
             for index, item in enumerate(result)

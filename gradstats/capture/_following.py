@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, sole_of
-from gradstats.capture._indexing import argument_of, looked_up
+from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
+    SHARED,
     contracted,
     convolved,
     follow,
     in_front,
     is_followed,
     is_one,
+    is_shared,
     leaves,
     may_move,
     tensordot,
@@ -39,8 +41,9 @@ from gradstats.capture._operations import (
     OPAQUE,
     PAD_SEQUENCE,
     PRODUCTS,
+    READS_ONLY_FIRST,
+    RESHAPES,
     ROW_PRODUCTS,
-    SHARED_WEIGHT,
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
@@ -169,17 +172,21 @@ class Following(Marks):
     def _of_added_product(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
         named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
-        factors = (*args[1:], *named)[:2]
+        # In PyTorch's older forms the numbers stand among them.
+        tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
+        first, factors = tensors[0], tensors[1:3]
         of_data = any(item is tensor for item in factors for tensor in data)
         after = multiplied(self, factors, result) if of_data else None
-        if any(tensor is args[0] for tensor in data):
-            added = self._broadcast([args[0]], result)
+        if any(tensor is first for tensor in data):
+            added = self._broadcast([first], result)
             return added if added == after or not of_data else None
         return after
 
     def _of_solution(self, call: Call) -> Layout:
         func, args, kwargs, data, result = call
         if solves_vector(func, args):
+            if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
+                return None  # one right-hand side, in which the examples are the unknowns
             return contraction(self, args[:2], partial(in_front, result), result)
         after = self._broadcast(data, result)
         if after is None or after.axis < result.dim() - 2:
@@ -230,6 +237,9 @@ class Following(Marks):
             or type(func) in OPAQUE
             or (not is_followed(func) and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
+            or any(
+                tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
+            )
             or is_one(func, data[0])
         )
         changes = lost or may_move(func) or self._is_gone(data, result)
@@ -238,10 +248,11 @@ class Following(Marks):
             changes = True
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides
-        elif len(data) > 1 and not self._agree(func, args, kwargs, data, result):
+        elif len(data) > 1 and not self._agree(call):
             changes = lost = True
         source, layout = self._deciding(data)
-        dims = max(item.dim() for item in data)
+        beside = data if func in ROLES else operands_of(args, kwargs)
+        dims = max(item.dim() for item in beside if node_of(item) is None)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
@@ -264,10 +275,9 @@ class Following(Marks):
                 return UNCHANGED
         return after
 
-    def _agree(
-        self, func, args: tuple[Any, ...], kwargs, data: list[Tensor], result: Tensor
-    ) -> bool:
+    def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
+        func, args, kwargs, data, result = call
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self.is_lost(tensor) for tensor in trained):
             return False
@@ -276,11 +286,9 @@ class Following(Marks):
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False
-        if func in SHARED_WEIGHT:
-            weight = argument_of((*args, *[None] * 3), kwargs, SHARED_WEIGHT[func], "weight")
-            if any(tensor is weight for tensor in trained):
-                self.note_meeting(result)
-                return False
+        if any(is_shared(func, args, kwargs, tensor) for tensor in trained):
+            self.note_meeting(result)
+            return False
         # Axes are counted from the right, as in broadcasting.
         places = [
             owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
@@ -381,6 +389,9 @@ class Following(Marks):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
+
+# Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
+ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
 
 # How results lie, for operations on several operands of data and others that need a rule.
 FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {

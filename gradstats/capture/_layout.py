@@ -247,5 +247,13 @@ def is_followed(func) -> bool:
     return func in FOLLOWED
 
 
+def is_shared(func, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
+    """Whether a tensor is the weight of an operation of ``SHARED_WEIGHT``."""
+    place = SHARED_WEIGHT.get(func)
+    if place is None:
+        return False
+    return tensor is argument_of((*args, *[None] * 3), kwargs, place, "weight")
+
+
 # Operations with an operand that all examples share, unless it was computed from data.
 SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | frozenset(SHARED_WEIGHT)

@@ -186,7 +186,17 @@ LOOKS_AT_FIRST = frozenset(
 )
 
 # Operations on several operands of data, with the position of the operand all examples share.
-SHARED_WEIGHT = {functional.bilinear: 2, torch.bilinear: 2, functional.embedding_bag: 1}
+SHARED_WEIGHT = {
+    functional.bilinear: 2,
+    torch.bilinear: 2,
+    functional.embedding_bag: 1,
+    **{
+        getattr(owner, name): 1
+        for owner in (functional, torch)
+        for name in ("grouped_mm", "_grouped_mm")
+        if hasattr(owner, name)
+    },
+}
 
 # Operations whose rules serve complex numbers.
 COMPLEX = (

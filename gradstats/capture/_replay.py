@@ -54,21 +54,27 @@ class Replay:
         """Return how the derived tensor changes when the root changes by ``direction``.
 
         Computed as the derivative of ``pull``, which is linear in its cotangent. None where PyTorch
-        cannot differentiate an operation's backward, as with fused attention, or gets values that
-        are not finite.
+        cannot differentiate an operation's backward, as with fused attention, where that returns
+        zeros whatever it is given, as with ``sign``, and where it gets values that are not finite.
         """
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
             (pulled,) = torch.autograd.grad(
                 self.value, self.leaf, cotangent, retain_graph=True, create_graph=True
             )
+            if not pulled.requires_grad:
+                return None
             try:
-                (pushed,) = torch.autograd.grad(pulled, cotangent, direction.to(pulled))
+                (pushed,) = torch.autograd.grad(
+                    pulled, cotangent, direction.to(pulled), allow_unused=True
+                )
             except RuntimeError as error:
                 if NO_DERIVATIVE.search(str(error)) is None:
                     raise
                 return None
-        return pushed.to(compute_dtype(pushed)) if bool(pushed.isfinite().all()) else None
+        if pushed is None or not bool(pushed.isfinite().all()):
+            return None
+        return pushed.to(compute_dtype(pushed))
 
 
 def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[Tensor]:

@@ -366,12 +366,12 @@ def test_state_space_decay():
 
 
 def test_a_parameter_through_random_operations_is_refused_or_exact():
-    # DropConnect draws anew when it is computed again, which must not go unnoticed.
+    # What draws anew when it is computed again must not go unnoticed.
     check_refused(
-        lambda m, x: functional.linear(x, functional.dropout(m.w, 0.5)),
-        {"w": (20, 20)},
-        normal(BATCH, 20),
-        match="dropout.*'w'.*random",
+        lambda m, x: x @ m.layers(m.w)[0],
+        {"w": (WIDTH, WIDTH), "layers": nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5)},
+        normal(BATCH, WIDTH),
+        match="derived by .*'w'.*random",
     )
 
 
@@ -746,3 +746,67 @@ def test_a_backward_whose_derivative_is_not_a_number():
         return x @ torch.sinc(m.w[:, None] * times)
 
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+FLAT = {
+    "sign": lambda w: w.sign(),
+    "sign of a part": lambda w: w[:, :2].sign().repeat(1, 2),
+    "round of another": lambda w: (4 * w.exp()).round(),
+}
+
+
+@pytest.mark.parametrize("flat", FLAT.values(), ids=FLAT)
+def test_what_does_not_change_with_the_parameter(flat):
+    """Its backward returns zeros that depend on no gradient."""
+    parameters = {"w": torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH)}
+    check_operation(
+        lambda m, x: x @ flat(m.w) + x * m.w[0], parameters, normal(BATCH, POSITIONS, WIDTH)
+    )
+
+
+def seeded(function):
+    """Draw the same numbers in each forward."""
+
+    def again(m, x):
+        torch.manual_seed(0)
+        return function(m, x)
+
+    return again
+
+
+DRAWN = {
+    "dropped weights": lambda m, x: x @ functional.dropout(m.w, 0.5),
+    "dropped twice": lambda m, x: x @ functional.dropout(functional.alpha_dropout(m.w, 0.4), 0.3),
+    "dropped rows": lambda m, x: x @ functional.dropout1d(m.w.exp(), 0.5) + m.w[0],
+    "hard choices": lambda m, x: x @ functional.gumbel_softmax(m.w, tau=0.7, hard=True),
+    "slopes": lambda m, x: x @ functional.rrelu(m.w, training=True),
+    "dropped for each": lambda m, x: x + functional.dropout(m.w[0].expand(len(x), 5, -1), 0.5),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_what_is_drawn_for_parameters_is_drawn_again(draw):
+    check_operation(seeded(draw), {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_queries_that_attend_to_each_other_with_dropout():
+    """As the first layer of DETR's decoder has them; they are as many as examples."""
+    decoder = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.3)
+
+    def function(m, x):
+        queries = m.queries.unsqueeze(1).repeat(1, len(x), 1)
+        return m.decoder(queries, x.transpose(0, 1)).transpose(0, 1)
+
+    parameters = {"queries": (BATCH, 8), "decoder": decoder}
+    check_operation(seeded(function), parameters, normal(BATCH, 5, 8))
+
+
+def test_numbers_drawn_afterwards_are_as_without():
+    model = Operation(lambda m, x: x @ functional.dropout(m.w), {"w": (WIDTH, 2)}, upstream=False)
+    x = normal(BATCH, WIDTH)
+    following = []
+    for loss in (uneven_loss, lambda *case: gs.per_example_norms(*case, uneven_loss).loss):
+        torch.manual_seed(0)
+        loss(model, (x,))
+        following.append(torch.rand(3))
+    assert torch.equal(*following)

@@ -327,3 +327,18 @@ def test_normalisations_of_torch_itself():
         return layer + torch.group_norm(x.mT, 2, m.v, m.c, cudnn_enabled=False).mT
 
     check_operation(function, {name: (4,) for name in "wbvc"}, normal(3, 5, 4))
+
+
+SCALED = {
+    "layer_norm": lambda m, x: functional.layer_norm(m.w, (4,), x[0]),
+    "layer_norm, shifted": lambda m, x: functional.layer_norm(m.w, (4,), m.w[0], x[0]),
+    "rms_norm": lambda m, x: functional.rms_norm(m.w, (4,), x[0]),
+    "group_norm": lambda m, x: functional.group_norm(m.w, 2, x[0]),
+    "batch_norm": lambda m, x: functional.batch_norm(m.w, m.w[0].detach(), m.w[0].detach(), x[0]),
+    "instance_norm": lambda m, x: functional.instance_norm(m.w[None], weight=x[0, :3])[0],
+}
+
+
+@pytest.mark.parametrize("scaled", SCALED.values(), ids=SCALED)
+def test_parameters_scaled_by_data_are_refused(scaled):
+    check_refused(scaled, {"w": (3, 4)}, normal(3, 4), match="made of data has no rule .*'w'")

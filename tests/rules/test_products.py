@@ -231,6 +231,59 @@ def test_addmm_as_a_method_and_with_data_as_the_sum():
     check_operation(lambda m, y: torch.addmm(y, m.v, m.w, alpha=2), parameters, data[1])
 
 
+# As losses that pull examples to trained centres have them, in PyTorch's older forms too.
+DISTANCES = {
+    "in place": lambda d, m, x: d.addmm_(x, m.w, beta=0.5, alpha=-2),
+    "in place, numbers first": lambda d, m, x: d.addmm_(1, -2, x, m.w),
+    "numbers first": lambda d, m, x: torch.addmm(2, d, -2, x, m.w),
+    "one number first": lambda d, m, x: d.addmm(3, x, m.w),
+    "in batches, in place": lambda d, m, x: (
+        d[:, None].clone().baddbmm_(x[:, None], m.w.expand(3, -1, -1))
+    ),
+    "in batches, numbers first": lambda d, m, x: torch.baddbmm(
+        2, d[:, None], -2, x[:, None], m.w.expand(3, -1, -1)
+    ),
+    "in batches, a weight on the left": lambda d, m, x: (
+        d[:, :, None].clone().baddbmm_(m.w.t().expand(3, -1, -1), x[:, :, None], alpha=2)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This overload")
+@pytest.mark.parametrize("added", DISTANCES.values(), ids=DISTANCES)
+def test_products_added_to_distances(added):
+    def function(m, x):
+        distances = x.square().sum(1, keepdim=True) * m.scale
+        result = added(distances, m, x)
+        return distances + result.reshape(3, -1)
+
+    check_operation(function, {"w": (4, 2), "scale": (2,)}, normal(3, 4))
+    check_operation(function, {"w": (3, 2), "scale": (2,)}, normal(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:This overload")
+def test_products_added_in_place_where_others_show_it():
+    """Whose the rows of that are is not known then."""
+
+    def loss(m, x):
+        distances = x.square().sum(1, keepdim=True) * m.scale
+        distances[:, :1].addmm_(1, -2, x, m.w)
+        return distances.exp().sum(1)
+
+    model = Operation(None, {"w": (4, 1), "scale": (2,)}, upstream=False)
+    with pytest.raises(gs.ExampleAxisError, match="which loss belongs to which example"):
+        gs.per_example_norms(model, normal(3, 4), loss)
+
+
+@pytest.mark.filterwarnings("ignore:This overload")
+def test_products_added_in_place_to_what_holds_no_example_are_refused():
+    for function in (
+        lambda m, x: m.b.clone().addmm_(x, m.w),
+        lambda m, x: m.b.clone().addmm_(1, 2, x, m.w),
+    ):
+        check_refused(function, {"w": (4, 2), "b": (3, 2)}, normal(3, 4), match="addmm_ .*'b'")
+
+
 def test_addmm_that_sums_over_the_examples_is_refused():
     check_refused(
         lambda m, x: torch.addmm(m.b, matrix(), x),

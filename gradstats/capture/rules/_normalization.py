@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
+from gradstats.capture._dispatch import refuse
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
@@ -64,12 +65,25 @@ def _nodes(*parameters: Tensor | None) -> list[Node]:
     return [node for node in map(node_of, parameters) if node is not None]
 
 
+def _node_of(func, input, *parameters: Tensor | None) -> Node:
+    """Return the first tracked scale or shift, or refuse data in place of all of them."""
+    node = node_of(input)
+    if node is not None:
+        refuse(
+            func,
+            node,
+            "with a scale or shift that is made of data has no rule",
+            "Apply these after the normalisation, as norm(x) * scale + shift does.",
+        )
+    return first_node(*parameters)
+
+
 def layer_norm(
     tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
-    node = first_node(weight, bias)
+    node = _node_of(func, input, weight, bias)
     examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
 
     def run(x, weight, bias):
@@ -98,7 +112,9 @@ class LayerNormalise:
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
     shape = tuple(normalized_shape)
-    examples = locate(tracker, func, first_node(weight), input, folds=True, trailing=len(shape))
+    examples = locate(
+        tracker, func, _node_of(func, input, weight), input, folds=True, trailing=len(shape)
+    )
 
     def run(x, weight, bias):
         return func(x, shape, weight, eps)
@@ -129,7 +145,7 @@ def group_norm(
     tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
 ):
     """Normalisation over groups of channels and all positions."""
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
+    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, num_groups, weight, bias, eps)
@@ -166,7 +182,7 @@ def instance_norm(
     eps=1e-5,
 ):
     """Normalisation over the positions of each channel of each example."""
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
+    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
@@ -193,7 +209,7 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(running_mean, weight, bias, training)
-    examples = locate(tracker, func, first_node(weight, bias), input, axis=0, folds=True)
+    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -111,7 +111,21 @@ def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == torch.float32 and _multiply.pays(x.shape[0] * weight.numel())
 
 
-def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
+def added_product(tracker, func, *args, **kwargs):
+    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first."""
+    if func in IN_PLACE and node_of(args[0]) is not None:
+        refuse(
+            func, first_node(args[0]), "to a tensor that holds nothing of any example has no rule"
+        )
+    numbers = [item for item in args if not isinstance(item, Tensor)]
+    named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
+    tensors = [item for item in args if isinstance(item, Tensor)]
+    one = IN_PLACE.get(func, func)
+    result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
+    return args[0].copy_(result) if func in IN_PLACE else result
+
+
+def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
     layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
@@ -121,7 +135,7 @@ def addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
 
-def baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
+def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
     """β·input + α·batch1 batch2."""
     return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
 
@@ -385,11 +399,13 @@ def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
 # What products call their second operand where they do not call it ``other``.
 SECOND = ("mat2", "tensor2", "vec")
 
+ADDMM = (torch.addmm, Tensor.addmm)
+
+# Forms that change their first operand, with those that return a new tensor.
+IN_PLACE = {Tensor.addmm_: Tensor.addmm, Tensor.baddbmm_: Tensor.baddbmm}
+
 RULES = {
     functional.linear: linear,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
-    torch.baddbmm: baddbmm,
-    Tensor.baddbmm: baddbmm,
+    **dict.fromkeys((*ADDMM, torch.baddbmm, Tensor.baddbmm, *IN_PLACE), added_product),
     **dict.fromkeys(PRODUCTS, matmul),
 }

@@ -1,0 +1,48 @@
+"""Operations that draw random numbers, which draw the same ones where they are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+DRAWS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name)
+    for owner in (torch, functional)
+    for name in (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout", "rrelu", "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+
+
+class Draw:
+    """An operation as it is about to run, to be run again with the same numbers."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device):
+        self.function = function
+        self.generator = generator_of(device)
+        self.state: Tensor = self.generator.get_state()
+        self.__name__ = getattr(function, "__name__", "draw")
+        self.__module__ = function.__module__
+
+    def __call__(self, *args, **kwargs):
+        """Run the operation once more; what is drawn afterwards is what it would have been."""
+        now = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.generator.set_state(now)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator from which operations on a device draw."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
