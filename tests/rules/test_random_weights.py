@@ -1,0 +1,135 @@
+"""Random computations on parameters before they meet data: every norm and product is right."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import flat, oracle_gradients
+
+PROGRAMS = 150
+
+# A step takes a matrix, and a function that returns a parameter of a shape.
+Step = Callable[[Tensor, Callable[..., Tensor]], Tensor]
+
+
+def constant(*shape: int) -> Tensor:
+    return torch.arange(max(1, torch.Size(shape).numel())).double().cos().reshape(shape)
+
+
+STEPS: tuple[Step, ...] = (
+    lambda m, new: 0.7 * m,
+    lambda m, new: m / 3,
+    lambda m, new: 1 - m,
+    lambda m, new: m / (constant(1) + 2),
+    lambda m, new: m * constant(m.shape[0], 1),
+    lambda m, new: constant(m.shape[1]) * m,
+    lambda m, new: m * (constant(*m.shape) > 0).double(),
+    lambda m, new: constant(*m.shape) + m,
+    lambda m, new: m @ constant(m.shape[1], 3),
+    lambda m, new: torch.matmul(constant(2, m.shape[0]), m),
+    lambda m, new: m.mm(new(m.shape[1], 2)),
+    lambda m, new: new(4, m.shape[0]) @ m,
+    lambda m, new: m * new(*m.shape),
+    lambda m, new: m + new(*m.shape),
+    lambda m, new: torch.add(m, new(*m.shape), alpha=2),
+    lambda m, new: m + new(m.shape[1]),
+    lambda m, new: m * new(m.shape[0], 1),
+    lambda m, new: new(m.shape[1]) * m,
+    lambda m, new: m * new(),
+    lambda m, new: m / (2 + new(1, 1).square()),
+    lambda m, new: new(1, m.shape[1]).expand_as(m) * m,
+    lambda m, new: torch.where(m > 0, m, new(*m.shape)),
+    lambda m, new: torch.lerp(m, new(*m.shape), 0.3),
+    lambda m, new: torch.cat([m, new(1, m.shape[1])]),
+    lambda m, new: torch._weight_norm(m, new(m.shape[0], 1), 0),
+    lambda m, new: m.T,
+    lambda m, new: m.unsqueeze(1).permute(2, 1, 0).squeeze(1),
+    lambda m, new: m.reshape(m.shape[1], m.shape[0]),
+    lambda m, new: m.flatten().view(m.shape),
+    lambda m, new: m.clone().contiguous(),
+    lambda m, new: m[torch.tensor([0, -1, 0])],
+    lambda m, new: m[torch.tensor([[0], [-1]])].permute(1, 0, 2)[0],
+    lambda m, new: functional.embedding(torch.tensor([m.shape[0] - 1, 0]), m),
+    lambda m, new: m[: max(1, m.shape[0] - 1)],
+    lambda m, new: m.chunk(2)[0],
+    lambda m, new: m.tanh(),
+    lambda m, new: m.clamp(-0.5, 0.7),
+    lambda m, new: (1 + m * m) ** 0.7,
+    lambda m, new: m.tril(),
+    lambda m, new: m.softmax(1),
+    lambda m, new: m / m.norm(dim=1, keepdim=True).detach(),
+    lambda m, new: m / (1 + m.norm(dim=1, keepdim=True)),
+)
+
+# How a matrix meets data (B, T, 1).
+USES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda x, m: functional.linear(x * torch.linspace(1, 2, m.shape[1]), m),
+    lambda x, m: (x * torch.linspace(1, 2, m.shape[0])) @ m,
+    lambda x, m: (x[:, 0] * torch.linspace(1, 2, m.shape[0])) @ m,
+    lambda x, m: x * m.flatten(),
+    lambda x, m: x + m[0],
+    lambda x, m: functional.conv1d(x.mT, m.unsqueeze(1), padding=m.shape[1]),
+    lambda x, m: functional.embedding((3 * x).long().abs() % m.shape[0], m) * x.unsqueeze(-1),
+)
+
+
+class Program(nn.Module):
+    """Up to two uses of matrices that are computed from parameters, drawn from a seed."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed = seed
+        self.made = nn.ParameterDict()
+        self(torch.ones(1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw, losses = random.Random(self.seed), torch.zeros(len(x))
+
+        def new(*shape: int) -> Tensor:
+            # one of two of each shape, so that some are used again
+            name = "×".join(map(str, shape)) + draw.choice("ab")
+            if name not in self.made:
+                self.made[name] = nn.Parameter(torch.randn(shape))
+            return self.made[name]
+
+        for _ in range(draw.choice((1, 1, 2))):
+            matrix = new(draw.randint(1, 4), draw.randint(1, 4))
+            for _ in range(draw.randint(1, 5)):
+                matrix = draw.choice(STEPS)(matrix, new)
+            out = draw.choice(USES)(x, matrix).flatten(1)
+            losses = losses + (out * torch.linspace(0.5, 1.5, out.shape[1]) + out.square()).sum(1)
+        return losses
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("workspace", [1, 2**28])
+def test_norms_and_products_are_right(workspace):
+    for seed in range(PROGRAMS):
+        torch.manual_seed(seed)
+        model, batch = Program(seed), torch.randn(1 + seed % 4, 1 + seed % 3, 1)
+        gradients = flat(oracle_gradients(model, batch, lambda model, x: model(x)))
+        if not gradients.isfinite().all():
+            continue
+        products = gradients @ gradients.T
+        tolerance = {"rtol": 0.0, "atol": 1e-9 * (float(products.diagonal().max()) + 1e-18)}
+        got = gs.per_example_norms(
+            model, batch, lambda model, x: model(x), gram=True, alignment=True, workspace=workspace
+        )
+        assert got.gram is not None and got.alignment is not None
+        for found, expected in (
+            (got.sqnorm, products.diagonal()),
+            (got.gram, products),
+            (got.alignment, products.mean(1)),
+        ):
+            torch.testing.assert_close(found, expected, **tolerance, msg=f"program {seed}")
