@@ -100,9 +100,10 @@ class Work:
         """Return what the bits of a result depend on beside versions."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
             "device": torch.cuda.get_device_name(self.device) if kind == "cuda" else kind,
-            "float32 products": torch.backends.cuda.matmul.fp32_precision,
+            "float32 products": "tf32" if rounded else "ieee",
             "autocast": str(autocast),
             "backend": os.environ.get(BACKEND_VARIABLE, ""),
             "workspace": str(self.options["workspace"]),

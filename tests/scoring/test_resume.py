@@ -459,6 +459,22 @@ def test_other_circumstances_do_not_finish_a_checkpoint(tmp_path, what):
         call("matrix", out)
 
 
+def test_full_precision_by_default_and_by_name_are_the_same(tmp_path):
+    """PyTorch has two words for products of float32 that are not rounded."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    out = tmp_path / "scores"
+    try:
+        products.fp32_precision = "none"
+        whole = call("matrix", out)
+        damaged = sorted(out.glob("checkpoint-*"))[0] / "products.npy"
+        damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
+        products.fp32_precision = "ieee"
+        assert_same("matrix", call("matrix", out), whole)
+    finally:
+        products.fp32_precision = before
+
+
 @pytest.mark.parametrize("why", ["other versions", "manifest", "unreadable", "summed"])
 def test_a_folder_that_is_refused_leaves_no_file_open(tmp_path, monkeypatch, why):
     out = tmp_path / "scores"
