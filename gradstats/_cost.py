@@ -244,15 +244,18 @@ def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) ->
     )
 
 
-def direct_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+def direct_chunk(
+    bytes_per_example: int, examples: int, workspace: int, *, launched: bool = False
+) -> int:
     """Return for how many examples at once gradients are formed and squared.
 
     Measured on two cores of an AMD EPYC (T = 128, widths 64 to 3072): gradients of 512 KiB and more
-    are formed fastest one at a time; smaller ones as a batch of products of a few MiB.
+    are formed fastest one at a time; smaller ones as a batch of products of a few MiB. Where
+    operations are ``launched`` on a GPU, the fewer the better.
     """
-    if bytes_per_example >= CACHE_BYTES // 2:
+    if bytes_per_example >= CACHE_BYTES // 2 and not launched:
         return 1
-    budget = min(workspace, 4 * CACHE_BYTES)
+    budget = workspace if launched else min(workspace, 4 * CACHE_BYTES)
     return max(1, min(examples, budget // max(1, bytes_per_example)))
 
 

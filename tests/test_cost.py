@@ -163,6 +163,7 @@ def test_chunks():
     # Large gradients are formed one at a time, small ones as batches of a few MiB.
     assert _cost.direct_chunk(2**19, 64, WORKSPACE) == 1
     assert _cost.direct_chunk(2**18, 64, WORKSPACE) == 16
+    assert _cost.direct_chunk(2**22, 99, WORKSPACE, launched=True) == 64
     assert _cost.direct_chunk(100, 8, WORKSPACE) == 8
     assert _cost.direct_chunk(100, 8, 250) == 2
     assert _cost.direct_chunk(100, 8, 1) == 1

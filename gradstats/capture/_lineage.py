@@ -201,7 +201,7 @@ def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> 
     pull = _pull_of_functions(node, roots) if node.has_function else _pull_at_once(node, roots)
     itemsize = compute_dtype(node.value).itemsize
     size = itemsize * (node.value.numel() + sum(root.parameter.numel() for root in roots))
-    chunk = direct_chunk(size, factor.batch, workspace)
+    chunk = direct_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
     if node.has_function:
         # Its backward is checked once for each chunk, which takes as long as two examples.
         chunk = max(2, chunk, min(FUNCTION_CHUNK, workspace // size))

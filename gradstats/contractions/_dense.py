@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import elements_of
+from gradstats._factors import elements_of, tensors_of
 from gradstats.contractions._result import Contraction, squared_norms, unit_roundoff
 
 
@@ -24,7 +24,9 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     chunk, which is never less than one example.
     """
     batch = factors[0].batch
-    chunk = _cost.direct_chunk(2 * 4 * max(map(elements_of, factors)), batch, workspace)
+    held = 2 * 4 * max(map(elements_of, factors))
+    launched = tensors_of(factors[0])[0].is_cuda
+    chunk = _cost.direct_chunk(held, batch, workspace, launched=launched)
     values, bounds = [], []
     for start in range(0, batch, chunk):
         rows = slice(start, start + chunk)

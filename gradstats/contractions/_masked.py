@@ -48,7 +48,8 @@ def _formed(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> Contra
     All gradients are formed in one piece of memory: fresh pages would cost more than the products.
     """
     dtype, batch = mask.dtype, len(left)
-    chunk = _cost.direct_chunk(mask.numel() * mask.itemsize, batch, workspace)
+    size = mask.numel() * mask.itemsize
+    chunk = _cost.direct_chunk(size, batch, workspace, launched=mask.is_cuda)
     scratch = mask.new_empty(chunk, *mask.shape)
     values = []
     for here in chunks(batch, chunk):
