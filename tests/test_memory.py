@@ -199,6 +199,33 @@ def test_gradients_that_are_pulled_back_stay_within_the_workspace_however_small_
     assert 4 * ledger.largest <= MIB
 
 
+def test_gradients_that_are_pulled_back_through_larger_tensors_stay_within_the_workspace():
+    class Mixed(nn.Module):
+        """Few vectors, each mixed with all others: the weights of the mixture are what is large."""
+
+        def __init__(self):
+            super().__init__()
+            self.vectors = nn.Parameter(torch.randn(512, 4))
+
+        def forward(self, ids):
+            mixture = torch.softmax(self.vectors @ self.vectors.T, dim=1)
+            return functional.embedding(ids, mixture @ self.vectors)
+
+    model, batch = Mixed(), torch.randint(512, (16, 8))
+
+    def losses(model, ids):
+        return model(ids).square().mean((1, 2))
+
+    def norms():
+        gs.per_example_norms(model, batch, losses, workspace=MIB)
+
+    def products():
+        gs.inner_products(model, batch, model, batch, losses, workspace=MIB)
+
+    for run in (norms, products):
+        assert 4 * peak_memory(run).largest <= MIB
+
+
 def influence_peak(model, inputs) -> int:
     """Return the bytes that scores of 32 training and 16 query examples take."""
     labels = torch.randint(10, (32,))

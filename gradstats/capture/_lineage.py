@@ -67,7 +67,7 @@ class Pulled:
 
     @property
     def elements(self) -> int:
-        return product(self.shape) + self.node.value.numel()
+        return product(self.shape) + self.node.widest
 
     @property
     def granule(self) -> int:
@@ -138,7 +138,7 @@ class Frozen:
 
     @property
     def elements(self) -> int:
-        return product(self.shape) + self.replay.value.numel()
+        return product(self.shape) + self.replay.widest
 
     @property
     def granule(self) -> int:
@@ -200,7 +200,7 @@ def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> 
     node = factor.node
     pull = _pull_of_functions(node, roots) if node.has_function else _pull_at_once(node, roots)
     itemsize = compute_dtype(node.value).itemsize
-    size = itemsize * (node.value.numel() + sum(root.parameter.numel() for root in roots))
+    size = itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
     chunk = direct_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
     if node.has_function:
         # Its backward is checked once for each chunk, which takes as long as two examples.

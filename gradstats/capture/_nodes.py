@@ -189,6 +189,8 @@ class Derived(Node):
         aliased: whether a tensor that is not tracked shares its memory.
         version: version counter of the shown tensor, where that has memory of its own: if it moves
             on, the tensor was changed unseen.
+        widest: elements of the largest of this and the tensors between the roots and this, each of
+            which has a gradient when one is pulled back.
     """
 
     def __init__(
@@ -212,6 +214,8 @@ class Derived(Node):
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
         self.parents = tuple(_reached(value, parents))
         self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
+        between = [node.widest for node in self.parents if isinstance(node, Derived)]
+        self.widest: int = max([value.numel(), *between])
         self._value = value
         device = value.device.type
         enabled = torch.is_autocast_enabled(device)

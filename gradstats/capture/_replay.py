@@ -33,10 +33,12 @@ class Replay:
     Attributes:
         leaf: the root's value, in real numbers.
         value: the derived tensor, in real numbers.
+        widest: elements of the largest tensor between the two.
     """
 
     def __init__(self, node: Derived, root: Root, copies: bool = False):
         """Compute ``node`` again from ``root``; with ``copies``, weights may change afterwards."""
+        self.widest = node.widest
         (self.leaf,), self.value = node.replay_from([root], copies)
 
     def pull_each(self, factor: Factor) -> Tensor:
