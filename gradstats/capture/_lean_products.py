@@ -25,12 +25,12 @@ from gradstats._factors import (
     Vector,
     cast,
     compute_dtype,
+    tensors_of,
 )
 from gradstats.capture._nodes import Derived, Node
 from gradstats.contractions import lean
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
-SCALED = (Masked, Outer, Patches, Ragged, Rows, Vector)
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
@@ -44,13 +44,13 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if divides and first is not parent:
         return None
     factor = lean(factor)
-    if not isinstance(factor, SCALED):
+    if not isinstance(factor, Scaled):
         return None
     other = second if first is parent else first
     value = other.value.detach() if isinstance(other, Node) else other
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return None
-    dtype = compute_dtype(node.value, *_operands(factor))
+    dtype = compute_dtype(node.value, *tensors_of(factor))
     scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
     if divides:
         scale = scale.reciprocal()
@@ -64,11 +64,11 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """f(w), element by element."""
     factor = lean(factor)
-    if node.shape != parent.shape or not isinstance(factor, SCALED):
+    if node.shape != parent.shape or not isinstance(factor, Scaled):
         return None
     if isinstance(factor, Vector) and factor.axis is not None:
         return None
-    return _times(factor, node.slope(parent).to(compute_dtype(node.value, *_operands(factor))))
+    return _times(factor, node.slope(parent).to(compute_dtype(node.value, *tensors_of(factor))))
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -76,7 +76,7 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if node.kwargs or len(node.args) != 2 or not isinstance(factor, (Outer, Ragged)):
         return None
     first, second = node.args
-    if len(first.shape) != 2 or len(second.shape) != 2 or not _is_matrix(factor):
+    if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
         return None
     other = second if first is parent else first
     matrix = (other.value if isinstance(other, Node) else other).detach()
@@ -108,7 +108,7 @@ def _times(factor: Scaled, scale: Tensor) -> Factor | None:
     if max(sizes[1:], default=1) == 1 and isinstance(factor, Patches):
         per_row = scale.reshape(-1, *(1,) * (factor.grad.dim() - 2))
         return replace(factor, grad=factor.grad.to(scale.dtype) * per_row)
-    if isinstance(factor, (Outer, Ragged)) and _is_matrix(factor):
+    if isinstance(factor, (Outer, Ragged)) and factor.spans_rows:
         left, right = _in_full(factor, scale)
         along_rows = max(sizes[1:], default=1) == 1
         if along_rows and (sizes[0] > 1 or left.shape[-1] < right.shape[-1]):
@@ -127,7 +127,7 @@ def _summed(factor: Scaled, scale: Tensor, node: Derived, parent: Node) -> Facto
         values = factor.values.reshape(factor.batch, *node.shape).to(scale.dtype) * scale
         over = [axis + 1 for axis, size in enumerate(sizes) if size == 1]
         return Vector(values.sum(over).reshape(factor.batch, *shape), shape)
-    if not isinstance(factor, Outer) or not _is_matrix(factor):
+    if not isinstance(factor, Outer) or not factor.spans_rows:
         return None
     left, right = (side[:, 0] for side in _in_full(factor, scale))
     matrix = scale.expand(node.shape).reshape(left.shape[-1], right.shape[-1])
@@ -142,25 +142,6 @@ def _summed(factor: Scaled, scale: Tensor, node: Derived, parent: Node) -> Facto
         if product(sizes) == 1:
             values = values.sum(1)
     return Vector(values.reshape(factor.batch, *shape), shape)
-
-
-def _operands(factor: Scaled) -> tuple[Tensor, ...]:
-    if isinstance(factor, Vector):
-        return (factor.values,)
-    if isinstance(factor, Rows):
-        return (factor.grad,)
-    if isinstance(factor, Masked):
-        return (factor.mask,)
-    if isinstance(factor, Patches):
-        return factor.input, factor.grad
-    return factor.left, factor.right
-
-
-def _is_matrix(factor: Outer | Ragged) -> bool:
-    """Whether the operands of a factor are the rows of the parameter and all its other axes."""
-    if isinstance(factor, Outer) and (factor.permutation is not None or factor.left.shape[1] != 1):
-        return False
-    return factor.left.shape[-1] == factor.shape[0]
 
 
 def _in_full(factor: Outer | Ragged, *others: Tensor) -> tuple[Tensor, Tensor]:
