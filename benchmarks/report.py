@@ -33,7 +33,12 @@ SHOWN_OPERATIONS = (
     "pairwise_gram",
 )  # fmt: skip
 # The workloads that have bars; the others stand in the table of all libraries.
-FIRST = ("MLP 784-2048-2048-10, B=", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024")
+FIRST = (
+    "MLP 784-2048-2048-10, B=",
+    "CNN of the tutorial",
+    "GPT 4×256, T=128",
+    "GPT-2 small, T=1024",
+)
 TITLES = {each.label: each.title for each in PROVIDERS.values()}
 # What says of a step's timing which case it is of, beside the provider.
 CASE = ("machine", "dtype", "float32_products", "workload")

@@ -259,6 +259,16 @@ def direct_chunk(
     return max(1, min(examples, budget // max(1, bytes_per_example)))
 
 
+def pulled_chunk(bytes_per_example: int, examples: int, workspace: int, *, launched: bool) -> int:
+    """Return how many examples are pulled back at once to the parameters of a computation.
+
+    What the computation holds on the way is about as much again, so that half as many stay in reach
+    of the caches: on two cores of an AMD EPYC (widths 16 to 384) twice as many take the same time.
+    """
+    budget = workspace if launched else min(workspace, 2 * CACHE_BYTES)
+    return direct_chunk(bytes_per_example, examples, budget, launched=launched)
+
+
 @remembered
 def direct_plan(
     batch: int, groups: int, p: int, q: int, itemsize: int, workspace: int, *, with_sum: bool

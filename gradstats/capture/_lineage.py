@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import real_shape
-from gradstats._cost import direct_chunk, product
+from gradstats._cost import product, pulled_chunk
 from gradstats._factors import Factor, Path, compute_dtype
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
@@ -201,7 +201,7 @@ def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> 
     pull = _pull_of_functions(node, roots) if node.has_function else _pull_at_once(node, roots)
     itemsize = compute_dtype(node.value).itemsize
     size = itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
-    chunk = direct_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
+    chunk = pulled_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
     if node.has_function:
         # Its backward is checked once for each chunk, which takes as long as two examples.
         chunk = max(2, chunk, min(FUNCTION_CHUNK, workspace // size))

@@ -38,7 +38,13 @@ def _one_position(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> 
         largest = torch.where(largest > 0, largest, 1)
         sides.append((cast(side, dtype) / largest).square())
         sizes = sizes * largest.squeeze(1).double()
-    value = ((sides[0] @ mask.square()) * sides[1]).sum(1, dtype=torch.float64)
+    # The squares of a few rows at a time: they are multiplied while they are in the cache.
+    budget = workspace if mask.is_cuda else min(workspace, _cost.CACHE_BYTES)
+    rows = _cost.rows_per_tile(len(mask), mask.shape[1] * mask.itemsize, budget)
+    sums = torch.zeros_like(sides[1])
+    for here in chunks(len(mask), rows):
+        sums.addmm_(sides[0][:, here], mask[here].square())
+    value = (sums * sides[1]).sum(1, dtype=torch.float64)
     return well_conditioned(value * sizes.square(), dtype)
 
 
