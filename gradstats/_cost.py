@@ -40,6 +40,10 @@ ALONE = (0.45, 2_200_000)
 # The same factor for their sum, which beside a Gram form is one product.
 SUM_ALONE = 0.6
 
+# Ways from a parameter to a tensor along which factors are pulled back one by one: every pair of
+# them has an inner product.
+MOST_WAYS = 4
+
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
 # the square root of the condition number where the Gram form's grows with the number itself.
 GUARD_TOLERANCE = 1e-4
@@ -267,6 +271,21 @@ def pulled_chunk(bytes_per_example: int, examples: int, workspace: int, *, launc
     """
     budget = workspace if launched else min(workspace, 2 * CACHE_BYTES)
     return direct_chunk(bytes_per_example, examples, budget, launched=launched)
+
+
+def pays_to_pull_apart(positions: int, ways: int) -> bool:
+    """Whether a factor is pulled back to a parameter in each of several ways by itself.
+
+    Every way but one takes two products of all positions, a sum of the gradient and its inner
+    product with that of another way. Otherwise the gradients are formed, in one product, and pulled
+    back in about ten passes over their elements.
+
+    Args:
+        positions: number of positions T of one example.
+        ways: in which the parameter reaches the tensor that met the data.
+    """
+    few = ways <= MOST_WAYS
+    return few and 2 * (ways - 1) * positions <= positions + 10 * ELEMENT_COST
 
 
 @remembered

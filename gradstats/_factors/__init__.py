@@ -10,6 +10,7 @@ _patches    convolutions
 _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
 _masked     weights whose elements were multiplied by constants
+_tangent    weights that were normalised
 _segments   examples whose rows differ in number
 _path       where in a parameter the elements of a tensor lie that was derived from it
 """
@@ -33,5 +34,6 @@ from gradstats._factors._segments import Segments as Segments
 from gradstats._factors._segments import add_at as add_at
 from gradstats._factors._segments import added as added
 from gradstats._factors._segments import segment_sum as segment_sum
+from gradstats._factors._tangent import Tangent as Tangent
 from gradstats._factors._vector import Elementwise as Elementwise
 from gradstats._factors._vector import Vector as Vector

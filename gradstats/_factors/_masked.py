@@ -38,6 +38,18 @@ class Masked:
     def granule(self) -> int:
         return self.inner.granule
 
+    @property
+    def layout(self) -> int:
+        """What two factors must share for their masks to be added."""
+        return id(self.inner)
+
+    @property
+    def is_rank_one(self) -> bool:
+        """Whether the inner gradients are one outer product each, of one group."""
+        inner = self.inner
+        one = isinstance(inner, Outer) and inner.left.shape[1:3] == (1, 1)
+        return one and inner.permutation is None  # type: ignore[union-attr]
+
     def narrow(self, start: int, stop: int) -> Masked:
         return Masked(self.inner.narrow(start, stop), self.mask[start:stop])
 

@@ -1,4 +1,4 @@
-"""Multiples and elementwise functions of a parameter and its products with matrices.
+"""Sums, multiples and elementwise functions of a parameter and its products with matrices.
 
 G is the gradient of the tensor that met the data, of one example; M what a parameter w was
 multiplied by. Of M ∘ w with an M that broadcasts along w the gradient is M ∘ G; where it is w that
@@ -8,6 +8,7 @@ f'(w) ∘ G.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -28,21 +29,51 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture._nodes import Derived, Node
-from gradstats.contractions import lean
+from gradstats.contractions import lean, row_products
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
+# Differences whose first operand is subtracted; of all others it is the second.
+REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
+
+
+def shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v + w: a sum has the gradient of each of its terms."""
+    if not only_adds(node):
+        return None
+    return factor if node.shape == parent.shape else _multiple(factor, 1, node, parent)
+
+
+def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v - w."""
+    if not only_adds(node):
+        return None
+    negative = (node.args[0] is parent) == (node.function in REVERSED)
+    if negative or node.shape != parent.shape:
+        return _multiple(factor, -1 if negative else 1, node, parent)
+    return factor
+
+
+def only_adds(node: Derived) -> bool:
+    """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
+    return not node.kwargs and len(node.args) == 2
+
+
+def _multiple(factor: Factor, number: int, node: Derived, parent: Node) -> Factor | None:
+    factor = lean(factor)
+    if not isinstance(factor, Scaled):
+        return None
+    dtype = compute_dtype(node.value, *tensors_of(factor))
+    return times(factor, torch.tensor(number, dtype=dtype, device=node.value.device), parent.shape)
+
 
 def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """M ∘ w and w / M."""
+    """M ∘ w, w / M and M / w."""
     if node.kwargs or len(node.args) != 2:
         return None
     first, second = node.args
-    divides = node.function in DIVISIONS
-    if divides and first is not parent:
-        return None
     factor = lean(factor)
     if not isinstance(factor, Scaled):
         return None
@@ -52,10 +83,13 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     dtype = compute_dtype(node.value, *tensors_of(factor))
     scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
-    if divides:
-        scale = scale.reciprocal()
-    whole = node.shape == parent.shape
-    found = _times(factor, scale) if whole else _summed(factor, scale, node, parent)
+    if node.function in DIVISIONS:
+        if first is parent:
+            scale = scale.reciprocal()
+        else:
+            divisor = parent.value.detach().to(dtype)
+            scale = -scale / divisor / divisor
+    found = times(factor, scale, parent.shape)
     if found is not None and isinstance(other, (Node, Tensor)):
         node.check_step()  # a number does not change
     return found
@@ -68,12 +102,17 @@ def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     if isinstance(factor, Vector) and factor.axis is not None:
         return None
-    return _times(factor, node.slope(parent).to(compute_dtype(node.value, *tensors_of(factor))))
+    slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(factor)))
+    return times(factor, slope, parent.shape)
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X @ Y of matrices: one operand of G is multiplied."""
-    if node.kwargs or len(node.args) != 2 or not isinstance(factor, (Outer, Ragged)):
+    """X @ Y of matrices: one operand of G is multiplied; of a vector, G is its outer product."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    if isinstance(lean(factor), Vector):
+        return _multiplied_vector(factor, node, parent)
+    if not isinstance(factor, (Outer, Ragged)):
         return None
     first, second = node.args
     if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
@@ -90,6 +129,46 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if first is parent:
         return replace(factor, right=right @ matrix.mT, shape=shape)
     return replace(factor, left=left @ matrix, shape=shape)
+
+
+def _multiplied_vector(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """x · y, X y and x Y, of vectors x and y."""
+    first, second = node.args
+    factor = lean(factor)
+    assert isinstance(factor, Vector)
+    if factor.axis is not None or 1 not in (len(first.shape), len(second.shape)):
+        return None
+    if max(len(first.shape), len(second.shape)) > 2:
+        return None
+    other = second if first is parent else first
+    value = (other.value if isinstance(other, Node) else other).detach()
+    if value.layout != torch.strided:
+        return None
+    node.check_step()
+    dtype = compute_dtype(node.value, factor.values)
+    # Autocast may have rounded it first.
+    value = value.to(node.value.dtype).to(dtype)
+    grad = cast(factor.values, dtype).reshape(factor.batch, *node.shape)
+    if len(parent.shape) == 2:
+        grad, value = grad[:, None, None], value.expand(factor.batch, 1, 1, -1)
+        left, right = (grad, value) if first is parent else (value, grad)
+        return Outer(left, right, tuple(parent.shape))
+    if value.dim() == 1:
+        return Vector(grad[:, None] * value, tuple(parent.shape))
+    return Vector(grad @ (value if second is parent else value.mT), tuple(parent.shape))
+
+
+def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, summed over what an operand of a shape lacks.
+
+    Args:
+        factor: describes G.
+        scale: broadcasts along G.
+        shape: broadcasts along G too.
+    """
+    if factor.shape == tuple(shape):
+        return _times(factor, scale)
+    return _summed(factor, scale, tuple(shape))
 
 
 def _times(factor: Scaled, scale: Tensor) -> Factor | None:
@@ -119,26 +198,27 @@ def _times(factor: Scaled, scale: Tensor) -> Factor | None:
     return Masked(factor, scale.expand(factor.shape))
 
 
-def _summed(factor: Scaled, scale: Tensor, node: Derived, parent: Node) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, summed over the axes that the parent lacks."""
-    shape = tuple(parent.shape)
-    sizes = (1,) * (len(node.shape) - len(shape)) + shape
+def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, summed over the axes that the shape lacks."""
+    sizes = (1,) * (len(factor.shape) - len(shape)) + shape
+    if isinstance(factor, Masked):
+        return _summed(factor.inner, factor.mask * scale, shape)
     if isinstance(factor, Vector) and factor.axis is None:
-        values = factor.values.reshape(factor.batch, *node.shape).to(scale.dtype) * scale
+        values = factor.values.reshape(factor.batch, *factor.shape).to(scale.dtype) * scale
         over = [axis + 1 for axis, size in enumerate(sizes) if size == 1]
         return Vector(values.sum(over).reshape(factor.batch, *shape), shape)
-    if not isinstance(factor, Outer) or not factor.spans_rows:
+    if not (isinstance(factor, Patches) or (isinstance(factor, Outer) and factor.spans_rows)):
         return None
-    left, right = (side[:, 0] for side in _in_full(factor, scale))
-    matrix = scale.expand(node.shape).reshape(left.shape[-1], right.shape[-1])
+    constants = scale.expand(factor.shape)
     if sizes[0] == 1 and product(sizes) > 1:
-        if sizes[1:] != node.shape[1:]:
+        if sizes[1:] != factor.shape[1:] or isinstance(factor, Patches):
             return None
-        values = ((left @ matrix) * right).sum(1)
+        turned = Outer(factor.right, factor.left, (factor.right.shape[3], factor.shape[0]))
+        values = row_products(turned, constants.reshape(factor.shape[0], -1).mT)
     else:
         if max(sizes[1:], default=1) > 1:
             return None
-        values = ((right @ matrix.mT) * left).sum(1)
+        values = row_products(factor, constants)
         if product(sizes) == 1:
             values = values.sum(1)
     return Vector(values.reshape(factor.batch, *shape), shape)

@@ -27,8 +27,17 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
-from gradstats.capture._lean_products import elementwise, multiplied, scaled
+from gradstats.capture._lean_products import (
+    elementwise,
+    multiplied,
+    only_adds,
+    scaled,
+    shifted,
+    subtracted,
+)
+from gradstats.capture._lean_reductions import MEASURES, normalised, reduced, weight_normalised
 from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._reductions import REDUCES
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 from gradstats.contractions import lean
 
@@ -43,9 +52,13 @@ def lean_step(node: Derived):
     ):
         return None
     step = LEAN_STEPS.get(node.function)
-    if step is None and node.function in ELEMENTWISE:
+    # An operand that stands in two places is one for an elementwise function alone.
+    repeated = len(set(node.parents)) < len(node.parents)
+    if (step is None or repeated) and node.function in ELEMENTWISE:
         return elementwise
-    return step if len(node.parents) == 1 or step in LINEAR_STEPS else None
+    if step is None and (node.function in REDUCES or node.function in MEASURES):
+        step = reduced
+    return step if len(node.parents) == 1 or (step in OF_SEVERAL and not repeated) else None
 
 
 def rearranged_root(node: Node) -> Root | None:
@@ -58,7 +71,7 @@ def rearranged_root(node: Node) -> Root | None:
         same = (
             step in (_same_shape, _reshaped)
             or (step is _indexed and _only_adds_axes(node))
-            or (step is _shifted and _only_adds(node))
+            or (step is shifted and only_adds(node))
         )
         if not same or len(node.parents) != 1:
             return None
@@ -106,16 +119,6 @@ def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
     return factor
 
 
-def _shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """v + w: a sum has the gradient of each of its terms."""
-    return _same_shape(factor, node, parent) if _only_adds(node) else None
-
-
-def _only_adds(node: Derived) -> bool:
-    """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
-    return "alpha" not in node.kwargs and len(node.args) <= 2
-
-
 def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Reshapes, for factors that hold gradients element by element."""
     if node.value.shape == parent.shape:
@@ -125,6 +128,12 @@ def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
     if isinstance(factor, Elementwise):
         return replace(factor, shape=tuple(parent.shape))
+    inner = factor.inner if isinstance(factor, Masked) else factor
+    if isinstance(inner, Outer) and inner.spans_rows and parent.shape[:1] == inner.shape[:1]:
+        inner = replace(inner, shape=tuple(parent.shape))
+        if isinstance(factor, Masked):
+            return Masked(inner, factor.mask.reshape(parent.shape))
+        return inner
     return None
 
 
@@ -235,10 +244,15 @@ LEAN_STEPS = {
     Tensor.contiguous: _same_shape,
     Tensor.clone: _same_shape,
     torch.clone: _same_shape,
-    Tensor.add: _shifted,
-    Tensor.__add__: _shifted,
-    Tensor.__radd__: _shifted,
-    torch.add: _shifted,
+    Tensor.add: shifted,
+    Tensor.__add__: shifted,
+    Tensor.__radd__: shifted,
+    torch.add: shifted,
+    Tensor.sub: subtracted,
+    Tensor.__sub__: subtracted,
+    Tensor.__rsub__: subtracted,
+    torch.sub: subtracted,
+    torch.rsub: subtracted,
     Tensor.mul: scaled,
     Tensor.__mul__: scaled,
     Tensor.__rmul__: scaled,
@@ -251,10 +265,20 @@ LEAN_STEPS = {
     Tensor.matmul: multiplied,
     Tensor.__matmul__: multiplied,
     torch.matmul: multiplied,
+    Tensor.mv: multiplied,
+    torch.mv: multiplied,
+    Tensor.dot: multiplied,
+    torch.dot: multiplied,
+    Tensor.vdot: multiplied,
+    torch.vdot: multiplied,
+    torch.nn.functional.normalize: normalised,
+    torch._weight_norm: weight_normalised,
     torch.view_as_real: _same_numbers,
     torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
+    Tensor.view_as: _reshaped,
     Tensor.reshape: _reshaped,
+    Tensor.reshape_as: _reshaped,
     torch.reshape: _reshaped,
     Tensor.unsqueeze: _reshaped,
     torch.unsqueeze: _reshaped,
@@ -273,7 +297,7 @@ ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
-LINEAR_STEPS = frozenset({_shifted, scaled, multiplied})
+OF_SEVERAL = frozenset({shifted, subtracted, scaled, multiplied, weight_normalised})
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 

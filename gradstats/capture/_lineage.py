@@ -1,9 +1,10 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
-transpose, a view, a cast or a multiple of a parameter, its product with a matrix, or an embedding
-of constant positions, the factor of the parameter is just as lean. Everything else is pulled back
-by automatic differentiation, a few examples at a time.
+transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
+constant positions, or is normalised by a norm, the factor of the parameter is just as lean; where
+several ways lead to the parameter, there is one for each. Everything else is pulled back by
+automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import real_shape
-from gradstats._cost import product, pulled_chunk
-from gradstats._factors import Factor, Path, compute_dtype
+from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
+from gradstats._factors import Factor, Outer, Path, compute_dtype
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -30,6 +31,7 @@ from gradstats.capture._nodes import Derived, Node, Root, same_storage
 from gradstats.capture._replay import FunctionReplay, Replay, pull_each
 from gradstats.contractions import (
     Contraction,
+    adds_up,
     lean,
     rows_squared_norms,
     sqnorm,
@@ -154,25 +156,56 @@ class Frozen:
         return self.replay.pull_each(self.inner)
 
 
-def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, Factor]:
-    """Return the factors of several roots that result from a factor of ``node``."""
+def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
+    """Return the factors of several roots that result from a factor of ``node``.
+
+    They add up: a root that is reached in several ways has one for each.
+    """
     if isinstance(node, Root):
-        return {node: factor}
+        return {node: [factor]}
     assert isinstance(node, Derived)
-    found: dict[Root, Factor] = {}
-    step = lean_step(node)
-    if step is not None:
-        # Through several operands the gradients of a root would be several factors.
-        sole = [r for r in roots if sum(r in parent.roots for parent in node.parents) == 1]
-        for parent in node.parents:
-            own = [root for root in sole if root in parent.roots]
-            result = step(factor, node, parent) if own else None
-            if result is not None:
-                found |= pull_back(result, parent, own)
+    found = _pulled_apart(factor, node, roots)
     together: dict[Root, Contraction | None] = {root: None for root in roots if root not in found}
     if together:
         factor = lean(factor)
-    return found | {root: Pulled(factor, node, root, together) for root in together}
+    return found | {root: [Pulled(factor, node, root, together)] for root in together}
+
+
+def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
+    """Return the factors of those of the roots that are reached by lean steps."""
+    step = lean_step(node)
+    if step is None:
+        return {}
+    parents = dict.fromkeys(node.parents)
+    branches = {root: sum(root in parent.roots for parent in parents) for root in roots}
+    left = [r for r in roots if branches[r] == 1 or _may_branch(factor, node.paths[r])]
+    found: dict[Root, list[Factor]] = {root: [] for root in left}
+    for parent in parents:
+        own = [root for root in left if root in parent.roots]
+        result = step(factor, node, parent) if own else None
+        if result is None:
+            left = [root for root in left if root not in own]
+            continue
+        for root, factors in pull_back(result, parent, own).items():
+            found[root] += factors
+    return {root: found[root] for root in left if _is_lean(found[root])}
+
+
+def _may_branch(factor: Factor, ways: int) -> bool:
+    """Whether it pays to pull a factor back in several ways at once."""
+    if not isinstance(factor, Outer) or not factor.spans_rows:
+        return False
+    return pays_to_pull_apart(factor.left.shape[2], ways)
+
+
+def _is_lean(factors: Sequence[Factor]) -> bool:
+    """Whether several factors of a root are better than one that is pulled back from where it is.
+
+    They are not where their gradients would have to be formed one after the other.
+    """
+    if len(factors) == 1:
+        return True
+    return not any(isinstance(factor, Pulled) for factor in factors) and adds_up(factors)
 
 
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:

@@ -50,10 +50,12 @@ class Node:
     Attributes:
         tracker: the context it belongs to.
         roots: the parameters it is computed from; a root is its own.
+        paths: how many ways lead through the computation from each of them to here.
     """
 
     tracker: Tracker
     roots: tuple[Root, ...]
+    paths: dict[Root, int]
 
     @property
     def value(self) -> Tensor:
@@ -106,6 +108,7 @@ class Root(Node):
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.roots = (self,)
+        self.paths = {self: 1}
         self.name = name
         self.parameter = parameter
 
@@ -210,10 +213,15 @@ class Derived(Node):
         self.shown: Callable[[], Tensor | None] = lambda: None
         self.aliased = False
         self.version: int | None = None
+        self._checked = False
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
         self.parents = tuple(_reached(value, parents))
-        self.roots = tuple(dict.fromkeys(root for node in self.parents for root in node.roots))
+        self.paths = {}
+        for node in self.parents:
+            for root, count in node.paths.items():
+                self.paths[root] = self.paths.get(root, 0) + count
+        self.roots = tuple(self.paths)
         between = [node.widest for node in self.parents if isinstance(node, Derived)]
         self.widest: int = max([value.numel(), *between])
         self._value = value
@@ -325,8 +333,14 @@ class Derived(Node):
         return leaves, seen
 
     def check_step(self) -> None:
-        """Raise unless this tensor's operands, as they are now, still give its numbers."""
-        self._step()
+        """Raise unless this tensor's operands, as they are now, still give its numbers.
+
+        Once for all uses: parameters that are updated during the backward are updated after it has
+        passed all of them.
+        """
+        if not self._checked:
+            self._step()
+            self._checked = True
 
     def slope(self, operand: Node) -> Tensor:
         """Return the derivative of each element by the operand's, of an elementwise function."""

@@ -139,15 +139,16 @@ class Use:
         for node, factor in zip(self.nodes, factors, strict=True):
             if factor is None:
                 continue
-            found: Mapping[Root, Factor | Fused]
+            found: Mapping[Root, Sequence[Factor | Fused]]
             if isinstance(node, Root):
-                found = {node: factor}
+                found = {node: [factor]}
             else:
                 assert not isinstance(factor, Fused)  # of sole uses, which are roots
                 found = pull_back(factor, node, node.roots)
-            for root, own in found.items():
-                parts = sum(root in other.roots for other in self.nodes)
-                root.deliver(_held(own, root), parts)
+            for root, terms in found.items():
+                parts = max(len(terms), sum(root in other.roots for other in self.nodes))
+                for own in terms:
+                    root.deliver(_held(own, root), parts)
         for root in self.roots:
             root.settle()
 

@@ -5,7 +5,8 @@ contracted by the definition: the per-example gradients of a few examples at a t
 workspace, multiplied and summed.
 
 Squared norms, and sums from the same pass
-    _outer, _patches, _rows, _vector, _elementwise, _masked, _ragged, _experts    of one factor
+    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent    of one
+                 factor
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       the definition
@@ -25,7 +26,9 @@ Under all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ from gradstats._factors import (
     Patches,
     Ragged,
     Rows,
+    Tangent,
     Vector,
 )
 from gradstats.contractions import (
@@ -50,12 +54,14 @@ from gradstats.contractions import (
     _patches,
     _ragged,
     _rows,
+    _tangent,
     _tied,
     _triton,
     _vector,
 )
 from gradstats.contractions._dense import rows_squared_norms as rows_squared_norms
 from gradstats.contractions._direction import direction_inner as direction_inner
+from gradstats.contractions._direction import row_products as row_products
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._elementwise import lean as lean
 from gradstats.contractions._elementwise import summed as summed
@@ -68,7 +74,7 @@ from gradstats.contractions._outer import one_position as one_position
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
-from gradstats.contractions._result import recompute_suspects, sum_of_two
+from gradstats.contractions._result import recompute_suspects, sum_of_parts
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
 from gradstats.contractions._result import well_conditioned as well_conditioned
@@ -87,6 +93,7 @@ SELF: dict[type, Callable[..., Contraction]] = {
     Vector: _vector.sqnorm,
     Elementwise: _elementwise.sqnorm,
     Masked: _masked.sqnorm,
+    Tangent: _tangent.sqnorm,
 }
 
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
@@ -95,10 +102,12 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Ragged: _ragged.sqnorm_and_sum,
 }
 
-# Of two factors the first of which spans the parameter's rows.
+# Of two factors as ``_rule_of`` takes them.
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _tied.inner_with_rows,
     (Ragged, Rows): _tied.inner_with_rows,
+    (Outer, Masked): _masked.inner_with_outer,
+    (Masked, Masked): _masked.inner,
 }
 
 
@@ -171,19 +180,36 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     merged = merge(factors)
     if len(merged) == 1:
         return SELF[type(merged[0])](merged[0], workspace, guarded=True)
-    pair = _pair_with_rule(merged)
-    if pair is None:
+    crosses = _crosses(merged)
+    if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
-    first, second = pair
-    one, other = (SELF[type(f)](f, workspace, guarded=True) for f in merged)
-    return sum_of_two(one, other, CROSS[type(first), type(second)](first, second, workspace))
+    parts = [SELF[type(factor)](factor, workspace, guarded=True) for factor in merged]
+    return sum_of_parts(parts, [cross(workspace) for cross in crosses])
 
 
-def _pair_with_rule(factors: list[Factor]) -> tuple[Factor, Factor] | None:
-    """Return the factors in the order in which a rule takes them, None where there is no rule."""
-    if len(factors) != 2:
-        return None
-    for first, second in (factors, factors[::-1]):
-        if (type(first), type(second)) in CROSS and first.spans_rows:  # type: ignore[attr-defined]
-            return first, second
+def adds_up(factors: Sequence[Factor]) -> bool:
+    """Whether the norms of a sum of factors are contracted without forming its gradients."""
+    merged = merge(factors)
+    return len(merged) == 1 or _crosses(merged) is not None
+
+
+def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
+    """Return functions of the workspace: the inner products of all pairs; None if one has none."""
+    found = [_rule_of(*pair) for pair in combinations(factors, 2)]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _rule_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:
+    """Return what contracts two factors of one parameter with each other; None if nothing does."""
+    for first, second in ((one, other), (other, one)):
+        rule = CROSS.get((type(first), type(second)))
+        if rule is not None and _spans_rows(first) and _spans_rows(second):
+            return partial(rule, first, second)
     return None
+
+
+def _spans_rows(factor: Factor) -> bool:
+    """Whether a factor has one group, and the parameter's rows for its own."""
+    if isinstance(factor, Masked):
+        return factor.is_rank_one and factor.inner.spans_rows  # type: ignore[union-attr]
+    return isinstance(factor, Rows) or factor.spans_rows  # type: ignore[attr-defined]

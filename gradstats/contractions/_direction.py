@@ -6,7 +6,7 @@ with V, multiplied by the output gradient; for rows and vectors the elements of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -24,6 +24,7 @@ from gradstats._factors import (
     Patches,
     Ragged,
     Rows,
+    Tangent,
     Vector,
     add_at,
     added,
@@ -111,13 +112,22 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
 
 
 def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Tensor:
+    if _triton.convolves(factor):
+        weight = direction.reshape(*factor.shape[:2], *factor.kernel)
+        return _triton_layers.convolution_direction(factor, weight)
+    result = _tiles.zeros([factor], factor.batch)
+    for here, products in _patch_rows(factor, direction, workspace):
+        result[here] = products.sum(1, dtype=torch.float64)
+    return result
+
+
+def _patch_rows(
+    factor: Patches, direction: Tensor, workspace: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of examples with ⟨G_i[o], V[o]⟩ for each output channel o, (b, O)."""
     dtype = compute_dtype(factor.input, factor.grad, direction)
     geometry, spatial = factor.geometry, factor.grad.dim() - 2
-    weight = direction.reshape(*factor.shape[:2], *factor.kernel)
-    if _triton.convolves(factor):
-        return _triton_layers.convolution_direction(factor, weight)
-    weight = weight.to(dtype)
-    result = _tiles.zeros([factor], factor.batch)
+    weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
     chunk = max(1, workspace // max(1, size * dtype.itemsize))
     for here in _tiles.chunks(factor.batch, chunk):
@@ -128,7 +138,33 @@ def _patches_direction(factor: Patches, direction: Tensor, workspace: int) -> Te
         for axis, positions in enumerate(factor.grad.shape[2:]):
             output = output.narrow(axis + 2, 0, positions)
         products = output * factor.grad[here].to(dtype)
-        result[here] = products.flatten(2).sum(2).sum(1, dtype=torch.float64)
+        yield here, products.flatten(2).sum(2)
+
+
+@in_full_precision
+def row_products(factor: Outer | Patches, direction: Tensor) -> Tensor:
+    """Return ⟨G_i[p], V[p]⟩ for each row p of the parameter, (B, p) in the accumulation dtype.
+
+    Args:
+        factor: one whose ``left`` spans the parameter's rows, or a convolution's.
+        direction: V, of the parameter's shape.
+
+    Cost: as much as the forward pass.
+    """
+    budget = _cost.FRESH_BYTES if direction.is_cuda else _cost.CACHE_BYTES
+    if isinstance(factor, Patches):
+        if not factor.batch:
+            return factor.grad.new_empty(0, factor.shape[0], dtype=direction.dtype)
+        return torch.cat([each for _, each in _patch_rows(factor, direction, budget)])
+    dtype = compute_dtype(factor.left, factor.right, direction)
+    left, right = factor.left[:, 0], factor.right[:, 0]
+    matrix = cast(direction, dtype).reshape(left.shape[2], right.shape[2])
+    result = matrix.new_empty(factor.batch, left.shape[2])
+    size = left.shape[1] * (2 * left.shape[2] + right.shape[2]) * dtype.itemsize
+    for here in _tiles.chunks(factor.batch, max(1, budget // max(1, size))):
+        products = multiply(cast(right[here], dtype).flatten(0, 1), matrix.mT)
+        products = products.view(-1, *left.shape[1:]).mul_(left[here])
+        torch.sum(products, 1, out=result[here])
     return result
 
 
@@ -251,6 +287,23 @@ def _masked_direction(factor: Masked, direction: Tensor, workspace: int) -> Tens
     return direction_inner([factor.inner], direction * factor.mask, workspace)
 
 
+def _tangent_direction(factor: Tangent, direction: Tensor, workspace: int) -> Tensor:
+    # The projection is symmetric: it may be applied to the direction instead.
+    return direction_inner([factor.inner], _projected(factor, direction), workspace)
+
+
+def _tangent_total(factor: Tangent) -> Tensor:
+    return _projected(factor, total([factor.inner]))
+
+
+def _projected(factor: Tangent, direction: Tensor) -> Tensor:
+    """Return a direction without its parts along the unit vectors."""
+    unit = factor.unit.to(compute_dtype(factor.unit, direction))
+    over = [axis for axis, size in enumerate(factor.along.shape[1:]) if size == 1]
+    direction = direction.to(unit)
+    return direction - (direction * unit).sum(over, keepdim=True) * unit
+
+
 def _masked_total(factor: Masked) -> Tensor:
     return total([factor.inner]) * factor.mask
 
@@ -264,6 +317,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Vector: _vector_direction,
     Elementwise: _elementwise_direction,
     Masked: _masked_direction,
+    Tangent: _tangent_direction,
 }
 
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
@@ -275,4 +329,5 @@ TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Vector: _vector_total,
     Elementwise: _elementwise_total,
     Masked: _masked_total,
+    Tangent: _tangent_total,
 }

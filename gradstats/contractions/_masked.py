@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Masked, Outer, cast
+from gradstats._factors import Masked, Outer, cast, compute_dtype
 from gradstats.contractions import _dense
 from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 from gradstats.contractions._tiles import chunks
@@ -18,34 +21,72 @@ def sqnorm(factor: Masked, workspace: int, *, guarded: bool) -> Contraction:
     Of one position, G = l rᵀ, it is Σ_pq M_pq² l_p² r_q², a product with the squares of the mask;
     otherwise gradients are formed, those of a few examples at a time.
     """
-    inner = factor.inner
-    if isinstance(inner, Outer) and inner.left.shape[1] == 1 and factor.mask.numel():
-        left, right = inner.left[:, 0], inner.right[:, 0]
-        if inner.permutation is None:
-            mask = factor.mask.reshape(left.shape[2], right.shape[2])
-            contract = _formed if left.shape[1] > 1 else _one_position
-            return contract(left, right, mask, workspace)
+    if not factor.mask.numel():
+        return _dense.sqnorm(factor, workspace, guarded=guarded)
+    if factor.is_rank_one:
+        return well_conditioned(inner(factor, factor, workspace), factor.mask.dtype)
+    outer = factor.inner
+    if isinstance(outer, Outer) and outer.left.shape[1] == 1 and outer.permutation is None:
+        left, right = outer.left[:, 0], outer.right[:, 0]
+        return _formed(left, right, factor.mask.reshape(left.shape[2], right.shape[2]), workspace)
     return _dense.sqnorm(factor, workspace, guarded=guarded)
 
 
-def _one_position(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> Contraction:
-    """Return Σ_pq M_pq² l_p² r_q² of (B, 1, p) and (B, 1, q)."""
-    dtype = mask.dtype
-    sides, sizes = [], mask.new_ones((), dtype=torch.float64)
-    for side in (left[:, 0], right[:, 0]):
-        # Relative to the largest element, so that squares of squares stay in range.
-        largest = cast(side, dtype).abs().amax(1, keepdim=True)
-        largest = torch.where(largest > 0, largest, 1)
-        sides.append((cast(side, dtype) / largest).square())
-        sizes = sizes * largest.squeeze(1).double()
-    # The squares of a few rows at a time: they are multiplied while they are in the cache.
+def merge(factors: list[Masked]) -> Masked:
+    """Return the sum of gradients that differ in their masks alone as one."""
+    return replace(factors[0], mask=reduce(torch.add, [factor.mask for factor in factors]))
+
+
+def inner(first: Masked, second: Masked, workspace: int) -> Tensor:
+    """Return ⟨M ∘ l rᵀ, M' ∘ l' r'ᵀ⟩ = Σ_pq (M ∘ M')_pq (l ∘ l')_p (r ∘ r')_q, (B,) float64."""
+    dtype = compute_dtype(first.mask, second.mask)
+    sides, scale = _multiplied(first.inner, second.inner, slice(None), dtype)
+    left, right = (side.squeeze(1) for side in sides)
+    masks = [factor.mask.reshape(left.shape[1], right.shape[1]) for factor in (first, second)]
+    # The products of a few rows at a time: they are multiplied while they are in the cache.
+    budget = workspace if left.is_cuda else min(workspace, _cost.CACHE_BYTES)
+    rows = _cost.rows_per_tile(left.shape[1], right.shape[1] * dtype.itemsize, budget)
+    sums = torch.zeros_like(right)
+    for here in chunks(left.shape[1], rows):
+        sums.addmm_(left[:, here], cast(masks[0][here], dtype) * masks[1][here])
+    return (sums * right).sum(1, dtype=torch.float64) * scale
+
+
+def inner_with_outer(factor: Outer, masked: Masked, workspace: int) -> Tensor:
+    """Return ⟨Σ_t a_t b_tᵀ, M ∘ l rᵀ⟩ = Σ_t (a_t ∘ l)ᵀ M (b_t ∘ r), (B,) float64."""
+    dtype = compute_dtype(factor.left, factor.right, masked.mask)
+    positions, p, q = *factor.left.shape[2:], factor.right.shape[3]
+    mask = cast(masked.mask, dtype).reshape(p, q)
+    size = 2 * positions * (p + q) * dtype.itemsize
     budget = workspace if mask.is_cuda else min(workspace, _cost.CACHE_BYTES)
-    rows = _cost.rows_per_tile(len(mask), mask.shape[1] * mask.itemsize, budget)
-    sums = torch.zeros_like(sides[1])
-    for here in chunks(len(mask), rows):
-        sums.addmm_(sides[0][:, here], mask[here].square())
-    value = (sums * sides[1]).sum(1, dtype=torch.float64)
-    return well_conditioned(value * sizes.square(), dtype)
+    result = mask.new_zeros(factor.batch, dtype=torch.float64)
+    if not size or not mask.numel():
+        return result
+    for here in chunks(factor.batch, max(1, budget // size)):
+        (left, right), scale = _multiplied(factor, masked.inner, here, dtype)
+        # The mask is applied on the wider side, so that what is written is the narrower.
+        one, other = (right @ mask.mT, left) if p <= q else (left @ mask, right)
+        result[here] = one.mul_(other).sum(2).sum(1, dtype=torch.float64) * scale
+    return result
+
+
+def _multiplied(first, second, rows: slice, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return l ∘ l' and r ∘ r' of two outer factors, (b, T, p) and (b, T, q), and their unit.
+
+    Each operand is relative to its largest element, so that products of products stay in range;
+    the unit (b,) float64 is the product of these.
+    """
+    sides, unit = [], torch.ones((), dtype=torch.float64, device=first.left.device)
+    for operands in ((first.left, second.left), (first.right, second.right)):
+        parts = []
+        for operand in operands:
+            part = cast(operand[rows, 0], dtype)
+            largest = part.abs().amax((1, 2), keepdim=True)
+            largest = torch.where(largest > 0, largest, 1)
+            parts.append(part / largest)
+            unit = unit * largest.reshape(-1).double()
+        sides.append(parts[0] * parts[1])
+    return sides, unit
 
 
 def _formed(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> Contraction:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradstats._factors import Factor, Outer, Ragged, Rows, Vector
-from gradstats.contractions import _outer, _ragged, _rows, _vector
+from gradstats._factors import Factor, Masked, Outer, Ragged, Rows, Vector
+from gradstats.contractions import _masked, _outer, _ragged, _rows, _vector
 from gradstats.contractions._elementwise import lean
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
@@ -14,6 +14,7 @@ MERGE: dict[type, Callable[..., Factor]] = {
     Ragged: _ragged.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,
+    Masked: _masked.merge,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -210,12 +210,16 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     return WellConditioned((), dtype, value)
 
 
-def sum_of_two(first: Contraction, second: Contraction, cross: Tensor) -> Contraction:
-    """Return ‖F[i] + F'[i]‖² from both squared norms and ⟨F[i], F'[i]⟩, (B,) float64."""
-    parts = first.value + second.value
+def sum_of_parts(parts: Sequence[Contraction], crosses: Sequence[Tensor]) -> Contraction:
+    """Return ‖Σ_u F_u[i]‖² from all squared norms and ⟨F_u[i], F_v[i]⟩ of u < v, (B,) float64."""
+    squares = reduce(torch.add, [part.value for part in parts])
+    value, size = squares, squares
+    for cross in crosses:
+        value = value + 2 * cross
+        size = size + 2 * cross.abs()
     # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
-    rounding = relative_bound(torch.float32) * (parts + 2 * cross.abs())
-    return Contraction(parts + 2 * cross, first.bound + second.bound + rounding)
+    bound = reduce(torch.add, [part.bound for part in parts])
+    return Contraction(value, bound + relative_bound(torch.float32) * size)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segme
 from gradstats.contractions import _rows, _triton, _triton_layers
 from gradstats.contractions._merge import merge
 from gradstats.contractions._precision import in_full_precision
-from gradstats.contractions._result import Contraction, sum_of_two
+from gradstats.contractions._result import Contraction, sum_of_parts
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
         cross += _by_example(products, factor)
-    return sum_of_two(projected.norms, own, cross)
+    return sum_of_parts([projected.norms, own], [cross])
 
 
 def _of_example(factor: Outer | Ragged, example: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 import gradstats as gs
 from tests.oracle import flat, oracle_gradients
 
-PROGRAMS = 150
+PROGRAMS = 250
 
 # A step takes a matrix, and a function that returns a parameter of a shape.
 Step = Callable[[Tensor, Callable[..., Tensor]], Tensor]
@@ -64,6 +64,31 @@ STEPS: tuple[Step, ...] = (
     lambda m, new: m.softmax(1),
     lambda m, new: m / m.norm(dim=1, keepdim=True).detach(),
     lambda m, new: m / (1 + m.norm(dim=1, keepdim=True)),
+    lambda m, new: m / (1 + torch.linalg.vector_norm(m, 3, 0, True)),
+    lambda m, new: m / (1 + m.norm()),
+    lambda m, new: (m - m.mean(1, keepdim=True)) / (1 + m.var(1, unbiased=False)).sqrt()[:, None],
+    lambda m, new: m - m.mean(0),
+    lambda m, new: m + m.sum(dim=(0, 1)),
+    lambda m, new: new(m.shape[1]) - m,
+    lambda m, new: torch.sub(m, new(m.shape[0], 1)),
+    lambda m, new: torch.rsub(m, new(1, m.shape[1])),
+    lambda m, new: m / (2 + new(m.shape[0], 1).square()),
+    lambda m, new: (3 + constant(*m.shape)) / (2 + m * m),
+    lambda m, new: m / (2 + m.logsumexp(1, True).exp()),
+    lambda m, new: m * m.amax(0),
+    lambda m, new: m / (1 + torch.dot(m[:, 0], m.mv(constant(m.shape[1])))).square().add(1),
+    lambda m, new: m * (1 + torch.vdot(constant(m.shape[0]), m @ constant(m.shape[1]))),
+    lambda m, new: m * (new(m.shape[0]) @ m),
+    lambda m, new: m + torch.matmul(m, new(m.shape[1]))[:, None],
+    lambda m, new: m * torch.linalg.matrix_norm(m),
+    lambda m, new: functional.normalize(m),
+    lambda m, new: functional.normalize(m, dim=0),
+    lambda m, new: functional.normalize(m, p=3.0, dim=1),
+    lambda m, new: functional.normalize(m, dim=(0, 1), eps=2.0),
+    lambda m, new: functional.normalize(m.flatten(1).view_as(m), 2, -1, 0.7),
+    lambda m, new: torch._weight_norm(m, new(1, m.shape[1]), 1),
+    lambda m, new: torch._weight_norm(m, new(), -1),
+    lambda m, new: m * m.sigmoid(),
 )
 
 # How a matrix meets data (B, T, 1).
@@ -123,11 +148,14 @@ def test_norms_and_products_are_right(workspace):
             continue
         products = gradients @ gradients.T
         tolerance = {"rtol": 0.0, "atol": 1e-9 * (float(products.diagonal().max()) + 1e-18)}
+        # Beside products gradients of a few elements are formed and kept.
+        alone = gs.per_example_norms(model, batch, lambda model, x: model(x), workspace=workspace)
         got = gs.per_example_norms(
             model, batch, lambda model, x: model(x), gram=True, alignment=True, workspace=workspace
         )
         assert got.gram is not None and got.alignment is not None
         for found, expected in (
+            (alone.sqnorm, products.diagonal()),
             (got.sqnorm, products.diagonal()),
             (got.gram, products),
             (got.alignment, products.mean(1)),
