@@ -22,7 +22,7 @@ CPU = {
     "operations": "benchmarks.op_overhead",
     "steps": "benchmarks.step_overhead mlp cnn gpt --peers --compiled",
     "models": "benchmarks.step_overhead small gpt-expanded lstm resnet convnext vit gpt2"
-    " adapted pruned --peers --rounds 9",
+    " adapted pruned normalised --peers --rounds 9",
     "crossover": "benchmarks.crossover",
     "scaling": "benchmarks.scaling",
     "monitor": "benchmarks.monitor_overhead",

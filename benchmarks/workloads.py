@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,14 @@ def pruned(large: bool = False) -> Workload:
     return Workload("MLP 784-2048-2048-10, pruned", model, work.batch, classification)
 
 
+def normalised(large: bool = False) -> Workload:
+    """The MLP with directions and lengths of its rows for weights."""
+    work = mlp(large)
+    for layer in [module for module in work.model.modules() if isinstance(module, nn.Linear)]:
+        parametrizations.weight_norm(layer)
+    return Workload("MLP 784-2048-2048-10, weight norm", work.model, work.batch, classification)
+
+
 class Recurrent(nn.Module):
     """A language model of two LSTM layers."""
 
@@ -360,6 +368,7 @@ WORKLOADS = {
     "mlp": mlp, "cnn": cnn, "gpt": gpt, "gpt-expanded": gpt_expanded, "small": small,
     "lstm": lstm, "resnet": resnet, "convnext": convnext, "vit": vit, "gpt2": gpt2,
     "gpt2-wide": gpt2_wide, "llama": llama, "adapted": adapted, "pruned": pruned,
+    "normalised": normalised,
 }  # fmt: skip
 DEFAULT = ("mlp", "cnn", "gpt")
 DTYPES = ("float32", "autocast", "bfloat16")

@@ -199,7 +199,7 @@ def test_precisions(dtype):
         assert prepare(PROVIDERS[name], work, expected).note == ""
 
 
-@pytest.mark.parametrize("name", ["small", "lstm", "resnet", "adapted", "pruned"])
+@pytest.mark.parametrize("name", ["small", "lstm", "resnet", "adapted", "pruned", "normalised"])
 def test_workloads_are_followed(name):
     torch.manual_seed(0)
     work = WORKLOADS[name]()

@@ -153,6 +153,14 @@ def test_patches_are_written_out_where_that_is_cheap():
     assert not _cost.patches_are_cheap(channels=1, kernel=9, groups=64, elements=2**15)
 
 
+def test_factors_are_pulled_back_in_several_ways_where_examples_are_short():
+    assert not _cost.pays_to_pull_apart(1, 5)
+    for ways in (2, 3, 4):
+        longest = 80 // (2 * ways - 3)
+        assert _cost.pays_to_pull_apart(longest, ways)
+        assert not _cost.pays_to_pull_apart(longest + 1, ways)
+
+
 def test_chunks():
     assert _cost.examples_per_chunk(100, 8, 250) == 2
     assert _cost.examples_per_chunk(100, 8, 1) == 1
