@@ -112,7 +112,9 @@ class Monitor:
             step: ℓ_i is N / #tokens times the sum of its token losses).
         optimizer: the optimizer; its learning rates weigh ``self_influence``. Where one of them is
             None, as Adafactor has it, the step does not count there, and ``cabs`` is NaN.
-        scaler: the torch.amp.GradScaler; its scale is divided out.
+        scaler: the torch.amp.GradScaler; its scale is divided out of the squares, which are those
+            of scaled gradients: norm · scale has to stay below 1.8e19 in float32, or the norm is
+            infinite, and counts as not finite.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
         layers: patterns over module paths, ``"blocks.*"``: one layer for each path that matches.
