@@ -342,8 +342,15 @@ class Monitor:
                 f"the monitor's state has version {state.get('version')!r}, expected "
                 f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
             )
-        run, steps = Run(*self._choices), state["steps"]
-        run.load_state_dict(state)
+        run = Run(*self._choices)
+        try:
+            steps = state["steps"]
+            run.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TrackingError(
+                f"the monitor's state is damaged ({type(error).__name__}: {error}), expected what "
+                "monitor.state_dict() returned. Start without it."
+            ) from error
         # All of it was there: nothing is lost to a state that is not whole.
         self._run, self.steps = run, steps
         self._collector, self._pending, self._metrics, self._next = None, None, {}, 0
