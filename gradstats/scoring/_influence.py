@@ -20,6 +20,7 @@ from gradstats.scoring._scores import InfluenceScores, TopScores, check_normaliz
 from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import Work, check_checkpoints, folder_path
 from gradstats.statistics._arguments import LossFunction, integer
+from gradstats.statistics._state import random_numbers_kept
 
 DEFAULT_BUDGET = 1024**3
 
@@ -185,16 +186,17 @@ def influence(
     )  # fmt: skip
     folder = folder_path(out)
     pairs = Pairs(checkpoints, query_checkpoints, work)
-    train = Data(train_loader, "train", train_ids, work.layout)
-    query = Data(query_loader, "query", query_ids, work.layout)
-    passes = Passes(work, pairs, train, query, number, folder, resume)
-    about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
     scores: InfluenceScores | TopScores
-    with borrowed(work.model):
-        if k is None:
-            scores = InfluenceScores(passes.matrix(), *about)
-        else:
-            scores = TopScores(passes.lists(k), *about)
+    with random_numbers_kept(work.device):
+        train = Data(train_loader, "train", train_ids, work.layout)
+        query = Data(query_loader, "query", query_ids, work.layout)
+        passes = Passes(work, pairs, train, query, number, folder, resume)
+        about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
+        with borrowed(work.model):
+            if k is None:
+                scores = InfluenceScores(passes.matrix(), *about)
+            else:
+                scores = TopScores(passes.lists(k), *about)
     if _ranks.rank() == 0:
         scores.warn_if_alike(10 if k is None else min(k, 10))
     return scores

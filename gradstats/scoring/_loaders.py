@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -228,19 +227,15 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
 
 @contextmanager
 def _undrawn(loader: DataLoader) -> Iterator[None]:
-    """Leave the random numbers that a sampler draws as they would be without it."""
+    """Leave the generators that a sampler draws from as they would be without it."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}
     generators = [each for each in found.values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
-    python, legacy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 

@@ -43,6 +43,7 @@ from gradstats.scoring._work import (
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
+from gradstats.statistics._state import random_numbers_kept
 
 
 def self_influence(
@@ -110,6 +111,14 @@ def self_influence(
         workspace=workspace,
     )  # fmt: skip
     path = folder_path(out)
+    with random_numbers_kept(work.device):
+        return _scored(work, loader, ids, checkpoints, path, resume)
+
+
+def _scored(
+    work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
+) -> SelfInfluence:
+    """Measure all examples at all checkpoints."""
     data = Data(loader, "training", ids, work.layout)
     folder = None
     if path is not None:
