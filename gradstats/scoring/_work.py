@@ -17,8 +17,14 @@ from tqdm import tqdm
 
 from gradstats._complex import any_double
 from gradstats.capture._selection import data_parallel_in, select_parameters
+from gradstats.capture._sharded import is_sharded
 from gradstats.contractions._triton import BACKEND_VARIABLE
-from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
+from gradstats.errors import (
+    CheckpointError,
+    NonFiniteGradientError,
+    StoreError,
+    UnsupportedOperationError,
+)
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
@@ -70,6 +76,7 @@ class Work:
         parallel = data_parallel_in(model)
         if parallel is not None:
             model = parallel.module
+        _check_whole(model)
         check_choice("nonfinite", nonfinite, ("raise", "keep"))
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
@@ -140,6 +147,18 @@ class Work:
         """Return a progress bar, shown in one process."""
         hidden = not self.progress or _ranks.rank() != 0
         return tqdm(total=total, desc=what, unit="tile", disable=hidden)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise where a forward needs all processes, which have batches of their own to score."""
+    sharded = [name for name, each in model.named_parameters() if is_sharded(each)]
+    if sharded:
+        raise UnsupportedOperationError(
+            f"parameters are sharded over processes, {sharded[:3]}, so that a forward needs all of "
+            "them at once, while each is to score batches of its own. Expected a whole model in "
+            "each process: make one without fully_shard, and checkpoints of whole tensors "
+            "(torch.distributed.checkpoint.state_dict, full_state_dict=True)."
+        )
 
 
 def check_checkpoints(checkpoints: Any) -> Checkpoints:
