@@ -13,12 +13,11 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._layout import BatchLayout
-from gradstats.scoring._loaders import Data
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
 from gradstats.scoring._weights import borrowed
-from gradstats.scoring._work import Work, check_checkpoints, folder_path
+from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
 from gradstats.statistics._arguments import LossFunction, integer
 from gradstats.statistics._state import random_numbers_kept
 
@@ -113,8 +112,8 @@ def influence(
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
             batches; the same batches in each pass, which is checked. Under torch.distributed every
-            process passes the whole data; the train side is divided between them and the result is
-            the same.
+            process passes the whole data, which is checked; the train side is divided between them
+            and the result is the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
@@ -190,8 +189,8 @@ def influence(
     pairs = Pairs(checkpoints, query_checkpoints, work)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
-        train = Data(train_loader, "train", train_ids, work.layout)
-        query = Data(query_loader, "query", query_ids, work.layout)
+        train = read_data(train_loader, "train", train_ids, work.layout)
+        query = read_data(query_loader, "query", query_ids, work.layout)
         passes = Passes(work, pairs, train, query, number, folder, resume)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
         with borrowed(work.model):

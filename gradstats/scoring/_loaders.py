@@ -27,6 +27,7 @@ class Data:
         layout: where the examples of each batch lie.
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
+        fingerprint: a hash by which data are the same; ``description`` says what it covers.
     """
 
     def __init__(self, loader: Any, role: str, ids: Source, layout: BatchLayout):
@@ -67,7 +68,7 @@ class Data:
             self._check_any()
             self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
         content.add([self.sizes, self.ids])
-        self._fingerprint, self._unread = content.hexdigest(), content.unread
+        self.fingerprint, self._unread = content.hexdigest(), content.unread
 
     def description(self) -> dict[str, Any]:
         """Return what says that data are the same, for a manifest.
@@ -87,7 +88,7 @@ class Data:
                 "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or do "
                 "not pass out=."
             )
-        return {"examples": self.examples, "batches": self.batches, "hash": self._fingerprint}
+        return {"examples": self.examples, "batches": self.batches, "hash": self.fingerprint}
 
     @property
     def examples(self) -> int:

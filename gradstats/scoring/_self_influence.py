@@ -38,6 +38,7 @@ from gradstats.scoring._work import (
     open_folder,
     open_tiles,
     plural,
+    read_data,
     seconds,
 )
 from gradstats.statistics._arguments import LossFunction
@@ -70,8 +71,8 @@ def self_influence(
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
-            each pass, which is checked. Under torch.distributed every process passes the whole data
-            and takes its share of it.
+            each pass, which is checked. Under torch.distributed every process passes the whole
+            data, which is checked too, and takes its share of it.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.
@@ -119,7 +120,7 @@ def _scored(
     work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
 ) -> SelfInfluence:
     """Measure all examples at all checkpoints."""
-    data = Data(loader, "training", ids, work.layout)
+    data = read_data(loader, "training", ids, work.layout)
     folder = None
     if path is not None:
         description = {

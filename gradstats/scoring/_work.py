@@ -21,14 +21,17 @@ from gradstats.capture._sharded import is_sharded
 from gradstats.contractions._triton import BACKEND_VARIABLE
 from gradstats.errors import (
     CheckpointError,
+    LoaderError,
     NonFiniteGradientError,
     StoreError,
     UnsupportedOperationError,
 )
 from gradstats.scoring import _ranks
+from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._loaders import Data
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
@@ -170,6 +173,19 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
             "gs.Checkpoints([model.state_dict()], lr=...)."
         )
     return checkpoints
+
+
+def read_data(loader: Any, role: str, ids: Source, layout: BatchLayout) -> Data:
+    """Return the data of a call, or raise in every process unless they are the same in all."""
+    data = _ranks.together(lambda: Data(loader, role, ids, layout))
+    if len(set(_ranks.gather(data.fingerprint))) > 1:
+        raise LoaderError(
+            f"the {role} loader gives other data in each process, so that the scores of one would "
+            "be taken for those of another's examples. Expected the whole data in the same order "
+            "in all, of which each takes its share: no DistributedSampler, and no loader that was "
+            "prepared for several processes."
+        )
+    return data
 
 
 def folder_path(out: Any) -> Path | None:
