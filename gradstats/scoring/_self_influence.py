@@ -138,8 +138,7 @@ def _scored(
     bar = work.bar(len(checkpoints) * data.batches, "self-influence")
     with borrowed(work.model), bar:
         for number in range(len(checkpoints)):
-            checkpoint = checkpoints.load(number, work.model, work.names)
-            load_weights(work.model, checkpoint)
+            checkpoint = _ranks.together(partial(_moved_to, work, checkpoints, number))
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, data.spans, columns),
@@ -171,6 +170,13 @@ def _scored(
             if folder is None:
                 _ranks.add_up(values[number])
     return SelfInfluence(data.ids, tuple(checkpoints.names), values, watch.reason)
+
+
+def _moved_to(work: Work, checkpoints: Checkpoints, number: int) -> Checkpoint:
+    """Load a checkpoint and give the model its weights."""
+    checkpoint = checkpoints.load(number, work.model, work.names)
+    load_weights(work.model, checkpoint)
+    return checkpoint
 
 
 class _Measurement:

@@ -195,6 +195,20 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", None, loss=failing)
     except (ValueError, gs.GradStatsError) as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    # A file that one process does not see.
+    missing = folder / f"missing-{rank}.pt"
+    torch.save(setting.states[0], missing)
+    checkpoints = gs.Checkpoints(missing, lr=0.1)
+    if rank == size - 1:
+        missing.unlink()
+    for name, score, loaders in (
+        ("matrix", gs.influence, (setting.train_batches, setting.query_batches)),
+        ("self", gs.self_influence, (setting.train_batches,)),
+    ):
+        try:
+            score(setting.model, *loaders, loss_fn, checkpoints, progress=False)
+        except gs.GradStatsError as error:
+            (folder / f"missing-{name}-{rank}").write_text(str(error))
     try:
         call("matrix", folder / "matrix", parameters="0.*")
     except gs.StoreError as error:

@@ -690,5 +690,8 @@ def test_two_processes_share_the_work(tmp_path):
     assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
     for rank in range(2):
         assert "settings.parameters: on disk" in (tmp_path / f"refused-{rank}").read_text()
+        for name in ("matrix", "self"):
+            said = (tmp_path / f"missing-{name}-{rank}").read_text()
+            assert "missing-1.pt cannot be read" in said
         for name in ("data", "weights"):
             assert f"other {name} in each process" in (tmp_path / f"{name}-{rank}").read_text()
