@@ -217,17 +217,16 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         size, bounds = infer_batch_size(inputs, 0), None
         if size == 1 and (bounds := _bounds_in(kwargs)) is not None:
             size = len(bounds) - 1
-        self._step = MonitorStep(
-            self.monitor,
-            size,
-            None if self._ids is None else self._ids_in(kwargs),
-            cu_seqlens=bounds,
-            first=self._first,
-            last=True if self._accumulation == 1 else None,
-            divisor=1,
-        )
-        self._first = False
+        ids = None if self._ids is None else self._ids_in(kwargs)
+        self._step = self._micro_batch(size, ids, cu_seqlens=bounds)
         self._step.open()
+
+    def _micro_batch(self, size: int, ids: Tensor | None = None, **options: Any) -> MonitorStep:
+        """Return the context of the next micro-batch."""
+        assert self.monitor is not None
+        first, self._first = self._first, False
+        last = True if self._accumulation == 1 else None
+        return MonitorStep(self.monitor, size, ids, first=first, last=last, divisor=1, **options)
 
     def _after_forward(self, model, args, output) -> None:
         if output is None:  # the forward raised
@@ -249,8 +248,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             step.close(last)
         elif self._measures:
             assert self.monitor is not None
-            self._measures = False
-            warn(
+            self._micro_batch(0).skip(
+                last,
                 f"optimizer step {self.monitor.steps} was not measured: no forward of the model in "
                 "training mode was seen in one of its micro-batches. Expected a call of the whole "
                 "model, model(**inputs), with gradients: neither model.forward nor a part of the "

@@ -66,10 +66,7 @@ class MonitorStep:
 
     def open(self) -> None:
         """Start measuring, if this step is one of those measured."""
-        monitor = self._monitor
-        if self._first:
-            monitor._begin(single=self._last is True)
-        collector = monitor._collector
+        collector = self._begun()
         if collector is None or collector.skipped:
             return
         check_recording()
@@ -80,7 +77,7 @@ class MonitorStep:
             self._ids = checked_ids(self._ids, self._batch_size)
         segments = None
         if self._cu_seqlens is not None:
-            segments = packed_segments(self._cu_seqlens, monitor.model, self._batch_size)
+            segments = packed_segments(self._cu_seqlens, self._monitor.model, self._batch_size)
         self._context = collector.open(self._batch_size, segments, self._last is not False)
         self.measured = True
 
@@ -102,7 +99,14 @@ class MonitorStep:
                         context, self._batch_size, self._ids, self._weights, self._divisor
                     )
                 else:
-                    self._skip(collector)
+                    self._leave_out(
+                        collector,
+                        "no backward ran inside this step of gradstats.Monitor, so that its "
+                        "optimizer step is not measured. Where the loop skips it on purpose that "
+                        "is all; otherwise run loss.backward() inside the with block, on losses "
+                        "that were computed there: what torch.autograd.grad returns is not "
+                        "measured.",
+                    )
             except BaseException:
                 monitor._collector = None
                 raise
@@ -110,14 +114,30 @@ class MonitorStep:
         if last:
             monitor._end()
 
-    def _skip(self, collector: Collector) -> None:
+    def skip(self, last: bool, reason: str) -> None:
+        """Leave out the optimizer step of a micro-batch that cannot be measured, without opening.
+
+        Other processes, which may measure theirs, learn of it as the step ends.
+
+        Args:
+            last: whether this is the last micro-batch of the optimizer step.
+            reason: what is said, if the step is one of those measured.
+        """
+        collector = self._begun()
+        if collector is not None and not collector.skipped:
+            self._leave_out(collector, reason)
+        self.close(last)
+
+    def _begun(self) -> Collector | None:
+        """Return what collects this micro-batch's optimizer step; None if it is not measured."""
+        if self._first:
+            self._monitor._begin(single=self._last is True)
+        return self._monitor._collector
+
+    def _leave_out(self, collector: Collector, reason: str) -> None:
         """Leave an optimizer step out that loops skip, as they do where a loss is not finite."""
         collector.skipped, self.measured = True, False
-        warn(
-            "no backward ran inside this step of gradstats.Monitor, so that its optimizer step is "
-            "not measured. Where the loop skips it on purpose that is all; otherwise run "
-            "loss.backward() inside the with block, on losses that were computed there.",
-        )
+        warn(reason)
 
     def abandon(self) -> None:
         """Leave the model as it was and forget the step; nothing is counted."""

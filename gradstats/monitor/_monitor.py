@@ -112,7 +112,9 @@ class Monitor:
             step: ℓ_i is N / #tokens times the sum of its token losses).
         optimizer: the optimizer; its learning rates weigh ``self_influence``. Where one of them is
             None, as Adafactor has it, the step does not count there, and ``cabs`` is NaN.
-        scaler: the torch.amp.GradScaler; its scale is divided out.
+        scaler: the torch.amp.GradScaler; its scale is divided out of the squares, which are those
+            of scaled gradients: norm · scale has to stay below 1.8e19 in float32, or the norm is
+            infinite, and counts as not finite.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
         layers: patterns over module paths, ``"blocks.*"``: one layer for each path that matches.
@@ -340,8 +342,15 @@ class Monitor:
                 f"the monitor's state has version {state.get('version')!r}, expected "
                 f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
             )
-        run, steps = Run(*self._choices), state["steps"]
-        run.load_state_dict(state)
+        run = Run(*self._choices)
+        try:
+            steps = state["steps"]
+            run.load_state_dict(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TrackingError(
+                f"the monitor's state is damaged ({type(error).__name__}: {error}), expected what "
+                "monitor.state_dict() returned. Start without it."
+            ) from error
         # All of it was there: nothing is lost to a state that is not whole.
         self._run, self.steps = run, steps
         self._collector, self._pending, self._metrics, self._next = None, None, {}, 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats._warnings import warn
+from gradstats.capture._selection import select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
@@ -43,7 +44,7 @@ class Collector:
         # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
         self.reads_gradients = not (single and group is None and options.alignment)
         self.names: list[str] = []
-        self.layers: Layers | None = None
+        self.layers = Layers((), None)
         self._parameters: list[nn.Parameter] = []
         self._batches: list[list[Tensor]] = []
         self._gradient: Tensor | None = None
@@ -84,7 +85,7 @@ class Collector:
         )
         tracker.listener = self
         names = [root.name for root in tracker.roots]
-        if self.layers is not None:
+        if self.names:
             self._check_same(names)
         else:
             self.names = names
@@ -166,7 +167,6 @@ class Collector:
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
-        assert self.layers is not None
         vector = self._of_nothing() if self.skipped else self._vector()
         vectors = [vector] if self.group is None else gather(vector, self.group)
         shared = None
@@ -178,7 +178,11 @@ class Collector:
 
     def _of_nothing(self) -> Tensor:
         """Return the beginning of a header that has no micro-batch."""
-        return torch.zeros(1, dtype=torch.float64, device=self._parameters[0].device)
+        options = self.options
+        measured = select_parameters(self.model, options.parameters, options.exclude)
+        # Where other processes, which may have opened a context, have what they collected.
+        device = next(iter(measured.values())).device
+        return torch.zeros(1, dtype=torch.float64, device=device)
 
     def _vector(self) -> Tensor:
         """Return what this process measured, as ``_measured`` has it."""

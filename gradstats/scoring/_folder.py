@@ -188,11 +188,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a folder's manifest says."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT or not isinstance(manifest["checkpoints"], dict):
+        if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']!r}, expected {FORMAT}")
+        for entry in manifest["checkpoints"].values():
+            if not isinstance(entry["name"], str):
+                raise ValueError(f"a checkpoint is called {entry['name']!r}, expected a string")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(f"{path} holds no {MANIFEST}, so it is no folder of scores.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{path / MANIFEST} is damaged ({error}). Nothing was changed. Restore it, or name "
             "another folder with out=."
@@ -298,7 +301,10 @@ def _differences(held: Any, now: Any, place: str = "") -> list[str]:
 
 def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
     """Return one line for numbers that differ by more than rounding: of ``values``, in one text."""
-    one, other = (np.array(each["values"].split(), dtype=np.float64) for each in (held, now))
+    try:
+        one, other = (np.array(each["values"].split(), dtype=np.float64) for each in (held, now))
+    except (KeyError, AttributeError, ValueError) as error:
+        return [f"{place}: on disk no list of numbers ({error})"]
     if one.shape != other.shape:
         return [f"{place}: on disk {len(one)} numbers, now {len(other)}"]
     finite = np.abs([one, other])[np.isfinite([one, other])]

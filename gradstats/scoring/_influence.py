@@ -13,13 +13,13 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._layout import BatchLayout
-from gradstats.scoring._loaders import Data
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
 from gradstats.scoring._weights import borrowed
-from gradstats.scoring._work import Work, check_checkpoints, folder_path
+from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
 from gradstats.statistics._arguments import LossFunction, integer
+from gradstats.statistics._state import random_numbers_kept
 
 DEFAULT_BUDGET = 1024**3
 
@@ -112,14 +112,16 @@ def influence(
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
             batches; the same batches in each pass, which is checked. Under torch.distributed every
-            process passes the whole data; the train side is divided between them and the result is
-            the same.
+            process passes the whole data, which is checked; the train side is divided between them
+            and the result is the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
             (their rates play no part), or files or state dicts, which may repeat. Scores are then
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
-        normalize: None or "cosine": which form the result shows first.
+        normalize: None or "cosine": which form the result shows first. Gradients of float32 whose
+            norms are below 1e-19 have cosines of fewer digits, or zero: their squares vanish (see
+            GradientNorms); for these use ``model.double()``.
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
             same bits, in the circumstances on which these depend (versions, device, precision,
@@ -185,16 +187,17 @@ def influence(
     )  # fmt: skip
     folder = folder_path(out)
     pairs = Pairs(checkpoints, query_checkpoints, work)
-    train = Data(train_loader, "train", train_ids, work.layout)
-    query = Data(query_loader, "query", query_ids, work.layout)
-    passes = Passes(work, pairs, train, query, number, folder, resume)
-    about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
     scores: InfluenceScores | TopScores
-    with borrowed(work.model):
-        if k is None:
-            scores = InfluenceScores(passes.matrix(), *about)
-        else:
-            scores = TopScores(passes.lists(k), *about)
+    with random_numbers_kept(work.device):
+        train = read_data(train_loader, "train", train_ids, work.layout)
+        query = read_data(query_loader, "query", query_ids, work.layout)
+        passes = Passes(work, pairs, train, query, number, folder, resume)
+        about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
+        with borrowed(work.model):
+            if k is None:
+                scores = InfluenceScores(passes.matrix(), *about)
+            else:
+                scores = TopScores(passes.lists(k), *about)
     if _ranks.rank() == 0:
         scores.warn_if_alike(10 if k is None else min(k, 10))
     return scores

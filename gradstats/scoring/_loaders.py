@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ class Data:
         layout: where the examples of each batch lie.
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
+        fingerprint: a hash by which data are the same; ``description`` says what it covers.
     """
 
     def __init__(self, loader: Any, role: str, ids: Source, layout: BatchLayout):
@@ -68,7 +68,7 @@ class Data:
             self._check_any()
             self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
         content.add([self.sizes, self.ids])
-        self._fingerprint, self._unread = content.hexdigest(), content.unread
+        self.fingerprint, self._unread = content.hexdigest(), content.unread
 
     def description(self) -> dict[str, Any]:
         """Return what says that data are the same, for a manifest.
@@ -88,7 +88,7 @@ class Data:
                 "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or do "
                 "not pass out=."
             )
-        return {"examples": self.examples, "batches": self.batches, "hash": self._fingerprint}
+        return {"examples": self.examples, "batches": self.batches, "hash": self.fingerprint}
 
     @property
     def examples(self) -> int:
@@ -228,19 +228,15 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
 
 @contextmanager
 def _undrawn(loader: DataLoader) -> Iterator[None]:
-    """Leave the random numbers that a sampler draws as they would be without it."""
+    """Leave the generators that a sampler draws from as they would be without it."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}
     generators = [each for each in found.values() if isinstance(each, torch.Generator)]
     states = [each.get_state() for each in generators]
-    python, legacy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 

@@ -174,9 +174,13 @@ class Passes:
 
     def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
         """Load the checkpoints of both sides, and give the model the train side's."""
-        pair = self._pairs.load(number)
-        self._stream.move_to(*pair)
-        return pair
+
+        def move() -> tuple[Checkpoint, Checkpoint | None]:
+            pair = self._pairs.load(number)
+            self._stream.move_to(*pair)
+            return pair
+
+        return _ranks.together(move)
 
     @property
     def _spans(self) -> tuple[list[slice], list[slice]]:

@@ -85,7 +85,7 @@ class Rankings:
         """Return the k training examples whose learning lowered the query's loss most.
 
         Args:
-            query: its position, 0 … Q - 1.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end.
             k: how many.
 
         Returns:
@@ -100,7 +100,7 @@ class Rankings:
         """Return the k training examples whose learning raised the query's loss most.
 
         Args:
-            query: its position, 0 … Q - 1.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end.
             k: how many.
 
         Returns:
@@ -117,7 +117,7 @@ class Rankings:
         Pictures where the examples are images and the scores were not loaded from disk, else bars.
 
         Args:
-            query: its position, 0 … Q - 1.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end.
             k: how many of either.
 
         Returns:
@@ -129,6 +129,7 @@ class Rankings:
         """
         from gradstats.scoring._pictures import draw_query
 
+        query = self._check_query(query)
         rankings = self.proponents(query, k), self.opponents(query, k)
         return draw_query(self.query_ids[query], rankings, self._data, query)
 

@@ -41,10 +41,18 @@ class Recognition:
             query: of the query side, None where it is the same.
 
         Raises:
-            CheckpointError: if an earlier checkpoint holds the same weights.
+            CheckpointError: if an earlier checkpoint holds the same weights, or other processes
+                hold other weights.
         """
         model = self._work.model
         weights = weights_hash(model, checkpoint)
+        query_weights = None if query is None else weights_hash(model, query)
+        if len(set(_ranks.gather((weights, query_weights)))) > 1:
+            raise CheckpointError(
+                f"{checkpoint.name} holds other weights in each process, as the state dict of a "
+                "model does whose processes have seen other batches (running statistics). Expected "
+                "the same in all: save it in one of them, and pass the file."
+            )
         if weights in self._seen:
             raise CheckpointError(
                 f"{checkpoint.name} and {self._seen[weights]} hold the same weights, so these "
@@ -54,7 +62,7 @@ class Recognition:
         entry = {
             "name": checkpoint.name,
             "weights": weights,
-            "query_weights": None if query is None else weights_hash(model, query),
+            "query_weights": query_weights,
             "rates": checkpoint.rates,
         }
         if self._data is not None:

@@ -38,11 +38,13 @@ from gradstats.scoring._work import (
     open_folder,
     open_tiles,
     plural,
+    read_data,
     seconds,
 )
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
+from gradstats.statistics._state import random_numbers_kept
 
 
 def self_influence(
@@ -69,8 +71,8 @@ def self_influence(
     Args:
         model: any module; scored in eval mode, and given back with its weights, buffers and mode.
         loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
-            each pass, which is checked. Under torch.distributed every process passes the whole data
-            and takes its share of it.
+            each pass, which is checked. Under torch.distributed every process passes the whole
+            data, which is checked too, and takes its share of it.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.
@@ -110,7 +112,15 @@ def self_influence(
         workspace=workspace,
     )  # fmt: skip
     path = folder_path(out)
-    data = Data(loader, "training", ids, work.layout)
+    with random_numbers_kept(work.device):
+        return _scored(work, loader, ids, checkpoints, path, resume)
+
+
+def _scored(
+    work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
+) -> SelfInfluence:
+    """Measure all examples at all checkpoints."""
+    data = read_data(loader, "training", ids, work.layout)
     folder = None
     if path is not None:
         description = {
@@ -128,8 +138,7 @@ def self_influence(
     bar = work.bar(len(checkpoints) * data.batches, "self-influence")
     with borrowed(work.model), bar:
         for number in range(len(checkpoints)):
-            checkpoint = checkpoints.load(number, work.model, work.names)
-            load_weights(work.model, checkpoint)
+            checkpoint = _ranks.together(partial(_moved_to, work, checkpoints, number))
             tiles, done = open_tiles(
                 folder,
                 lambda kind, path: kind(path, arrays, data.spans, columns),
@@ -161,6 +170,13 @@ def self_influence(
             if folder is None:
                 _ranks.add_up(values[number])
     return SelfInfluence(data.ids, tuple(checkpoints.names), values, watch.reason)
+
+
+def _moved_to(work: Work, checkpoints: Checkpoints, number: int) -> Checkpoint:
+    """Load a checkpoint and give the model its weights."""
+    checkpoint = checkpoints.load(number, work.model, work.names)
+    load_weights(work.model, checkpoint)
+    return checkpoint
 
 
 class _Measurement:

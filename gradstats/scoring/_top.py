@@ -18,6 +18,7 @@ from gradstats.scoring._folder import write_whole
 from gradstats.scoring._rankings import strongest
 from gradstats.scoring._scores import NORMALIZATIONS, list_name
 from gradstats.scoring._stream import Tile, cosine_of
+from gradstats.scoring._tiles import DAMAGED
 
 STATE = "top.npz"
 KINDS = [(normalize, sign) for normalize in NORMALIZATIONS for sign in (1, -1)]
@@ -75,10 +76,14 @@ class TopLists:
                 lists = {
                     name: (held[f"{name}_positions"], held[f"{name}_scores"]) for name in self.lists
                 }
-                self.next_batch = int(held["next_batch"])
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                next_batch = int(held["next_batch"])
+            for name, (positions, scores) in lists.items():
+                own = len(self.lists[name][0]), min([self._k, *positions.shape[-1:]])
+                if not positions.shape == scores.shape == own:
+                    raise ValueError(f"{name} has shape {scores.shape}, expected {own}")
+        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED) as error:
             return f"{folder / STATE} is damaged ({error})"
-        self.lists = lists
+        self.lists, self.next_batch = lists, next_batch
         return None
 
 

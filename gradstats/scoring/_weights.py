@@ -75,7 +75,7 @@ def _written(model: nn.Module) -> list[Tensor]:
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
-    return [_local(tensor) for tensor in (*model.buffers(), *tables)]
+    return [*model.buffers(), *tables]
 
 
 def _overrides_mode(module: nn.Module) -> bool:
@@ -149,11 +149,10 @@ def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> No
     sharing: dict[int, dict[str, Tensor]] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
-            local = _local(value)
-            sharing.setdefault(local.untyped_storage()._cdata, {})[name] = local
+            sharing.setdefault(value.untyped_storage()._cdata, {})[name] = value
     for group in (group for group in sharing.values() if len(group) > 1):
         for name, value in group.items():
-            if same_bits(value, _local(held[name]).to(value)):
+            if same_bits(value, held[name].to(value)):
                 continue
             prefix = wrapper_prefix(model)
             others = _some([clean_name(other, prefix) for other in group if other != name])
@@ -177,6 +176,12 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     weights = _without_count(checkpoint.weights)
     given = matching_names(weights, known)
     values = {given[name]: value for name, value in weights.items()}
+    shards = [name for name, value in values.items() if hasattr(value, "to_local")]
+    if shards:
+        raise CheckpointError(
+            f"{checkpoint.name} holds one process' shards of {_some(shards)}, expected whole "
+            "tensors: torch.distributed.checkpoint.state_dict gives them with full_state_dict=True."
+        )
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     places = {_place(state[name]): name for name in held}
     missing = []
@@ -222,23 +227,14 @@ def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the memory: of a sharded one, this process' shard."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()  # type: ignore[no-any-return]
+    return [*model.parameters(), *model.buffers()]
 
 
 def _place(value: Any) -> tuple:
     """Return which view of which memory a tensor is; what has no memory is a place of its own."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        local = _local(value)
-        if local.data_ptr() != 0:
-            return local.data_ptr(), local.dtype, local.shape, local.stride(), local.device
+        if value.data_ptr() != 0:
+            return value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
     return (id(value),)
 
 

@@ -17,12 +17,21 @@ from tqdm import tqdm
 
 from gradstats._complex import any_double
 from gradstats.capture._selection import data_parallel_in, select_parameters
+from gradstats.capture._sharded import is_sharded
 from gradstats.contractions._triton import BACKEND_VARIABLE
-from gradstats.errors import CheckpointError, NonFiniteGradientError, StoreError
+from gradstats.errors import (
+    CheckpointError,
+    LoaderError,
+    NonFiniteGradientError,
+    StoreError,
+    UnsupportedOperationError,
+)
 from gradstats.scoring import _ranks
+from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._loaders import Data
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
@@ -70,6 +79,7 @@ class Work:
         parallel = data_parallel_in(model)
         if parallel is not None:
             model = parallel.module
+        _check_whole(model)
         check_choice("nonfinite", nonfinite, ("raise", "keep"))
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
@@ -142,6 +152,18 @@ class Work:
         return tqdm(total=total, desc=what, unit="tile", disable=hidden)
 
 
+def _check_whole(model: nn.Module) -> None:
+    """Raise where a forward needs all processes, which have batches of their own to score."""
+    sharded = [name for name, each in model.named_parameters() if is_sharded(each)]
+    if sharded:
+        raise UnsupportedOperationError(
+            f"parameters are sharded over processes, {sharded[:3]}, so that a forward needs all of "
+            "them at once, while each is to score batches of its own. Expected a whole model in "
+            "each process: make one without fully_shard, and checkpoints of whole tensors "
+            "(torch.distributed.checkpoint.state_dict, full_state_dict=True)."
+        )
+
+
 def check_checkpoints(checkpoints: Any) -> Checkpoints:
     """Return the checkpoints, or raise where they are something else."""
     if not isinstance(checkpoints, Checkpoints):
@@ -151,6 +173,19 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
             "gs.Checkpoints([model.state_dict()], lr=...)."
         )
     return checkpoints
+
+
+def read_data(loader: Any, role: str, ids: Source, layout: BatchLayout) -> Data:
+    """Return the data of a call, or raise in every process unless they are the same in all."""
+    data = _ranks.together(lambda: Data(loader, role, ids, layout))
+    if len(set(_ranks.gather(data.fingerprint))) > 1:
+        raise LoaderError(
+            f"the {role} loader gives other data in each process, so that the scores of one would "
+            "be taken for those of another's examples. Expected the whole data in the same order "
+            "in all, of which each takes its share: no DistributedSampler, and no loader that was "
+            "prepared for several processes."
+        )
+    return data
 
 
 def folder_path(out: Any) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy
@@ -11,6 +11,37 @@ import torch
 from torch import nn
 
 from gradstats._comparison import same_bits
+
+
+class RandomNumbers:
+    """The random generators that all code shares: of Python, NumPy, and PyTorch on some devices."""
+
+    def __init__(self, devices: Iterable[torch.device]):
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._devices = [
+            (device, torch.get_device_module(device).get_rng_state(device))
+            for device in set(devices)
+            if device.type not in ("cpu", "meta")
+        ]
+
+    def restore(self) -> None:
+        """Draw from now on what would have been drawn after construction."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        for device, state in self._devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
+    """Leave the random numbers to be drawn, on the host and on devices, as they would be."""
+    numbers = RandomNumbers(devices)
+    try:
+        yield
+    finally:
+        numbers.restore()
 
 
 class State:
@@ -26,14 +57,8 @@ class State:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        self._devices = [
-            (device, torch.get_device_module(device).get_rng_state(device))
-            for device in devices
-            if device.type not in ("cpu", "meta")
-        ]
+        tensors = (*model.parameters(), *model.buffers())
+        self._numbers = RandomNumbers(tensor.device for tensor in tensors)
 
     def restore(self, *, generators: bool = True) -> None:
         """Put everything back, buffers in place; on request all but the random generators."""
@@ -42,13 +67,8 @@ class State:
                 module._buffers[name] = buffer
                 if not same_bits(buffer, value):
                     buffer.copy_(value)
-        if not generators:
-            return
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for device, state in self._devices:
-            torch.get_device_module(device).set_rng_state(state, device)
+        if generators:
+            self._numbers.restore()
 
 
 @contextmanager

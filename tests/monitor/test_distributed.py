@@ -13,7 +13,8 @@ def test_two_processes(body):
     torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
 
 
-def test_two_processes_of_a_trainer(tmp_path):
+@pytest.mark.parametrize("body", ["train", "train_in_eval_mode"])
+def test_two_processes_of_a_trainer(tmp_path, body):
     pytest.importorskip("accelerate")
-    body = pytest.importorskip("tests.monitor.trainer_process")
-    torch.multiprocessing.spawn(body.train, (free_port(), str(tmp_path), RANKS), nprocs=RANKS)
+    body = getattr(pytest.importorskip("tests.monitor.trainer_process"), body)
+    torch.multiprocessing.spawn(body, (free_port(), str(tmp_path), RANKS), nprocs=RANKS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from gradstats.integrations.transformers import GradStatsCallback
 from tests.monitor.expected import gradient_rows, metrics_of
@@ -22,13 +23,18 @@ from tests.monitor.text import (
 )
 
 
-def train(rank: int, port: int, folder: str, ranks: int) -> None:
+def started(rank: int, port: int, ranks: int) -> None:
+    """Tell the Trainer which of the processes this is."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), ACCELERATE_USE_CPU="true",
     )  # fmt: skip
+
+
+def train(rank: int, port: int, folder: str, ranks: int) -> None:
+    started(rank, port, ranks)
     recorder, callback = Recorder(), GradStatsCallback(every=2, ids="line", alignment=False)
     try:
         trainer = trainer_for(
@@ -55,6 +61,40 @@ def train(rank: int, port: int, folder: str, ranks: int) -> None:
             np.testing.assert_allclose(metrics["batch_loss"], own["loss"], rtol=1e-5)
         last = callback.monitor.examples(len(lines))
         assert {record.id for record in last} == set(lines.tolist()) and len(lines) == 8
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class EvaluatesOnce(Trainer):
+    """Runs the first micro-batch of the first process with the model in evaluation mode."""
+
+    def training_step(self, model, *args, **kwargs):
+        if dist.get_rank() or self.state.global_step or model.require_backward_grad_sync:
+            return super().training_step(model, *args, **kwargs)
+        model.eval()
+        model.train = lambda mode=True: model
+        try:
+            return super().training_step(model, *args, **kwargs)
+        finally:
+            del model.train
+
+
+def train_in_eval_mode(rank: int, port: int, folder: str, ranks: int) -> None:
+    """Train where one process cannot measure a step that the other one does."""
+    started(rank, port, ranks)
+    callback = GradStatsCallback(every=2, alignment=False)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = trainer_for(
+                language_model(), [callback], Path(folder), max_steps=3, ddp_backend="gloo",
+                per_device_train_batch_size=2, trainer=EvaluatesOnce,
+            )  # fmt: skip
+        assert list(logged(trainer, "gns/tr_sigma")) == [3]
+        said = [str(each.message) for each in caught if "step 0" in str(each.message)]
+        reason = "another process ran no backward" if rank else "no forward of the model in"
+        assert len(said) == 1 and reason in said[0], said
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

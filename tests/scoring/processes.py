@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradstats as gs
 from gradstats.scoring import _tiles
@@ -194,10 +195,38 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", None, loss=failing)
     except (ValueError, gs.GradStatsError) as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    # A file that one process does not see.
+    missing = folder / f"missing-{rank}.pt"
+    torch.save(setting.states[0], missing)
+    checkpoints = gs.Checkpoints(missing, lr=0.1)
+    if rank == size - 1:
+        missing.unlink()
+    for name, score, loaders in (
+        ("matrix", gs.influence, (setting.train_batches, setting.query_batches)),
+        ("self", gs.self_influence, (setting.train_batches,)),
+    ):
+        try:
+            score(setting.model, *loaders, loss_fn, checkpoints, progress=False)
+        except gs.GradStatsError as error:
+            (folder / f"missing-{name}-{rank}").write_text(str(error))
     try:
         call("matrix", folder / "matrix", parameters="0.*")
     except gs.StoreError as error:
         (folder / f"refused-{rank}").write_text(str(error))
+    # Data of its own, or weights of its own, in each process.
+    numbered = TensorDataset(*setting.train, torch.arange(len(setting.train[0])))
+    own_data = DataLoader(numbered, 2, sampler=DistributedSampler(numbered))
+    own_state = {key: (1 + rank) * value for key, value in setting.states[0].items()}
+    for name, loader, state in (
+        ("data", own_data, setting.states[0]), ("weights", DataLoader(numbered, 2), own_state),
+    ):  # fmt: skip
+        try:
+            gs.self_influence(
+                setting.model, loader, lambda model, batch: loss_fn(model, batch[:2]),
+                gs.Checkpoints([state], lr=0.1), ids=2, progress=False,
+            )  # fmt: skip
+        except gs.GradStatsError as error:
+            (folder / f"{name}-{rank}").write_text(str(error))
     # Whoever leaves first would break what the other is still receiving.
     distributed.barrier()
     distributed.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import warnings
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -579,6 +583,22 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
         with pytest.raises(gs.CheckpointError, match=f"(?s){message}"):
             score(setting, gs.Checkpoints([good, content], lr=1.0))
         assert_unchanged(setting.model, state)
+
+
+def test_sharded_models_and_their_shards_are_refused(setting):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = copy.deepcopy(setting.model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        shards = gs.Checkpoints([model.state_dict()], lr=1.0)
+        sharded = dataclasses.replace(setting, model=model)
+        for checkpoints in (shards, gs.Checkpoints(setting.states, lr=1.0)):
+            with pytest.raises(gs.UnsupportedOperationError, match=r"sharded .* a whole model"):
+                score(sharded, checkpoints)
+        with pytest.raises(gs.CheckpointError, match=r"shards of '0.weight', .*full_state_dict"):
+            score(setting, shards)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_adapters_that_peft_saved(setting, tmp_path):

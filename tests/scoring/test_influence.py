@@ -681,6 +681,17 @@ def test_pictures_of_examples_along_another_axis():
     assert f"label {data[0][1][4].item()}" in axes.get_title()
 
 
+def test_the_picture_of_a_query_counted_from_the_end():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    data = [(torch.rand(size, 1, 6, 6), torch.randint(3, (size,))) for size in (4, 3)]
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
+    scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    axes = scores.plot(query=-1, k=2).axes[0]
+    np.testing.assert_allclose(
+        axes.images[0].get_array(), _stretched(data[1][0][2, 0].double().numpy())
+    )
+
+
 def _stretched(image):
     return (image - image.min()) / (image.max() - image.min())
 

@@ -94,6 +94,16 @@ def test_random_numbers_stay_as_they_would_be(setting):
             random.random(), np.random.rand()
             return super().__iter__()
 
+    class Around:
+        """Draws as data sets may, and as the loader inside it does to begin."""
+
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __iter__(self):
+            random.random(), np.random.rand(), torch.rand(())
+            return iter(self.loader)
+
     data = Numbered(setting.train)
     own = torch.Generator()
     for loader in (
@@ -102,6 +112,7 @@ def test_random_numbers_stay_as_they_would_be(setting):
         DataLoader(data, 4, sampler=Own(data, generator=own)),
         DataLoader(data, batch_sampler=BatchSampler(Own(data), 4, drop_last=False)),
         DataLoader(list(DataLoader(data, 4)), batch_size=None),
+        Around(DataLoader(data, 4)),
         DataLoader(Stream([data[number] for number in range(11)]), 4, generator=own),
     ):
         before = torch.get_rng_state(), own.get_state(), np.random.get_state(), random.getstate()

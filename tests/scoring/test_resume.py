@@ -213,7 +213,13 @@ def test_a_missing_file_is_made_again(tmp_path):
     assert_same("matrix", call("matrix", out), call("matrix", None))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2, "checkpoints": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", '{"format": 2, "checkpoints": {}}', '{"format": 1, "checkpoints": 3}',
+        '{"format": 1, "checkpoints": {"checkpoint-1": {"nam": "a"}}}',
+    ],
+)  # fmt: skip
 def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
     out = tmp_path / "scores"
     call("matrix", out)
@@ -224,10 +230,40 @@ def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
     assert (out / "manifest.json").read_text() == content
 
 
-def test_a_damaged_list_is_computed_again(tmp_path, capsys):
+def test_damaged_losses_are_told_from_those_of_the_call(tmp_path):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for entry in manifest["checkpoints"].values():
+        entry["first_losses"]["values"] = "0.9&7"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(gs.StoreError, match="first_losses: on disk no list of numbers"):
+        call("matrix", out)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, 200)
+
+
+def set_flag(file: Path) -> None:
+    """Say in the archive's directory that its first member is encrypted."""
+    content = bytearray(file.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    file.write_bytes(content)
+
+
+def drop_a_query(file: Path) -> None:
+    """Put the lists of another call there."""
+    with np.load(file) as held:
+        arrays = {name: array[1:] if array.ndim else array for name, array in held.items()}
+    np.savez(file, **arrays)
+
+
+@pytest.mark.parametrize("damage", [truncate, set_flag, drop_a_query])
+def test_a_damaged_list_is_computed_again(tmp_path, capsys, damage):
     out = tmp_path / "scores"
     call("top", out)
-    os.truncate(out / "top.npz", 200)
+    damage(out / "top.npz")
     again = call("top", out, progress=True)
     assert "top.npz is damaged" in capsys.readouterr().err
     assert_same("top", again, call("top", None))
@@ -654,3 +690,8 @@ def test_two_processes_share_the_work(tmp_path):
     assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
     for rank in range(2):
         assert "settings.parameters: on disk" in (tmp_path / f"refused-{rank}").read_text()
+        for name in ("matrix", "self"):
+            said = (tmp_path / f"missing-{name}-{rank}").read_text()
+            assert "missing-1.pt cannot be read" in said
+        for name in ("data", "weights"):
+            assert f"other {name} in each process" in (tmp_path / f"{name}-{rank}").read_text()
