@@ -53,7 +53,6 @@ from gradstats.capture._operations import (
     CALLERS_VALUES,
     EXTREMES,
     FACTORIES,
-    IN_PLACE,
     MOVES_IN_PLACE,
     OPAQUE,
     PRODUCTS,
@@ -64,6 +63,7 @@ from gradstats.capture._operations import (
     TRANSPOSING_GETTERS,
     broadcasts,
     changed_by,
+    is_in_place,
     keeps,
     places_changed,
     takes_batch_first,
@@ -75,7 +75,7 @@ from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -119,7 +119,7 @@ def may_return_nothing(func) -> bool:
 # it is entered, which takes longer than the graph itself.
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
-    places_changed,
+    is_in_place, is_write, places_changed,
 )  # fmt: skip
 
 # Getters that return a tensor which existed before.
@@ -290,7 +290,7 @@ class ConstantTracking(TorchFunctionMode):
             for tensor in flatten((kwargs.get("out"),)):
                 if isinstance(tensor, Tensor):
                     tracker.mark_data(tensor)
-            if func in WRITES and node_of(args[0]) is None:
+            if is_write(func) and node_of(args[0]) is None:
                 self._follow_write(func, args, kwargs, data, result)
                 return
             if func is torch.autograd.grad:
@@ -327,7 +327,7 @@ class ConstantTracking(TorchFunctionMode):
         """Follow data that were written into a tensor, which is no constant any more."""
         tracker, target = self.tracker, args[0]
         before = tracker.is_data(target)
-        after = target if func in IN_PLACE else result
+        after = target if is_in_place(func) else result
         if after is target:
             tracker.mark_data(target)
         if is_over_axes(func):

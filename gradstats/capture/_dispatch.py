@@ -22,10 +22,10 @@ from gradstats.capture._nodes import Derived, Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     COMPLEX,
-    IN_PLACE,
     PRODUCTS,
     READS_ONLY_FIRST,
     changed_by,
+    is_in_place,
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
@@ -91,7 +91,7 @@ def dispatch(
                 names,
             )
         if not data:
-            if func in IN_PLACE or kwargs.get("inplace"):
+            if is_in_place(func) or kwargs.get("inplace"):
                 return change(tracker, func, args, kwargs, nodes[0])
             changed = changed_by(func, args, kwargs)
             if not changed:
@@ -123,7 +123,7 @@ def _dense(item):
 def _without_rule(func, nodes: list[Node], args, kwargs):
     """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
     changed = changed_by(func, args, kwargs)
-    if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
+    if not (is_in_place(func) or any(item.requires_grad for item in changed)):
         with torch.set_grad_enabled(bool(changed)):
             result = func(*args, **kwargs)
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))

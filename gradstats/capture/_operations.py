@@ -360,6 +360,10 @@ IN_PLACE = frozenset(
 )
 
 
+def is_in_place(func) -> bool:
+    return func in IN_PLACE
+
+
 def places_changed(func) -> tuple[tuple[int, str], ...]:
     """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
 
@@ -373,7 +377,7 @@ def places_changed(func) -> tuple[tuple[int, str], ...]:
         return tuple((place, each.name) for place, each in places if each.is_write)
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    known = func in IN_PLACE or name in ON_THE_OBJECT
+    known = is_in_place(func) or name in ON_THE_OBJECT
     return ((0, "self"),) if in_place and not known else ()
 
 
