@@ -29,6 +29,23 @@ def graphs_run_on_cpus(monkeypatch):
 
 
 @pytest.fixture
+def lstm_under_autocast():
+    """Have LSTMs run in low precision on every CPU: without oneDNN where it has none for this one.
+
+    Elsewhere oneDNN stays on, since it is what users' layers run with.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
+    except RuntimeError:
+        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns without a GPU
+    yield
+    torch._C._set_mkldnn_enabled(enabled)
+
+
+@pytest.fixture
 def kernels(monkeypatch):
     """Send every factor to the operators' CPU implementations and record which were called."""
     from gradstats.kernels import operators

@@ -204,6 +204,15 @@ APART = {
     ),
 }
 
+if hasattr(torch.linalg, "polar"):  # from PyTorch 2.15 on
+    MIXES["polar"] = lambda h: torch.linalg.polar(h)[0]
+    APART["polar of each"] = lambda h, x: torch.linalg.polar(
+        torch.eye(3).double() * 9 + h[:, :, None] * x[:, None]
+    )[1].sum((1, 2))
+    APART["root of each"] = lambda h, x: torch.linalg.matrix_sqrth(
+        torch.eye(3).double() + h[:, :, None] * h[:, None]
+    ).sum((1, 2))
+
 
 def written(h):
     result = torch.zeros(BATCH, 2 * WIDTH).double()

@@ -28,10 +28,18 @@ LEFT_OUT = {
 LEFT_OUT |= {"lobpcg"}
 ELSEWHERE = ("cuda", "mkldnn", "miopen", "fbgemm", "cudnn", "quantize", "xpu")
 
+# PyTorch does not list its functions that change an operand in place, other than methods.
+IN_PLACE = [
+    getattr(owner, name)
+    for owner in (torch, nn.functional)
+    for name in dir(owner)
+    if name.endswith("_") and not name.startswith("_")
+]
+
 FUNCTIONS = list(
     dict.fromkeys(
         function
-        for functions in get_overridable_functions().values()
+        for functions in (*get_overridable_functions().values(), IN_PLACE)
         for function in functions
         if function.__name__ not in LEFT_OUT
         and not any(part in function.__name__ for part in ELSEWHERE)

@@ -72,7 +72,7 @@ class Outer:
     def spans_rows(self) -> bool:
         """Whether ``left`` spans the first axis of the parameter and nothing else."""
         one_group = self.left.shape[1] == 1 and self.permutation is None
-        return one_group and self.left.shape[3] == self.shape[0]
+        return one_group and self.shape[:1] == (self.left.shape[3],)
 
     def transposed(self) -> Outer:
         """Return the factor of the transpose of a two-dimensional parameter."""

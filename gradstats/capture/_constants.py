@@ -53,7 +53,6 @@ from gradstats.capture._operations import (
     CALLERS_VALUES,
     EXTREMES,
     FACTORIES,
-    IN_PLACE,
     MOVES_IN_PLACE,
     OPAQUE,
     PRODUCTS,
@@ -63,7 +62,10 @@ from gradstats.capture._operations import (
     SCRAMBLES,
     TRANSPOSING_GETTERS,
     broadcasts,
+    changed_by,
+    is_in_place,
     keeps,
+    places_changed,
     takes_batch_first,
 )
 from gradstats.capture._reductions import OVER_AXES, axes_of, is_over_axes, runs_over
@@ -73,7 +75,7 @@ from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -107,11 +109,17 @@ def is_watched(func) -> bool:
     return func in WATCHED
 
 
+def may_return_nothing(func) -> bool:
+    """Whether an operation on tensors may return none, and change one instead."""
+    return func is Tensor.__setitem__ or type(func) in OPAQUE
+
+
 # Functions that look operations up in large tables. To a graph that is traced their results are
 # constants: it would guard every entry of a table that it saw, and compare all of them each time
 # it is entered, which takes longer than the graph itself.
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
+    is_in_place, is_write, places_changed,
 )  # fmt: skip
 
 # Getters that return a tensor which existed before.
@@ -177,7 +185,7 @@ class ConstantTracking(TorchFunctionMode):
             if tracked and not ORDINARY_TYPES.issuperset(types):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
-        if isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__:
+        if isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
             if func in FINDS:
                 return result
             if self.tracker.seen is not None:
@@ -282,12 +290,16 @@ class ConstantTracking(TorchFunctionMode):
             for tensor in flatten((kwargs.get("out"),)):
                 if isinstance(tensor, Tensor):
                     tracker.mark_data(tensor)
-            if func in WRITES and node_of(args[0]) is None:
+            if is_write(func) and node_of(args[0]) is None:
                 self._follow_write(func, args, kwargs, data, result)
                 return
             if func is torch.autograd.grad:
                 tracker.follow_gradients(args, kwargs, results)
                 return
+            for target in changed_by(func, args, kwargs):
+                if target.requires_grad and node_of(target) is None:
+                    tracker.mark_data(target)
+                    tracker.follow_change(func, args, kwargs, data, target)
             own = tracker.registered(func) if func is not None and not is_followed(func) else None
             if own is not None and torch.is_grad_enabled():
                 own.follow(tracker, args, kwargs, results)
@@ -315,7 +327,7 @@ class ConstantTracking(TorchFunctionMode):
         """Follow data that were written into a tensor, which is no constant any more."""
         tracker, target = self.tracker, args[0]
         before = tracker.is_data(target)
-        after = target if func in IN_PLACE else result
+        after = target if is_in_place(func) else result
         if after is target:
             tracker.mark_data(target)
         if is_over_axes(func):
@@ -323,7 +335,7 @@ class ConstantTracking(TorchFunctionMode):
         elif func in MOVES_IN_PLACE or func is Tensor.resize_:
             tracker.follow_move(target)
         elif func in CHANGES_IN_PLACE:
-            tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data)
+            tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
         elif not torch.compiler.is_dynamo_compiling():
             tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
 

@@ -37,7 +37,8 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return item.value if isinstance(item, Node) else item
 
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
-    again = Draw(func, operands_of(args, kwargs)[0].device) if func in DRAWS else func
+    draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
+    again = Draw(func, operands_of(args, kwargs)[0].device) if draws else func
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
     if isinstance(result, Tensor):
         if not result.requires_grad:
@@ -138,6 +139,24 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
                 show(part, target)
                 return _returned(func, target)
     # Views of the old value may still be in use, and would go on to describe that one.
+    _refuse_change(func, node)
+
+
+def change_any(
+    tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node, changed: list[Tensor]
+):
+    """Run an operation that changes some operands in place, none of which belongs to an example.
+
+    Refused where a parameter's gradient flows through one of them.
+    """
+    if all(node_of(item) is None for item in changed):
+        result = derive(tracker, func, args, kwargs)
+        if not any(item.requires_grad for item in changed):
+            return result
+    _refuse_change(func, node)
+
+
+def _refuse_change(func, node: Node) -> None:
     refuse(
         func,
         node,
@@ -151,8 +170,8 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
     if not (isinstance(value, Derived) and isinstance(whole, Derived)):
         return False
     part, again = value.value, whole.value.detach()[rebuild(index, value_of)]
-    same = same_storage(part, again) and part.storage_offset() == again.storage_offset()
-    return same and same_form(part, again)
+    same = same_storage(part, again) and same_form(part, again)
+    return same and bool(part.storage_offset() == again.storage_offset())
 
 
 def _free_base(tracker, constant: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._derived import change, derive, note_alias
+from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import leave_graph, unwrapped
 from gradstats.capture._names import function_name
@@ -22,9 +22,10 @@ from gradstats.capture._nodes import Derived, Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     COMPLEX,
-    IN_PLACE,
     PRODUCTS,
     READS_ONLY_FIRST,
+    changed_by,
+    is_in_place,
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
@@ -90,9 +91,12 @@ def dispatch(
                 names,
             )
         if not data:
-            if func in IN_PLACE:
+            if is_in_place(func) or kwargs.get("inplace"):
                 return change(tracker, func, args, kwargs, nodes[0])
-            return derive(tracker, func, args, kwargs)
+            changed = changed_by(func, args, kwargs)
+            if not changed:
+                return derive(tracker, func, args, kwargs)
+            return change_any(tracker, func, args, kwargs, nodes[0], changed)
         rule = rules.get(func)
         if is_sparse:
             check_nested(func, operands)
@@ -118,12 +122,13 @@ def _dense(item):
 
 def _without_rule(func, nodes: list[Node], args, kwargs):
     """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
-    name = getattr(func, "__name__", "")
-    if not (name.endswith("_") and not name.endswith("__")):
-        with torch.no_grad():
+    changed = changed_by(func, args, kwargs)
+    if not (is_in_place(func) or any(item.requires_grad for item in changed)):
+        with torch.set_grad_enabled(bool(changed)):
             result = func(*args, **kwargs)
         leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
         found = [item for item in leaves if isinstance(item, Tensor)]
-        if not any(item.is_floating_point() or item.is_complex() for item in found):
+        differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
+        if not (differentiable or any(item.requires_grad for item in changed)):
             return result
     refuse(func, nodes[0])

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.nn import functional
 
-# Functions that compute with arguments that PyTorch does not report as operands.
+# Functions that compute with arguments that PyTorch does not report as operands, or that only call
+# functions with rules of their own.
 OPENED: tuple[Callable[..., Any], ...] = (
     functional.gumbel_softmax,
     functional.triplet_margin_with_distance_loss,
@@ -21,6 +22,11 @@ OPENED: tuple[Callable[..., Any], ...] = (
     functional.lp_pool1d,
     functional.lp_pool2d,
     functional.lp_pool3d,
+    *(
+        getattr(functional, name)
+        for name in ("linear_cross_entropy",)  # which PyTorch 2.11 does not have
+        if hasattr(functional, name)
+    ),
 )
 
 # Run this way only where an argument is tracked; otherwise they are followed as one operation.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._nested import flatten
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 
 
@@ -349,13 +350,43 @@ READS_ONLY_FIRST = frozenset(
 IN_PLACE = frozenset(
     getattr(Tensor, name)
     for name in dir(Tensor)
-    if name not in ON_THE_OBJECT
-    and (
-        name == "__setitem__"
-        or (name.endswith("_") and not name.startswith("_"))
-        or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
-    )
+    if name == "__setitem__"
+    or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
+) | frozenset(
+    getattr(owner, name)
+    for owner in (Tensor, torch, functional)
+    for name in dir(owner)
+    if name.endswith("_") and not name.startswith("_") and name not in ON_THE_OBJECT
 )
+
+
+def is_in_place(func) -> bool:
+    return func in IN_PLACE
+
+
+def places_changed(func) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
+
+    Operators say so in their schemas. Functions on lists of tensors have names like those of
+    methods that change their first operand.
+    """
+    if isinstance(func, torch._ops.OpOverloadPacket) and len(func.overloads()) == 1:
+        func = getattr(func, func.overloads()[0])
+    if isinstance(func, torch._ops.OpOverload):
+        places = enumerate(func._schema.arguments)
+        return tuple((place, each.name) for place, each in places if each.is_write)
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    known = is_in_place(func) or name in ON_THE_OBJECT
+    return ((0, "self"),) if in_place and not known else ()
+
+
+def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the operands that an operation changes, if it is not in ``IN_PLACE``."""
+    places = places_changed(func)
+    changed = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    return [item for item in flatten(changed) if isinstance(item, Tensor)]
+
 
 # Those of them that only move axes, with their counterparts that return a view.
 MOVES_IN_PLACE = {

@@ -107,7 +107,8 @@ OVER_MATRICES = frozenset(
         (torch.linalg, (
             "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
             "inv_ex", "ldl_factor", "lu", "lu_factor", "lu_factor_ex", "matrix_exp",
-            "matrix_power", "matrix_rank", "pinv", "qr", "slogdet", "svd", "svdvals",
+            "matrix_power", "matrix_rank", "matrix_sqrth", "pinv", "polar", "qr", "slogdet", "svd",
+            "svdvals",
         )),
         *((owner, (
             "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",

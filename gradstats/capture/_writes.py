@@ -160,6 +160,11 @@ WRITES: dict[Any, Callable[..., Write]] = {
     },
 }
 
+
+def is_write(func) -> bool:
+    return func in WRITES
+
+
 # In-place methods that are followed like the form that returns a new tensor.
 CHANGES_IN_PLACE = {
     method: getattr(Tensor, method.__name__[:-1], None)

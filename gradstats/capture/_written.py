@@ -11,6 +11,8 @@ from torch import Tensor
 from gradstats.capture._examples import Examples, Whole, candidates
 from gradstats.capture._following import Following
 from gradstats.capture._layout import is_followed
+from gradstats.capture._names import function_name
+from gradstats.capture._operations import OPAQUE
 from gradstats.capture._separable import adds_sums
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import Write
@@ -140,21 +142,26 @@ class Written(Following):
         self.place(base, found)
 
     def follow_change(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor]
+        self,
+        func,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        data: list[Tensor],
+        target: Tensor,
     ) -> None:
         """Note where the examples lie in a tensor that an operation changed in place.
 
         Args:
             func, args, kwargs: the operation, in the form that returns a new tensor.
             data: its operands of data.
+            target: the operand that was changed.
         """
-        target = args[0]
         if not target.requires_grad:
             return
-        if is_followed(func):
+        if is_followed(func) or type(func) in OPAQUE:
             self.follow_layout(func, args, kwargs, data, target)
         else:
-            self.place(target, None)
+            self.place(target, None, None if func is None else function_name(func))
         self._note_base(target, None, first=False)
 
     def follow_move(self, tensor: Tensor) -> None:

@@ -195,3 +195,38 @@ def test_elements_selected_by_a_mask():
         return result + (x * m.w).masked_fill(x > 0, 0)
 
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+
+
+@pytest.mark.skipif(
+    not hasattr(functional, "linear_cross_entropy"), reason="PyTorch 2.11 does not have it"
+)
+@pytest.mark.parametrize("classes", [(5,), (5, 2)], ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_cross_entropy_of_a_layer(classes, biased):
+    """The output layer and the loss of language models as one function."""
+    targets = torch.randint(5, (4, *classes[1:]))
+    targets[1] = -100
+
+    def function(m, x, targets):
+        bias = m.bias if biased else None
+        return functional.linear_cross_entropy(
+            x, m.weight, targets, linear_bias=bias, reduction="none"
+        )
+
+    parameters = {"weight": (*classes, 3)} | ({"bias": classes} if biased else {})
+    check_operation(function, parameters, normal(4, 3), targets)
+
+
+@pytest.mark.skipif(
+    not hasattr(functional, "linear_cross_entropy"), reason="PyTorch 2.11 does not have it"
+)
+def test_cross_entropy_of_a_layer_in_chunks_is_refused():
+    """Its operator computes the weight's gradient of all examples at once."""
+    targets, options = torch.randint(5, (4,)), nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+
+    def function(m, x, targets):
+        return functional.linear_cross_entropy(
+            x, m.weight, targets, reduction="none", options=options
+        )
+
+    check_refused(function, {"weight": (5, 3)}, normal(4, 3), targets, match="'weight'")

@@ -250,6 +250,7 @@ CHANGES = {
     "a part": part_cleared,
     "rows": lambda m, x: x * rows_raised(m.w * 2).prod(0),
     "a part that is used": part_used,
+    "made to require grad": lambda m, x: x * (m.w[0] * 2).requires_grad_(),
     "seen before": lambda m, x: seen_before(m.w[0] * 2, x),
 }
 
@@ -277,6 +278,114 @@ def seen_before(tensor, x):
 @pytest.mark.parametrize("function", CHANGES.values(), ids=CHANGES)
 def test_what_was_made_of_parameters_may_be_changed_in_place(function):
     check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+# In-place operations that are not methods, and what they do to numbers on either side of 0.
+FUNCTIONS = {
+    "torch.exp_": torch.exp_,
+    "torch.clamp_": lambda tensor: torch.clamp_(tensor, max=0.5),
+    "torch.xlogy_": lambda tensor: torch.xlogy_(tensor, torch.tensor(3.0).double()),
+    "torch.index_put_": lambda tensor: torch.index_put_(
+        tensor, (torch.tensor([0]),), torch.tensor(2.0).double()
+    ),
+    "functional.selu_": functional.selu_,
+    "functional.relu_": functional.relu_,
+    "functional.hardtanh_": functional.hardtanh_,
+    "relu": nn.ReLU(inplace=True),
+    "silu": nn.SiLU(inplace=True),
+    "elu": lambda tensor: functional.elu(tensor, 1.0, True),
+    "threshold": nn.Threshold(0.1, -1.0, inplace=True),
+    "dropout": nn.Dropout(0.5, inplace=True),
+}
+
+
+@pytest.mark.parametrize("used", ["argument", "result"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_change_in_place_what_was_made_of_parameters(name, used):
+    def function(m, x):
+        torch.manual_seed(0)
+        tensor = m.w[0] * 2 - 0.1
+        result = FUNCTIONS[name](tensor)
+        return x * (tensor if used == "argument" else result) * m.w[1]
+
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda constant, m: torch.xlogy_(constant, m.w[0].exp()),
+        lambda constant, m: torch.clamp_(constant, max=m.w[0]),
+        lambda constant, m: torch.index_put_(constant, (torch.tensor([0]),), m.w[0, 0]),
+    ],
+    ids=["xlogy_", "clamp_", "index_put_"],
+)
+def test_functions_that_write_parameters_into_a_constant(write):
+    def function(m, x):
+        constant = torch.full((WIDTH,), 0.1).double()
+        write(constant, m)
+        return x * constant * m.w[1]
+
+    check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_a_constant_that_parameters_were_written_into_is_thinned_out():
+    """The numbers that are dropped are drawn once."""
+
+    def function(m, x):
+        torch.manual_seed(0)
+        constant = torch.ones(8).double()
+        constant.mul_(m.w)
+        functional.dropout(constant, 0.5, inplace=True)
+        return x * constant.exp()
+
+    check_operation(function, {"w": (8,)}, normal(BATCH, 8))
+
+
+# Operations that change tensors in lists, or that only the dispatcher knows.
+UNSEEN = {
+    "lists": lambda tensor, other: torch._foreach_add_([tensor], [other]),
+    "lists and a number": lambda tensor, other: torch._foreach_mul_([tensor], 2.0),
+    "an operator": lambda tensor, other: torch.ops.aten.add_(tensor, other),
+    "an overload": lambda tensor, other: torch.ops.aten.add_.Tensor(tensor, other),
+    "an overload of lists": lambda tensor, other: torch.ops.aten._foreach_add_.List(
+        [tensor], [other]
+    ),
+}
+if hasattr(torch, "foreach"):
+    UNSEEN["public lists"] = lambda tensor, other: torch.foreach.add_([tensor], [other])
+    UNSEEN["public lists alone"] = lambda tensor, other: torch.foreach.exp_([tensor])
+
+# Those of them that take no second tensor.
+ALONE = ("lists and a number", "public lists alone")
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_was_made_of_parameters_is_not_changed_unseen(name):
+    def function(m, x):
+        tensor = m.w[0] * 2
+        UNSEEN[name](tensor, torch.ones(WIDTH).double())
+        return x * tensor
+
+    check_refused(
+        function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH), match="in place.*'w'"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in UNSEEN if name not in ALONE])
+def test_parameters_are_not_written_unseen(name):
+    def into_a_constant(m, x):
+        tensor = torch.ones(WIDTH).double()
+        UNSEEN[name](tensor, m.w[0])
+        return x * tensor
+
+    def into_data(m, x):
+        UNSEEN[name](x, m.w[0].expand(x.shape))
+        return x * m.w[1]
+
+    for function in (into_a_constant, into_data):
+        data = normal(BATCH, POSITIONS, WIDTH)
+        check_refused(function, {"w": (WIDTH, WIDTH)}, data, match="'w'")
 
 
 def test_positions_scaled_in_place():

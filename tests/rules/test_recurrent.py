@@ -391,7 +391,7 @@ def test_packed_rows_from_outside_are_refused():
     )
 
 
-def test_autocast():
+def test_autocast(lstm_under_autocast):
     layer = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
     x = torch.randn(BATCH, 4, WIDTH)
 

@@ -170,6 +170,18 @@ def shifted(out, h):
 
 INDEX = ORDER[:, None].expand(BATCH, WIDTH)
 
+
+def raised(function):
+    """Return a move of rows, made by an operation that lets each be no smaller than another's."""
+
+    def move(h):
+        out = h.clone()
+        function(out, h[ORDER] + 3)
+        return out
+
+    return move
+
+
 # Rows that go to other examples' places, and axes that are exchanged.
 LOST = {
     "copy_": in_place(lambda out, h: out.copy_(h[ORDER])),
@@ -180,7 +192,16 @@ LOST = {
     "scatter_": in_place(lambda out, h: out.scatter_(0, INDEX, h)),
     "into a constant": lambda h: empty(h, *h.shape).index_add(0, ORDER, h),
     "scattered into a constant": lambda h: empty(h, *h.shape).scatter(0, INDEX, h),
+    "torch.clamp_": raised(lambda out, h: torch.clamp_(out, min=h)),
+    "torch.xlogy_": raised(lambda out, h: torch.xlogy_(out, h.exp())),
+    "lists": raised(lambda out, h: torch._foreach_add_([out], [h])),
+    "an operator": raised(torch.ops.aten.add_),
+    "an overload": raised(torch.ops.aten.add_.Tensor),
+    "an overload of lists": raised(lambda out, h: torch.ops.aten._foreach_add_.List([out], [h])),
+    "lists into a constant": lambda h: torch._foreach_add_([empty(h, *h.shape)], [h[ORDER]])[0],
 }
+if hasattr(torch, "foreach"):
+    LOST["public lists"] = raised(lambda out, h: torch.foreach.add_([out], [h]))
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [1, 0, 2], [0, 0, 0]], ids=str)
@@ -211,6 +232,24 @@ def test_rows_written_elsewhere_are_refused(move):
         error=gs.ExampleAxisError,
         match="'second.weight'",
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.exp_, functional.selu_, nn.ReLU(inplace=True), torch.ops.aten.exp_,
+        torch.ops.aten.exp_.default,
+    ],
+    ids=["torch.exp_", "functional.selu_", "relu", "an operator", "an overload"],
+)  # fmt: skip
+def test_data_changed_in_place_element_by_element(change):
+    def function(m, x):
+        h = m.first(x)
+        change(h)
+        return m.second(h)
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, WIDTH))
 
 
 def transposed_sum(h):

@@ -15,6 +15,10 @@ def pytest_configure(config):
             "tests/kernels/interpreter needs its own process: "
             "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
         )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.scalars import settle_scalars
+
+        settle_scalars()
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +35,3 @@ def poisoned_empty(monkeypatch):
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-
-def pytest_collection_modifyitems(items):
-    # the interpreter of triton 3.6 makes scalars of one-element arrays, which numpy deprecates
-    warning = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
-    for item in items:
-        if "interpreter" in item.path.parts:
-            item.add_marker(pytest.mark.filterwarnings(warning))
