@@ -606,7 +606,8 @@ def test_compiled_models_run_eagerly():
 
 
 def test_layers_without_outputs_have_gradients_without_elements():
-    model, x = nn.Linear(3, 0), torch.randn(4, 2, 3)
+    model, x = nn.Linear(3, 1), torch.randn(4, 2, 3)
+    model.weight, model.bias = (nn.Parameter(each[:0]) for each in model.parameters())
 
     def losses(model, x):
         return model(x).sum((1, 2))
