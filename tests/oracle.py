@@ -37,7 +37,8 @@ def oracle_gradients(
             loss, list(named.values()), retain_graph=True, allow_unused=True
         )
         for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj()
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+            gradient = gradient.resolve_conj()
             rows[name].append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return {name: torch.stack(gradients) for name, gradients in rows.items()}
 

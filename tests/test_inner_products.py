@@ -605,6 +605,18 @@ def test_compiled_models_run_eagerly():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+def test_layers_without_outputs_have_gradients_without_elements():
+    model, x = nn.Linear(3, 1), torch.randn(4, 2, 3)
+    model.weight, model.bias = (nn.Parameter(each[:0]) for each in model.parameters())
+
+    def losses(model, x):
+        return model(x).sum((1, 2))
+
+    for pairs, shape in (("all", (4, 4)), ("diagonal", (4,))):
+        found = gs.inner_products(model, x, perturbed(model), x, losses, pairs=pairs)
+        assert torch.equal(found, torch.zeros(shape))
+
+
 def test_a_graph_traced_inside_the_context_is_refused():
     settings = Settings(True, True, 1, consumer=Along({}))
     with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.compile traced a graph inside"):

@@ -88,6 +88,7 @@ class Root(Node):
         probe: a leaf whose gradient, (3, B) float64, is the root's report from compiled graphs, in
             which no Python runs; None where nothing is compiled.
         alias: the parameter as a plain tensor, which operations read; None before the first use.
+        alias_nodes: the autograd nodes of all aliases that there were.
         registered: how many uses there have been in the forward.
         counted: how many of them the graph of the losses contains.
         expected: how many of those have not delivered yet.
@@ -99,6 +100,8 @@ class Root(Node):
 
     probe: Tensor | None = None
     alias: Tensor | None = None
+    alias_nodes: tuple[Any, ...] = ()
+    _alias_version = 0
     registered = counted = expected = 0
     postponed = False
     lookups: tuple[Lookup, ...] = ()
@@ -117,13 +120,22 @@ class Root(Node):
         # Every tracked use reads this alias, so that a use that was not seen stands out in the
         # autograd graph: it is an edge to the parameter that does not come through the alias.
         alias = self.alias
-        if alias is None or alias.dtype != self.parameter.dtype:
-            # Not a view of the parameter: the gradient of a view cannot be sparse.
+        if alias is None or self._is_outdated(alias):
             alias = self.alias = self.parameter.as_subclass(Tensor)
+            self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
+            if not is_compiling():
+                self._alias_version = alias._version
         elif not is_compiling() and _place(alias) != _place(self.parameter):
             # The parameter was given other memory, as by ``parameter.data = ...``.
             alias.data = self.parameter.detach()
         return alias
+
+    def _is_outdated(self, alias: Tensor) -> bool:
+        if alias.dtype != self.parameter.dtype:
+            return True
+        # Of a view that was changed in place PyTorch computes the gradient anew, as that of a
+        # strided view: by another node, which takes no sparse gradients.
+        return not is_compiling() and alias._version != self._alias_version
 
     @property
     def compiled_report(self) -> Tensor | None:
@@ -179,6 +191,7 @@ class Root(Node):
         """Drop all references to the graph and the context when it closes."""
         self.tracker = CLOSED  # type: ignore[assignment]
         self.alias = None
+        self.alias_nodes = ()
         self.lookups = self._delivered = ()
 
 

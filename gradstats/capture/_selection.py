@@ -69,10 +69,10 @@ class Anatomy:
                 "the model has no parameter that requires grad, so there is no gradient to "
                 "measure. Set requires_grad on the parameters whose gradients you want."
             )
-        if parameters is None and not exclude:
+        leave_out = () if exclude is None else patterns_of("exclude", exclude)
+        if parameters is None and not leave_out:
             return trainable
         include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
-        leave_out = patterns_of("exclude", exclude)
         for patterns, own, which in (
             (include, trainable, "parameter that requires grad"),
             (leave_out, named, "parameter"),

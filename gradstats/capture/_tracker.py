@@ -304,7 +304,7 @@ class Tracker(Repeated, Threaded):
 
     def alias_nodes(self) -> list[GraphNode | None]:
         """Return the autograd nodes of the parameters' aliases."""
-        return [root.alias.grad_fn for root in self.roots if root.alias is not None]
+        return [node for root in self.roots for node in root.alias_nodes]
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeptGradients:
     """The per-example gradients of one batch, kept as factors.
 
@@ -37,12 +37,14 @@ class KeptGradients:
         sqnorm: (B,) float64 squared norms of the gradients.
         shapes: name → shape of every parameter that was tracked.
         parameters: name → factors and norms, for every parameter that the losses depend on.
+        consumed: whether a later batch has let go of these.
     """
 
     losses: Tensor
     sqnorm: Tensor
     shapes: Mapping[str, tuple[int, ...]]
     parameters: dict[str, KeptParameter]
+    consumed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +141,7 @@ def products(
         check_same_parameters(block.shapes, shapes)
         if diagonal:
             check_equal_sizes(len(block), batch_size)
-        if not block.parameters:
+        if block.consumed:
             raise TrackingError(
                 "these kept gradients were consumed by an earlier call: keep them again, or pass "
                 "consume=False."
@@ -156,6 +158,7 @@ def products(
         if consume:
             for block in kept:
                 block.parameters.clear()
+                block.consumed = True
     check_finite(tracker, nonfinite)
     loss, sqnorm = losses.detach(), tracker.reports.sqnorm
     results = []

@@ -1,5 +1,7 @@
 """Table look-ups."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -216,12 +218,33 @@ def test_the_largest_of_equal_rows_are_those_that_pytorch_chooses(padding_idx, e
     )
 
 
-def test_maximum_with_renormalised_rows_is_refused():
-    check_refused(
-        lambda m, ids: m.layer(ids),
-        {"layer": nn.EmbeddingBag(ROWS, 3, mode="max", max_norm=1.0)},
-        integers(3, 4),
-        match=r"max.*'layer\.weight'",
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["table", "mean", "max"])
+def test_rows_renormalised_where_they_are_looked_up(kind, fused, sparse):
+    """Twice, so that a table is changed after it was used."""
+    if kind == "table":
+        layer = nn.Embedding(ROWS, 3, max_norm=0.5, sparse=sparse)
+    elif kind == "mean":
+        layer = nn.EmbeddingBag(ROWS, 3, mode=kind, max_norm=0.5, sparse=sparse)
+    else:
+        layer = nn.EmbeddingBag(ROWS, 3, mode=kind, max_norm=0.5)
+    ids = integers(4, 6), integers(4, 6)
+    model = Operation(lambda m, a, b: m.layer(a) + m.layer(b).sin(), {"layer": layer}, False)
+    plain = copy.deepcopy(model)
+    uneven_loss(plain, ids).mean().backward()
+    expected = oracle_sqnorms(model, ids, uneven_loss)
+    table = model.layer.weight.detach().clone()
+    assert_sqnorms(gs.per_example_norms(model, ids, uneven_loss), expected, 1e-9)
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+    model.layer.weight.data = table
+    with gs.track(model, batch_size=4, fused=fused) as tracker:
+        tracker.backward(uneven_loss(model, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert torch.equal(model.layer.weight, plain.layer.weight)
+    assert model.layer.weight.grad.layout == plain.layer.weight.grad.layout
+    torch.testing.assert_close(
+        model.layer.weight.grad.to_dense(), plain.layer.weight.grad.to_dense()
     )
 
 

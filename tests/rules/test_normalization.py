@@ -141,6 +141,17 @@ def test_instance_norm(dims, running, training):
         check_layer(layer, *shape)
 
 
+def test_instance_norm_of_one_channel_sums_in_the_order_of_pytorch():
+    """Its result is a view, whose gradient is the same number everywhere."""
+    layer, x = scrambled(nn.InstanceNorm1d(1, affine=True)), torch.randn(3, 1, 5)
+    layer(x).sum((1, 2)).mean().backward()
+    expected = layer.weight.grad
+    layer.weight.grad = None
+    with gs.track(layer, batch_size=3, fused=False) as tracker:
+        tracker.backward(layer(x).sum((1, 2)))
+    assert torch.equal(layer.weight.grad, expected)
+
+
 def check_running_update(layer: nn.Module, x: torch.Tensor) -> None:
     """Check norms where a forward changes the layer's buffers, as it does without us."""
     still = Operation(lambda m, x: functional.instance_norm(x, None, None, m.w, m.b), {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.capture._recomputed import Kept
 from gradstats.capture.rules import _recurrent
-from tests.oracle import check_model
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, WIDTH, HIDDEN = 3, 4, 5
@@ -389,6 +389,22 @@ def test_packed_rows_from_outside_are_refused():
         error=gs.ExampleAxisError,
         match="gru.*packed rows",
     )
+
+
+def test_packed_rows_of_unknown_examples_have_a_fallback():
+    def function(m, x):
+        rows = x.transpose(0, 1).flatten(0, 1)
+        mixed = torch.eye(len(rows), dtype=rows.dtype) @ rows
+        sizes = torch.full((x.shape[1],), len(x))
+        return m.layer(torch.nn.utils.rnn.PackedSequence(mixed, sizes))[1][0]
+
+    model = Operation(function, {"layer": nn.GRU(WIDTH, HIDDEN)}, upstream=False)
+    data = (normal(BATCH, 4, WIDTH),)
+    with pytest.raises(gs.ExampleAxisError, match=r"gru.*packed rows") as caught:
+        gs.per_example_norms(model, data, uneven_loss)
+    assert set(caught.value.parameters) == {name for name, _ in model.named_parameters()}
+    stats = gs.per_example_norms(model, data, uneven_loss, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, data, uneven_loss), 1e-9)
 
 
 def test_autocast(lstm_under_autocast):

@@ -42,6 +42,7 @@ def embedding(
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
+    max_norm = _renormalised(node, input, max_norm, norm_type)
 
     def run(table: Tensor) -> Tensor:
         return func(input, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -51,7 +52,7 @@ def embedding(
         even = examples.batch if examples.segments is None else None
         lookup = Lookup(partial(looked_up, examples, input), even)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
-    if max_norm is None:  # which changes the table, each time
+    if max_norm is None:  # which changes the table
         result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
         if result is not None:
             return result
@@ -103,6 +104,7 @@ def embedding_bag(
         if found is None:
             raise refusal(func, node, "of bags with ids of several examples has no rule", "")
         examples = found
+    max_norm = _renormalised(node, input, max_norm, norm_type)
     if mode == "max":
         if max_norm is not None:
             refuse(func, node, "with mode='max' and max_norm has no rule")
@@ -321,6 +323,22 @@ def gather(tracker, func, input, dim, index, **kwargs):
     if dim % input.dim() == examples.axis:
         refuse(func, node, "along the example axis has no rule")
     return func(as_data(tracker, func, node, input, examples), dim, index, **kwargs)
+
+
+def _renormalised(
+    node: Node, ids: Tensor, max_norm: float | None, norm_type: float
+) -> float | None:
+    """Shorten the rows that ids look up; return what is left for the look-up to shorten by.
+
+    A look-up that did it itself would change the alias that it reads.
+    """
+    if max_norm is None or is_compiling() or not isinstance(node, Root):
+        return max_norm
+    table = node.value
+    if not table.is_contiguous():
+        return max_norm  # PyTorch shortens a copy
+    torch.embedding_renorm_(table.detach(), ids.contiguous(), max_norm, norm_type)
+    return None
 
 
 def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:

@@ -16,7 +16,7 @@ from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import attach, tap, use_of
+from gradstats.capture._uses import attach, free_of_views, tap, use_of
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate, plain
 from gradstats.contractions import _triton_layers
@@ -57,7 +57,7 @@ def _attach(
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))
         if found is not None:
             return found
-    result = run(input, plain(weight), plain(bias))
+    result = free_of_views(run(input, plain(weight), plain(bias)))
     return tap(tracker, _nodes(weight, bias), result, factors, input, *statistics)
 
 

@@ -227,11 +227,13 @@ def _packed(
     node = first_node(data, *states, *weights)
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
+        tracked = [own for own in map(node_of, (data, *states, *weights)) if own is not None]
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: got packed rows that belong to unknown "
             "examples, expected the result of torch.nn.utils.rnn.pack_padded_sequence on data "
             "with their examples along batch_dim. Pack inside the context, or leave the "
-            "parameter out by name with exclude=."
+            "parameter out by name with exclude=.",
+            list(dict.fromkeys(root.name for own in tracked for root in own.roots)),
         )
     drops = dropout if training else 0.0
     return _stack(
