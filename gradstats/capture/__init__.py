@@ -13,7 +13,8 @@ One context
     _consumers   what is done with the factors beside norms
 
 What is tracked
-    _nodes       parameters (roots) and what is computed from them alone (derived)
+    _nodes       parameters (roots), and what their uses have delivered
+    _derivation  what is computed from them alone (derived), and how to compute it again
     _tensors     the tensor classes whose operations are seen
     _derived     operations on parameters and constants alone, in place or not
     _functions   custom autograd Functions of parameters alone, made visible as operations

@@ -30,6 +30,7 @@ from torch.utils._device import _device_constructors
 
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
+from gradstats.capture._derivation import Derived
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
@@ -46,7 +47,6 @@ from gradstats.capture._layout import (
 )
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
-from gradstats.capture._nodes import Derived
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     BLANKS,

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, nodes_behind
 from gradstats.capture._hooked import KINDS, hooked_on
-from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._nodes import Node, Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
 from gradstats.errors import (

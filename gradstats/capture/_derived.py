@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._marks import CONSTANTS, leave_graph
 from gradstats.capture._nested import flatten, operands_of, rebuild
-from gradstats.capture._nodes import Derived, Node, same_form, same_storage
+from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, value_of, wrap

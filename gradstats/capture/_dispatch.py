@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._marks import leave_graph, unwrapped
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild
-from gradstats.capture._nodes import Derived, Node, unique_roots
+from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     COMPLEX,

@@ -20,10 +20,11 @@ from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._checkpoints import run_checkpoint
+from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import node_of
 from gradstats.capture._transforms import innermost_mode
 from gradstats.errors import UnsupportedOperationError

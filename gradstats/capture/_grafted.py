@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
+from gradstats.capture._derivation import Derived
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of, rebuild
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
 

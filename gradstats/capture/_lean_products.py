@@ -28,7 +28,8 @@ from gradstats._factors import (
     compute_dtype,
     tensors_of,
 )
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._derivation import Derived
+from gradstats.capture._nodes import Node
 from gradstats.contractions import lean, row_products
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector

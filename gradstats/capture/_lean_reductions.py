@@ -24,8 +24,9 @@ from gradstats._factors import (
     compute_dtype,
     tensors_of,
 )
+from gradstats.capture._derivation import Derived
 from gradstats.capture._lean_products import Scaled, times
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 from gradstats.capture._reductions import OVER_MATRICES, REDUCES
 from gradstats.contractions import lean
 

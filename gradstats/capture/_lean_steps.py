@@ -27,6 +27,7 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
+from gradstats.capture._derivation import Derived
 from gradstats.capture._lean_products import (
     elementwise,
     multiplied,
@@ -36,7 +37,7 @@ from gradstats.capture._lean_products import (
     subtracted,
 )
 from gradstats.capture._lean_reductions import MEASURES, normalised, reduced, weight_normalised
-from gradstats.capture._nodes import Derived, Node, Root
+from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reductions import REDUCES
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 from gradstats.contractions import lean

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
 from gradstats._factors import Factor, Outer, Path, compute_dtype
+from gradstats.capture._derivation import Derived
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -27,7 +28,7 @@ from gradstats.capture._lean_steps import (
     is_cast,
     lean_step,
 )
-from gradstats.capture._nodes import Derived, Node, Root, same_storage
+from gradstats.capture._nodes import Node, Root, same_storage
 from gradstats.capture._replay import FunctionReplay, Replay, pull_each
 from gradstats.contractions import (
     Contraction,

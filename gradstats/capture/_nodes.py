@@ -1,4 +1,4 @@
-"""Tracked tensors: roots (parameters) and derived tensors (computed from parameters alone).
+"""Tracked tensors: what all have in common, and parameters, which are their roots.
 
 A backward must know when a parameter's last use has delivered its factor, since the factors of
 several uses are contracted together, cross terms included. Before it starts, the graph of the
@@ -8,33 +8,22 @@ reaches delivers, and the last one contracts their sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional
 
-from gradstats._comparison import same_bits
 from gradstats._compiler import is_compiling
-from gradstats._complex import as_real
 from gradstats._factors import Factor, Lookup
-from gradstats.capture._names import function_class_of, function_name
-from gradstats.capture._nested import flatten, rebuild
 from gradstats.contractions import Contraction, Fused, Projected
-from gradstats.errors import CoverageError, UnsupportedOperationError
+from gradstats.errors import CoverageError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
 # What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
 VALUE, BOUND, COUNT = range(3)
-
-# Operations that may change operands other than the first: the user's running statistics.
-UPDATES = frozenset(
-    {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
-)
 
 # The message for a second contraction of one root within one context.
 ARRIVED_TWICE = (
@@ -195,208 +184,6 @@ class Root(Node):
         self.lookups = self._delivered = ()
 
 
-class Derived(Node):
-    """A tensor computed from parameters and constants only, with how it was computed.
-
-    Attributes:
-        function, args, kwargs: the operation; tracked operands stand as their nodes.
-        index: which of the operation's outputs this is; None for a single output.
-        shown: returns the tensor that stands for this in the user's code, None once it is gone.
-        aliased: whether a tensor that is not tracked shares its memory.
-        version: version counter of the shown tensor, where that has memory of its own: if it moves
-            on, the tensor was changed unseen.
-        widest: elements of the largest of this and the tensors between the roots and this, each of
-            which has a gradient when one is pulled back.
-    """
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        value: Tensor,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        index: int | None,
-    ):
-        self.tracker = tracker
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.index = index
-        self.shown: Callable[[], Tensor | None] = lambda: None
-        self.aliased = False
-        self.version: int | None = None
-        self._checked = False
-        parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
-        # Operands may give no more than a dtype or a shape, or belong to another of the results.
-        self.parents = tuple(_reached(value, parents))
-        self.paths = {}
-        for node in self.parents:
-            for root, count in node.paths.items():
-                self.paths[root] = self.paths.get(root, 0) + count
-        self.roots = tuple(self.paths)
-        between = [node.widest for node in self.parents if isinstance(node, Derived)]
-        self.widest: int = max([value.numel(), *between])
-        self._value = value
-        device = value.device.type
-        enabled = torch.is_autocast_enabled(device)
-        self._autocast = device, torch.get_autocast_dtype(device) if enabled else None
-
-    @property
-    def value(self) -> Tensor:
-        shown = None if self.version is None else self.shown()
-        if shown is not None and shown._version != self.version:
-            raise UnsupportedOperationError(
-                f"{self.describe()} was changed in place under torch.no_grad(), or through a "
-                "tensor that shares its memory, so its per-example gradients are not known. "
-                "Expected a tensor that is left as it was computed: write the change out of place.",
-                [root.name for root in self.roots],
-            )
-        return self._value
-
-    def take_numbers(self, numbers: Tensor) -> None:
-        """Take other numbers under the same gradient, as ``tensor.data = numbers`` gives them.
-
-        Gradients that are pulled back by computing this again are then refused.
-        """
-        self._value.data = numbers.detach()
-
-    @property
-    def has_function(self) -> bool:
-        """Whether it was computed with the help of a custom autograd Function."""
-        return function_class_of(self.function) is not None or any(
-            parent.has_function for parent in self.parents if isinstance(parent, Derived)
-        )
-
-    def is_alone(self) -> bool:
-        """Whether no other tensor that is still in use shares its memory."""
-        if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
-            return False
-        return not any(
-            (other.aliased or other.shown() is not None) and same_storage(other.value, self._value)
-            for other in self.tracker.shown.values()
-            if other is not self
-        )
-
-    def describe(self) -> str:
-        name = function_name(self.function)
-        return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
-
-    def replay(self, known: dict[Any, Tensor], copies: bool = False) -> Tensor:
-        """Compute this tensor again from the given values of some of the nodes it depends on.
-
-        Args:
-            known: node → value. What is computed on the way is added: each node is computed once,
-                however many paths lead to it, and operands that were one tensor are so again,
-                which matters to attention and recurrent layers.
-            copies: copy all other tensors, which may change later.
-        """
-        updates = self.function in UPDATES or function_class_of(self.function) is not None
-
-        def resolve(item):
-            if isinstance(item, Tensor) and updates:
-                return item.clone()
-            if not (isinstance(item, Node) or (copies and isinstance(item, Tensor))):
-                return item
-            key = item if isinstance(item, Node) else id(item)
-            if key not in known:
-                known[key] = again(item)
-            return known[key]
-
-        def again(item: Node | Tensor) -> Tensor:
-            if isinstance(item, Tensor):
-                return item.clone()
-            if isinstance(item, Derived):
-                return item.replay(known, copies)
-            value = item.value.detach()
-            # As in the forward: how PyTorch computes a product, and so its rounding, depends on
-            # which operands require grad.
-            return (value.clone() if copies else value).requires_grad_()
-
-        args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
-        device, dtype = self._autocast
-        with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
-            result = self.function(*args, **kwargs)
-        if self.index is None:
-            return result
-        if function_class_of(self.function) is None:
-            return result[self.index]
-        chosen = result[self.index]
-        others = [item for item in result if isinstance(item, Tensor) and item is not chosen]
-        return OneOfSeveral.apply(chosen, *others)
-
-    def replay_from(
-        self, roots: Sequence[Root], copies: bool = False
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return new leaves with the roots' values and this tensor computed from them.
-
-        Complex tensors come as real ones, with a last axis of size 2.
-        """
-        leaves, known = [], {}
-        with torch.enable_grad():
-            for root in roots:
-                parameter = root.parameter.detach()
-                value = as_real(parameter)
-                leaf = (value.clone() if copies else value).requires_grad_()
-                leaves.append(leaf)
-                known[root] = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
-            again = self.replay(known, copies)
-            seen = as_real(again)
-        self._check_same(again)
-        return leaves, seen
-
-    def check_step(self) -> None:
-        """Raise unless this tensor's operands, as they are now, still give its numbers.
-
-        Once for all uses: parameters that are updated during the backward are updated after it has
-        passed all of them.
-        """
-        if not self._checked:
-            self._step()
-            self._checked = True
-
-    def slope(self, operand: Node) -> Tensor:
-        """Return the derivative of each element by the operand's, of an elementwise function."""
-        again, known = self._step()
-        (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
-        return slope
-
-    def _step(self) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Return this tensor computed again from its operands, and these."""
-        with torch.enable_grad():
-            known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
-            again = self.replay({**known})
-        self._check_same(again)
-        return again, known
-
-    def _check_same(self, again: Tensor) -> None:
-        if not same_bits(again.detach(), self._value.detach()):
-            raise UnsupportedOperationError(
-                f"{self.describe()} cannot be computed again with the same result, so per-example "
-                "gradients cannot be pulled back through it. Is the operation random, or was one "
-                "of its inputs changed in place, or given other numbers by .data? Exclude the "
-                "parameter, or compute the tensor without randomness and out of place: other "
-                "numbers under the same gradient are x + (numbers - x).detach()."
-            )
-
-
-class OneOfSeveral(torch.autograd.Function):
-    """One of a custom Function's results; the gradients of the others are zeros.
-
-    They would otherwise be None, and the Function's backward might take another branch than it does
-    in the backward of the batch.
-    """
-
-    @staticmethod
-    def forward(ctx, chosen, *others):
-        ctx.others = [other.detach() for other in others]
-        return chosen.view_as(chosen)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *map(torch.zeros_like, ctx.others)
-
-
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Return where a tensor's memory is, without an operation that a mode would see."""
     if tensor.layout != torch.strided:
@@ -418,25 +205,6 @@ def same_form(first: Tensor, second: Tensor) -> bool:
         second.stride(),
         second.dtype,
     )
-
-
-def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
-    """Return those operands of an operation on which one of its results depends."""
-    if len(parents) == 1:
-        return parents
-
-    def edge_of(tensor: Tensor) -> tuple[Any, int]:
-        node, output, *_ = get_gradient_edge(tensor)
-        return node, output
-
-    edges = [edge_of(parent.value) for parent in parents]
-    met, pending = set(), [edge_of(value)]
-    while pending:
-        edge = pending.pop()
-        if edge not in met and edge[0] is not None:
-            met.add(edge)
-            pending += [] if edge in edges else edge[0].next_functions
-    return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]
 
 
 def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._names import function_name
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.errors import UnsupportedOperationError
 

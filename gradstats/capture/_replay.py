@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradstats._factors import Factor, compute_dtype
-from gradstats.capture._nodes import Derived, Root
+from gradstats.capture._derivation import Derived
+from gradstats.capture._nodes import Root
 from gradstats.errors import UnsupportedOperationError
 
 # How far the backward of a custom Function may be from linear, relative to the norms of what it

@@ -6,8 +6,9 @@ from weakref import ref
 
 import torch
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 
 
 class TrackedParameter(torch.nn.Parameter):

@@ -18,13 +18,14 @@ from gradstats.capture._attributes import kept_by, restore_attributes, tensors_k
 from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
+from gradstats.capture._derivation import Derived
 from gradstats.capture._dispatch import dispatch
 from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._loaders import show_loaders
 from gradstats.capture._nested import tensors_in
-from gradstats.capture._nodes import Derived, Root
+from gradstats.capture._nodes import Root
 from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
 from gradstats.capture._scripts import show_scripts

@@ -22,9 +22,10 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import Derived, Node, Root, unique_roots
+from gradstats.capture._nodes import Node, Root, unique_roots
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.errors import TrackingError, UnsupportedOperationError

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Derived, Node, same_storage
+from gradstats.capture._nodes import Node, same_storage
 from gradstats.capture._refusals import refusal
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._views import ExampleLayout, example_view

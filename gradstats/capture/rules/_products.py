@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture._linear import LinearFactors, LinearUse
-from gradstats.capture._nodes import Derived, Node
+from gradstats.capture._nodes import Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
