@@ -184,7 +184,6 @@ class Derived(Node):
         """
         if not self._checked:
             self._step()
-            self._checked = True
 
     def slope(self, operand: Node) -> Tensor:
         """Return the derivative of each element by the operand's, of an elementwise function."""
@@ -198,6 +197,7 @@ class Derived(Node):
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
             again = self.replay({**known})
         self._check_same(again)
+        self._checked = True
         return again, known
 
     def _check_same(self, again: Tensor) -> None:

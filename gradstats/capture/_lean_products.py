@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture._derivation import Derived
+from gradstats.capture._indexing import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.contractions import lean, row_products
 
@@ -51,7 +52,8 @@ def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """v - w."""
     if not only_adds(node):
         return None
-    negative = (node.args[0] is parent) == (node.function in REVERSED)
+    first = argument_of(node.args, node.kwargs, 0, "input")
+    negative = (first is parent) == (node.function in REVERSED)
     if negative or node.shape != parent.shape:
         return _multiple(factor, -1 if negative else 1, node, parent)
     return factor
@@ -59,7 +61,15 @@ def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def only_adds(node: Derived) -> bool:
     """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
-    return not node.kwargs and len(node.args) == 2
+    return "alpha" not in node.kwargs and len(node.args) <= 2
+
+
+def other_operand(node: Derived, parent: Node) -> Any:
+    """Return the numbers that an operation of two operands takes beside one of them."""
+    first, second = node.args[:2]
+    other = second if first is parent else first
+    value = other.value if isinstance(other, Node) else other
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _multiple(factor: Factor, number: int, node: Derived, parent: Node) -> Factor | None:
@@ -74,24 +84,22 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """M ∘ w, w / M and M / w."""
     if node.kwargs or len(node.args) != 2:
         return None
-    first, second = node.args
     factor = lean(factor)
     if not isinstance(factor, Scaled):
         return None
-    other = second if first is parent else first
-    value = other.value.detach() if isinstance(other, Node) else other
+    value = other_operand(node, parent)
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return None
     dtype = compute_dtype(node.value, *tensors_of(factor))
     scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
     if node.function in DIVISIONS:
-        if first is parent:
+        if node.args[0] is parent:
             scale = scale.reciprocal()
         else:
             divisor = parent.value.detach().to(dtype)
             scale = -scale / divisor / divisor
     found = times(factor, scale, parent.shape)
-    if found is not None and isinstance(other, (Node, Tensor)):
+    if found is not None and isinstance(value, Tensor):
         node.check_step()  # a number does not change
     return found
 
@@ -118,8 +126,7 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     first, second = node.args
     if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
         return None
-    other = second if first is parent else first
-    matrix = (other.value if isinstance(other, Node) else other).detach()
+    matrix = other_operand(node, parent)
     if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
         return None  # the operand would be wider than the one it replaces
     node.check_step()
@@ -141,8 +148,7 @@ def _multiplied_vector(factor: Factor, node: Derived, parent: Node) -> Factor | 
         return None
     if max(len(first.shape), len(second.shape)) > 2:
         return None
-    other = second if first is parent else first
-    value = (other.value if isinstance(other, Node) else other).detach()
+    value = other_operand(node, parent)
     if value.layout != torch.strided:
         return None
     node.check_step()

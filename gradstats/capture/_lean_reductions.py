@@ -25,7 +25,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture._derivation import Derived
-from gradstats.capture._lean_products import Scaled, times
+from gradstats.capture._lean_products import Scaled, other_operand, times
 from gradstats.capture._nodes import Node
 from gradstats.capture._reductions import OVER_MATRICES, REDUCES
 from gradstats.contractions import lean
@@ -53,7 +53,7 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     p, dim, eps = _arguments(node, p=2.0, dim=1, eps=1e-12)
     if p != 2:
         return None
-    weight = _in_full(parent)
+    weight = _numbers(parent)
     norm = weight.norm(2, dim, keepdim=True)
     # Shorter vectors are divided by a constant.
     unit = torch.where(norm < eps, 0, weight / norm)
@@ -62,16 +62,15 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
-    direction, length = node.args[:2]
+    direction = node.args[0]
     if not isinstance(direction, Node):
         return None
     _, dim = _arguments(node, g=None, dim=0)
-    weight = _in_full(direction)
+    weight = _numbers(direction)
     norm = torch.norm_except_dim(weight, 2, dim)
     unit = weight / norm
     if parent is direction:
-        given = (length.value if isinstance(length, Node) else length).detach()
-        return _tangent(factor, node, unit, given.to(norm) / norm)
+        return _tangent(factor, node, unit, other_operand(node, parent).to(norm) / norm)
     factor = lean(factor)
     if not isinstance(factor, Scaled):
         return None
@@ -112,7 +111,7 @@ def _spread(values: Tensor, slope: Tensor) -> Factor | None:
     return Masked(Outer(left, right, shape), slope)
 
 
-def _in_full(node: Node) -> Tensor:
+def _numbers(node: Node) -> Tensor:
     """Return a tensor's numbers in the accumulation dtype."""
     value = node.value.detach()
     return value.to(compute_dtype(value))

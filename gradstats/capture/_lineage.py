@@ -34,6 +34,7 @@ from gradstats.contractions import (
     Contraction,
     adds_up,
     lean,
+    merge,
     rows_squared_norms,
     sqnorm,
     well_conditioned,
@@ -189,7 +190,8 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
             continue
         for root, factors in pull_back(result, parent, own).items():
             found[root] += factors
-    return {root: found[root] for root in left if _is_lean(found[root])}
+    sums = {root: _sum(found[root]) for root in left}
+    return {root: factors for root, factors in sums.items() if factors}
 
 
 def _may_branch(factor: Factor, ways: int) -> bool:
@@ -199,14 +201,17 @@ def _may_branch(factor: Factor, ways: int) -> bool:
     return pays_to_pull_apart(factor.left.shape[2], ways)
 
 
-def _is_lean(factors: Sequence[Factor]) -> bool:
-    """Whether several factors of a root are better than one that is pulled back from where it is.
+def _sum(factors: list[Factor]) -> list[Factor] | None:
+    """Return all factors of a root merged, None where one that is pulled back at once is better.
 
-    They are not where their gradients would have to be formed one after the other.
+    It is where the gradients of several would have to be formed one after the other.
     """
     if len(factors) == 1:
-        return True
-    return not any(isinstance(factor, Pulled) for factor in factors) and adds_up(factors)
+        return factors
+    if any(isinstance(factor, Pulled) for factor in factors):
+        return None
+    merged = merge(factors)
+    return merged if adds_up(merged) else None
 
 
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:

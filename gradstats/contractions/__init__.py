@@ -69,7 +69,7 @@ from gradstats.contractions._inner import by_path
 from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
-from gradstats.contractions._merge import merge
+from gradstats.contractions._merge import merge as merge
 from gradstats.contractions._outer import one_position as one_position
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
@@ -187,10 +187,9 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     return sum_of_parts(parts, [cross(workspace) for cross in crosses])
 
 
-def adds_up(factors: Sequence[Factor]) -> bool:
-    """Whether the norms of a sum of factors are contracted without forming its gradients."""
-    merged = merge(factors)
-    return len(merged) == 1 or _crosses(merged) is not None
+def adds_up(merged: Sequence[Factor]) -> bool:
+    """Whether the norms of a sum of merged factors are contracted without forming gradients."""
+    return _crosses(merged) is not None
 
 
 def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:

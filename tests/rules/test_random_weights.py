@@ -72,6 +72,8 @@ STEPS: tuple[Step, ...] = (
     lambda m, new: new(m.shape[1]) - m,
     lambda m, new: torch.sub(m, new(m.shape[0], 1)),
     lambda m, new: torch.rsub(m, new(1, m.shape[1])),
+    lambda m, new: torch.sub(input=m, other=new(*m.shape)),
+    lambda m, new: torch.add(m, other=new(m.shape[1])),
     lambda m, new: m / (2 + new(m.shape[0], 1).square()),
     lambda m, new: (3 + constant(*m.shape)) / (2 + m * m),
     lambda m, new: m / (2 + m.logsumexp(1, True).exp()),
