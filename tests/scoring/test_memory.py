@@ -83,7 +83,7 @@ def test_the_matrix_in_memory_takes_sixteen_bytes_a_score(capsys, checkpoints):
     """Both forms in float64, as announced; tiles are added up in place."""
     model = nn.Linear(2, 3)
     train, query = (
-        batches((torch.randn(size, 2), torch.randint(3, (size,))), 32) for size in (2048, 512)
+        batches((torch.randn(size, 2), torch.randint(3, (size,))), 128) for size in (2048, 512)
     )
     states = [nn.Linear(2, 3).state_dict() for _ in range(checkpoints)]
 

@@ -20,9 +20,9 @@ def pytest_configure(config):
             f"PYTEST_PLUGINS={PLUGIN} python -m pytest tests/kernels/fake_device"
         )
     if chosen and sys.modules[PLUGIN].REASON is None:
-        from tests.kernels.scalars import settle_scalars
+        from tests.kernels.triton_interpreter import settle_interpreter
 
-        settle_scalars()
+        settle_interpreter()
 
 
 def pytest_collection_modifyitems(items):

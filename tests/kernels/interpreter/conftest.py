@@ -16,9 +16,9 @@ def pytest_configure(config):
             "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
         )
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.kernels.scalars import settle_scalars
+        from tests.kernels.triton_interpreter import settle_interpreter
 
-        settle_scalars()
+        settle_interpreter()
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from gradstats.kernels import (
 )
 from gradstats.kernels._config import TileConfig
 from gradstats.kernels._tile import grouped, triangle
+from triton.runtime.errors import InterpreterError
 
 from tests.kernels import reference
 from tests.kernels.cases import random
@@ -185,3 +186,19 @@ def test_grouped_walks_every_tile_once(tiles):
     grouped_kernel[(total,)](rows, columns, *tiles, 8)
     walked = set(zip(rows.tolist(), columns.tolist(), strict=True))
     assert walked == {(row, column) for row in range(tiles[0]) for column in range(tiles[1])}
+
+
+@triton.jit
+def _next_kernel(numbers, out, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(out + places, tl.load(numbers + places) + 1)
+
+
+def test_integers_that_overflow_are_seen():
+    numbers = torch.tensor([0, 2**31 - 2], dtype=torch.int32)
+    out = torch.empty_like(numbers)
+    _next_kernel[(1,)](numbers, out, BLOCK=2)
+    assert out.tolist() == [1, 2**31 - 1]
+    with pytest.raises(InterpreterError, match="add of int32 overflows"):
+        _next_kernel[(1,)](out, numbers, BLOCK=2)
+    assert numbers.tolist() == [0, 2**31 - 2]

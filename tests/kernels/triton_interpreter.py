@@ -1,0 +1,81 @@
+"""What the lanes that run Triton's interpreter change in it."""
+
+import operator
+from functools import cache
+
+import numpy as np
+import triton
+
+
+def settle_interpreter() -> None:
+    """Make the interpreter of every Triton alike, and several times as fast."""
+    from triton.runtime import interpreter
+
+    if triton.__version__.startswith("3.6."):
+        _settle_scalars(interpreter)
+    _patch_once(interpreter)
+    _look_types_up(interpreter)
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check_overflow
+
+
+def _settle_scalars(interpreter) -> None:
+    """Have Triton 3.6 make scalars as later versions do.
+
+    It calls ``int`` on arrays of one element, which NumPy deprecates and refuses from 2.4 on.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _patch_once(interpreter) -> None:
+    """Have the interpreter take over Triton's language once, for as long as the process lives.
+
+    It does so, and gives it back, at every launch and at every call of one ``@triton.jit`` function
+    by another, which takes as long as all that the kernels compute.
+    """
+    patch_language, language = interpreter._patch_lang, interpreter.tl
+    modules = (language, language.core)
+    done = set()
+
+    def patch(kernel):
+        seen = frozenset(
+            position
+            for position, module in enumerate(modules)
+            if any(value is module for value in kernel.__globals__.values())
+        )
+        if seen not in done:
+            patch_language(kernel)
+            done.add(seen)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch
+
+
+def _look_types_up(interpreter) -> None:
+    """Have NumPy's name for a type looked up in one table, which is otherwise made at each call."""
+    pointer, find = interpreter.tl.pointer_type, interpreter._get_np_dtype
+    find_once = cache(find)
+
+    def numpy_type(dtype):
+        scalar = dtype.scalar
+        return find(scalar) if isinstance(scalar, pointer) else find_once(scalar)
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def check_overflow(left, right, operation) -> None:
+    """Raise where a sum, difference or product of integers leaves their range.
+
+    So does Triton's own check, by a dozen operations of its language for each in a kernel.
+    """
+    integers = np.iinfo(left.handle.data.dtype)
+    if integers.bits < 64:
+        wide = (each.handle.data.astype(np.int64) for each in (left, right))
+        exact = getattr(operator, operation.__name__)(*wide)
+        within = exact.min() >= integers.min and exact.max() <= integers.max
+        assert within, f"{operation.__name__} of {integers.dtype} overflows"
