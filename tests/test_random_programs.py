@@ -16,7 +16,7 @@ from torch.nn import functional
 import gradstats as gs
 from tests.oracle import oracle_sqnorms
 
-PROGRAMS = 400
+PROGRAMS = 300
 
 
 def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
@@ -69,6 +69,24 @@ ALONG: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda t, axis: changed(t, lambda x: x.transpose_(0, axis)),
     lambda t, axis: changed(t, lambda x: x.select(axis, 0).mul_(2)),
     lambda t, axis: changed(t, lambda x: x.narrow(axis, 0, 1).copy_(x.narrow(axis, 1, 1))),
+    lambda t, axis: t.swapaxes(axis, -1),
+    lambda t, axis: torch.take_along_dim(t, t.detach().argsort(axis), axis),
+    lambda t, axis: t.diff(dim=axis),
+    lambda t, axis: t.prod(axis, keepdim=True),
+    lambda t, axis: t.var(axis, correction=0, keepdim=True),
+    lambda t, axis: t.median(axis).values,
+    lambda t, axis: t.cummax(axis).values,
+    lambda t, axis: torch.aminmax(t, dim=axis).max,
+    lambda t, axis: torch.cat([t, t.mean(axis, keepdim=True)], axis),
+    lambda t, axis: t.tensor_split([1], axis)[1],
+    lambda t, axis: torch.stack(t.unbind(axis)[::-1], axis),
+    lambda t, axis: functional.glu(t.repeat_interleave(2, axis), axis),
+    lambda t, axis: torch.zeros_like(t).index_add(axis, torch.arange(t.shape[axis]) // 2, t),
+    lambda t, axis: torch.diagonal(t, dim1=axis, dim2=axis - 1),
+    lambda t, axis: torch.tile(t, (2,) + (1,) * axis),
+    lambda t, axis: torch.renorm(t, 2, axis, 1.0),
+    lambda t, axis: t.slice_scatter(t.narrow(axis, 0, 1) * 2, axis, 1, 2),
+    lambda t, axis: torch.trapezoid(t, dim=axis),
 )
 
 # Operations on a whole tensor.
@@ -100,6 +118,30 @@ OF_ONE: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: changed(t, lambda x: x.__setitem__(0, x[1].detach())),
     lambda t: torch.zeros_like(t).index_put((torch.arange(len(t)).flip(0),), t),
     lambda t: torch.cdist(t, t),
+    torch.diag_embed,
+    lambda t: t.permute(*range(t.dim())[::-1]),
+    lambda t: t.movedim((0, 1), (1, 0)),
+    lambda t: t.roll((1, 1), (0, 1)),
+    lambda t: t.view(-1, *t.shape[2:]),
+    lambda t: t[:, [1, 0]],
+    lambda t: t[torch.arange(len(t)), 0],
+    lambda t: t[..., t.detach().flatten(0, -2).sum(0).argsort()],
+    lambda t: torch.vstack([t, t.cos()]),
+    lambda t: torch.hstack([t, t.cos()]),
+    lambda t: torch.dstack([t, t.cos()]),
+    lambda t: torch.masked_select(t, t.detach() < torch.inf).reshape(t.shape),
+    lambda t: torch.zeros_like(t).masked_scatter(t.detach() < torch.inf, t),
+    lambda t: t.new_zeros(t.shape).copy_(t),
+    lambda t: t - t.mean(0, keepdim=True),
+    lambda t: t / t.norm(),
+    lambda t: functional.pad(t, (0, 0, 1, 0)),
+    lambda t: functional.max_pool1d(t, 2, 1),
+    lambda t: functional.instance_norm(t),
+    lambda t: functional.fold(functional.unfold(t[:, None], 2), t.shape[-2:], 2).squeeze(1),
+    lambda t: torch.nn.utils.rnn.pad_sequence(list(t)),
+    lambda t: functional.pairwise_distance(t, t.flip(0)),
+    lambda t: torch.cov(t.flatten(1)),
+    lambda t: changed(t, lambda x: x[1:].add_(x[:-1].clone())),
 )
 
 # Operations on two tensors.
@@ -120,6 +162,23 @@ OF_TWO: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda a, b: changed(a, lambda x: x[:, 0].copy_(b[:, 0])),
     lambda a, b: a * b.sum(0),
     lambda a, b: a[(7 * b.detach().flatten(1).sum(1).abs()).long() % len(a)],
+    torch.hypot,
+    torch.cdist,
+    lambda a, b: torch.bmm(a, b.mT),
+    lambda a, b: torch.tensordot(a, b, ([-1], [-1])),
+    lambda a, b: torch.einsum("ab...,ab...->a...", a, b),
+    lambda a, b: torch.einsum("abc,dbc->ad", a, b),
+    lambda a, b: functional.bilinear(a, b, torch.ones(2, a.shape[-1], b.shape[-1])),
+    lambda a, b: functional.conv1d(a, b[:2]),
+    lambda a, b: torch.baddbmm(a, a, b),
+    lambda a, b: torch.lerp(a, b, 0.3),
+    lambda a, b: torch.stack([x * y for x, y in zip(a, b, strict=True)]),
+    lambda a, b: a.index_add(0, torch.zeros(len(b), dtype=torch.long), b),
+    lambda a, b: torch.where(a.detach().sum(-1, keepdim=True) > 0, a, b),
+    lambda a, b: torch.maximum(a, b.flip(0)),
+    lambda a, b: a.unsqueeze(0) * b.unsqueeze(1),
+    lambda a, b: a[:, :1] + b[:1],
+    lambda a, b: changed(a, lambda x: x[1:].copy_(b[1:])),
 )
 
 # The shape of a parameter that a tensor can meet, and what they do then.
