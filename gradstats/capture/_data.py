@@ -13,7 +13,7 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nested import argument_of, flatten, operands_of
 from gradstats.capture._nodes import same_form
 from gradstats.capture._separable import joins_examples
 from gradstats.capture._tensors import node_of
@@ -175,7 +175,7 @@ class Data(Written):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
     ) -> None:
         """Note where the examples lie in gradients that ``grad`` returned: as in its inputs."""
-        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        inputs = argument_of(args, kwargs, 1, "inputs", ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         outputs = flatten((args[0],))
         joint = not self.packed and any(joins_examples(self, output) for output in outputs)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
@@ -116,11 +117,6 @@ def axis_of(items: list, index: Tensor) -> int:
     """Return the first axis that the item ``index`` is applied to, of ``items_of``'s items."""
     place = next(place for place, item in enumerate(items) if item is index)
     return sum(map(_axes_taken, items[:place]))
-
-
-def argument_of(args, kwargs, position: int, name: str):
-    """Return an operation's argument, whether it was given by name or by position."""
-    return kwargs[name] if name in kwargs else args[position]
 
 
 def _axes_taken(item) -> int:

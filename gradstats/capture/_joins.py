@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstats.capture._examples import Examples, Mixed, Whole, joined, sole_of
 from gradstats.capture._marks import Marks
+from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import JOINS, PAD_SEQUENCE
 from gradstats.capture._tensors import node_of
 
@@ -30,7 +31,7 @@ def joined_layout(
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
     dim = JOINS[func]
     if dim is None:
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.dim()
+        dim = argument_of(args, kwargs, 1, "dim", 0) % result.dim()
     elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
         return None  # such tensors get an axis first, or are joined along another one
     owners = _owners(marks, tensors)

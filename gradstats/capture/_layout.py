@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._indexing import argument_of
-from gradstats.capture._nested import flatten
+from gradstats.capture._nested import argument_of, flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     CONVOLUTIONS,
@@ -189,7 +188,7 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
     """The result has the first operand's remaining axes, then those of the second."""
     first, second = args[:2]
     if func is torch.tensordot:
-        dims = argument_of((*args, 2), kwargs, 2, "dims")
+        dims = argument_of(args, kwargs, 2, "dims", 2)
     else:
         dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
     if isinstance(dims, Tensor):
@@ -218,7 +217,7 @@ def convolved(
         return None
     owner = layout.owner(result.device)
     if place == 0 or (place == 1 and func in TRANSPOSED_CONVOLUTIONS):
-        groups = argument_of((*args, *(1,) * 7)[:7], kwargs, 6, "groups")
+        groups = argument_of(args, kwargs, 6, "groups", 1)
         owners = owner.view(groups, -1)
         if not bool((owners == owners[:, :1]).all()):
             return None  # examples are summed
@@ -252,7 +251,7 @@ def is_shared(func, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tenso
     place = SHARED_WEIGHT.get(func)
     if place is None:
         return False
-    return tensor is argument_of((*args, *[None] * 3), kwargs, place, "weight")
+    return tensor is argument_of(args, kwargs, place, "weight")
 
 
 # Operations with an operand that all examples share, unless it was computed from data.

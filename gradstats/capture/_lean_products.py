@@ -29,7 +29,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture._derivation import Derived
-from gradstats.capture._indexing import argument_of
+from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.contractions import lean, row_products
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,15 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(item, (tuple, list, dict)):
             found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
     return found
+
+
+def argument_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
+):
+    """Return an operation's argument, whether it was given by name, by position or not at all."""
+    if name in kwargs:
+        return kwargs[name]
+    return args[position] if len(args) > position else default
 
 
 def rebuild(items, change: Callable[[Any], Any]):

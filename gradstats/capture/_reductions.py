@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._examples import Examples
-from gradstats.capture._indexing import argument_of
+from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 
 # Stands for the position of an argument that can only be given by name.
@@ -38,7 +38,7 @@ def reduced(
 ) -> Examples | None:
     """Return the layout of a reduction's result; None where it runs over the examples."""
     position, default = axes_of(func)
-    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    dim = argument_of(args, kwargs, position, "dim", default)
     if dim is None or isinstance(dim, str):
         return None
     dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
@@ -181,7 +181,7 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     position, default = axes_of(func)
     if func in OVER_LAST:
         return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))
-    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    dim = argument_of(args, kwargs, position, "dim", default)
     if dim is None and func in IMPLICIT:
         return axis == (0 if dims in (0, 1, 3) else 1)
     if dim is None or dim == ():

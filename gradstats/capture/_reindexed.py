@@ -14,7 +14,8 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._indexing import argument_of, items_of, read_at
+from gradstats.capture._indexing import items_of, read_at
+from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
 from gradstats.capture._operations import variants
 from gradstats.capture._reductions import KEYWORD
@@ -81,7 +82,7 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
     """
 
     def rule(func, args, kwargs, source, layout, result):
-        dim = kwargs.get(name, args[position] if len(args) > position else default)
+        dim = argument_of(args, kwargs, position, name, default)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         if name == "dims" and len(dims) == 1:
             dims = (*dims, *args[position + 1 :])  # x.flip(0, 1)
@@ -99,7 +100,7 @@ def _ranked(position: int, default: int):
     """Return a rule for operations that sort elements along an axis."""
 
     def rule(func, args, kwargs, source, layout, result):
-        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        dim = argument_of(args, kwargs, position, "dim", default)
         return None if dim % source.dim() == layout.axis else layout
 
     return rule
@@ -109,7 +110,7 @@ def _sliced(position: int, default: int = 0):
     """Return a rule for operations whose results are slices of their operand."""
 
     def rule(func, args, kwargs, source, layout, result):
-        dim = kwargs.get("dim", args[position] if len(args) > position else default)
+        dim = argument_of(args, kwargs, position, "dim", default)
         dim %= source.dim()
         lost = source.dim() - result.dim()
         if dim != layout.axis:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Examples, same_rows
-from gradstats.capture._indexing import argument_of
+from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
 
@@ -62,11 +62,10 @@ def prescribed_layouts(
     if func not in PRESCRIBES:
         return None
     if func is BAGS:
-        padded = (*args, *(None,) * 10)
-        offsets = argument_of(padded, kwargs, 2, "offsets")
+        offsets = argument_of(args, kwargs, 2, "offsets")
         if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
             return None
-        last = bool(argument_of(padded, kwargs, 9, "include_last_offset"))
+        last = bool(argument_of(args, kwargs, 9, "include_last_offset"))
         return [layout_of_bags(tracker, args[0], offsets, last)]
     if func in SORTS:
         return _sorted_layouts(tracker, args[0], results)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derived import derive
+from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
@@ -251,7 +252,7 @@ def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
     mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
     if mask is None:
         return func(query, key, value, *args, **kwargs)
-    dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+    dropout = argument_of(args, kwargs, 1, "dropout_p", 0.0)
     if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
     layout = ExampleLayout(dims, examples)
