@@ -136,7 +136,7 @@ OF_ONE: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: t / t.norm(),
     lambda t: functional.pad(t, (0, 0, 1, 0)),
     lambda t: functional.max_pool1d(t, 2, 1),
-    lambda t: functional.instance_norm(t),
+    functional.instance_norm,
     lambda t: functional.fold(functional.unfold(t[:, None], 2), t.shape[-2:], 2).squeeze(1),
     lambda t: torch.nn.utils.rnn.pad_sequence(list(t)),
     lambda t: functional.pairwise_distance(t, t.flip(0)),

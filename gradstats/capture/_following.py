@@ -29,7 +29,7 @@ from gradstats.capture._layout import (
 from gradstats.capture._marks import Marks
 from gradstats.capture._multiplied import contraction, multiplied
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import operands_of
+from gradstats.capture._nested import argument_of, operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
@@ -158,7 +158,7 @@ class Following(Marks):
         if not sums and not any(map(self.is_trained, call.args[1:])):
             return self._by_first(call)
         after = self._of_product(call)
-        bias = call.kwargs.get("bias", call.args[2] if len(call.args) > 2 else None)
+        bias = argument_of(call.args, call.kwargs, 2, "bias")
         biases = [tensor for tensor in call.data if tensor is bias]
         if biases and self._broadcast(biases, call.result) != after:
             self.note_meeting(call.result)

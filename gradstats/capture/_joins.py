@@ -23,10 +23,10 @@ def joined_layout(
 ) -> Examples | None:
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
     if func is PAD_SEQUENCE:
-        place = 0 if len(args) > 1 and args[1] else 1  # batch_first
+        place = 0 if argument_of(args, kwargs, 1, "batch_first") else 1
         owners = [sole_of(owned) for owned in _owners(marks, args[0])]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
-    tensors = list(args[0] if args else kwargs["tensors"])
+    tensors = list(argument_of(args, kwargs, 0, "tensors"))
     # An empty tensor, as loops often start from, holds nothing of any example.
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
     dim = JOINS[func]

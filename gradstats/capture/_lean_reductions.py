@@ -26,6 +26,7 @@ from gradstats._factors import (
 )
 from gradstats.capture._derivation import Derived
 from gradstats.capture._lean_products import Scaled, other_operand, times
+from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._reductions import OVER_MATRICES, REDUCES
 from gradstats.contractions import lean
@@ -125,7 +126,7 @@ def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
     if node.function not in REDUCES:
         return None
     position = REDUCES[node.function]
-    dim = node.kwargs.get("dim", node.args[position] if len(node.args) > position else None)
+    dim = argument_of(node.args, node.kwargs, position, "dim")
     dims: Sequence[Any] = dim if isinstance(dim, (tuple, list)) else (dim,)
     if not dims or not all(isinstance(axis, int) for axis in dims):
         return None

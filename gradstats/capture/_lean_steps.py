@@ -37,6 +37,7 @@ from gradstats.capture._lean_products import (
     subtracted,
 )
 from gradstats.capture._lean_reductions import MEASURES, normalised, reduced, weight_normalised
+from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reductions import REDUCES
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
@@ -204,7 +205,7 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     if any(node.args[3:4]) or any(node.args[5:6]):
         return None
-    padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
+    padding = argument_of(node.args, node.kwargs, 2, "padding_idx")
     return _of_table(factor, ids, parent, padding)
 
 

@@ -15,7 +15,7 @@ def settle_interpreter() -> None:
         _settle_scalars(interpreter)
     _patch_once(interpreter)
     _look_types_up(interpreter)
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check_overflow
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _check_overflow
 
 
 def _settle_scalars(interpreter) -> None:
@@ -68,7 +68,7 @@ def _look_types_up(interpreter) -> None:
     interpreter._get_np_dtype = numpy_type
 
 
-def check_overflow(left, right, operation) -> None:
+def _check_overflow(left, right, operation) -> None:
     """Raise where a sum, difference or product of integers leaves their range.
 
     So does Triton's own check, by a dozen operations of its language for each in a kernel.
