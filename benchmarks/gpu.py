@@ -61,14 +61,14 @@ def steps() -> list[Step]:
     parallel = ["-n", workers, "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     steps = ["-m", "benchmarks.step_overhead"]
     gpt = [*steps, "gpt2", "--device", "cuda", "--dtype", "bfloat16", "--rounds", "15"]
-    tiny = [*steps, "small", "--rounds", "1", "--out", "{out}", "--providers", "plain"]
+    tiny = [*steps, "small", "--rounds", "1", "--out", "{out}", "--providers", "plain", "norms"]
     recorded = [*gpt, "--providers", "plain", "--recorded", "--out", "{out}"]
     times = ["-m", "benchmarks.kernel_times"]
     found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
-        Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, [*tiny, "norms"]),
-        Step("recorded", recorded, 60, None, tiny),
+        Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
+        Step("recorded", recorded, 60, None, [*steps, "--help"]),
         Step(
             "times",
             [*times, "gpt2", "--dtype", "bfloat16", "--out", "{out}"],

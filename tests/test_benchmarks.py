@@ -429,7 +429,7 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     run = "sys.argv"
     monkeypatch.setattr(run, ["op_overhead", "Linear", "Embedding and add", "--rounds", "1"])
     op_overhead.main()
-    arguments = ["scaling", "T", "--points", "2", "--rounds", "1", "--providers", "norms", "vmap"]
+    arguments = ["scaling", "T", "--points", "2", "--rounds", "1", "--providers", "norms"]
     monkeypatch.setattr(run, arguments)
     scaling.main()
     rows = harness.read_csv("op_overhead")
@@ -442,7 +442,7 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     assert report.operation_table().count("\n| ") == 4  # header, rule, two operations
     rows = harness.read_csv("scaling")
     assert [(row["T"], row["variant"]) for row in rows] == [
-        (positions, variant) for positions in "14" for variant in ("plain", "norms", "vmap(grad)")
+        (positions, variant) for positions in "14" for variant in ("plain", "norms")
     ]
     assert {row["d"] for row in rows} == {str(4 * (256 * 256 + 256) + 256 * 16 + 16)}
     fill(

@@ -29,9 +29,9 @@ def test_opcheck(index, dtype):
     assert set(result.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_compiles_into_one_graph(sample):
-    name, arguments, options = sample
+@pytest.mark.parametrize("name", operators.OPERATORS)
+def test_compiles_into_one_graph(name):
+    _, arguments, options = next(sample for sample in SAMPLES if sample[0] == name)
     operator = getattr(operators, name)
 
     def doubled(*operands):

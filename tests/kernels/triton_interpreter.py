@@ -15,6 +15,7 @@ def settle_interpreter() -> None:
         _settle_scalars(interpreter)
     _patch_once(interpreter)
     _look_types_up(interpreter)
+    _remember_shapes(interpreter.tl.core)
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _check_overflow
 
 
@@ -66,6 +67,37 @@ def _look_types_up(interpreter) -> None:
         return find(scalar) if isinstance(scalar, pointer) else find_once(scalar)
 
     interpreter._get_np_dtype = numpy_type
+
+
+def _remember_shapes(core) -> None:
+    """Have what follows from a shape computed once, not for each type and tensor that has it."""
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple, dict] = {}
+    shapes: dict[tuple, tuple] = {}
+
+    def sizes_of(shape):
+        return tuple([getattr(size, "value", size) for size in getattr(shape, "values", shape)])
+
+    def block_type(self, element_ty, shape):
+        # types of pointers are made anew each time
+        if type(element_ty) is not core.dtype:
+            make_type(self, element_ty, shape)
+            return
+        key = (element_ty.name, *sizes_of(shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+
+    def tensor(self, handle, type):
+        key = sizes_of(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
 def _check_overflow(left, right, operation) -> None:
