@@ -239,6 +239,9 @@ def test_batches_without_examples(model, bad_batch, message):
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
+        ({"alignment": torch.ones(3)}, gs.TrackingError, "alignment is tensor.*True or False"),
+        ({"alignment": {"0.weight": 1}}, gs.TrackingError, "alignment is .*True or False"),
+        ({"gram": "all"}, gs.TrackingError, "gram is 'all', expected True or False"),
         ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'.*vmap"),
         (
             {"fallback": "vmap", "gram": True},
@@ -267,6 +270,8 @@ def test_options(model, batch, options, error, message):
         ({"batch_size": B, "weights": [1.0, 1, 1, 1, float("inf")]}, gs.LossShapeError, "finite"),
         ({"batch_size": B, "weights": [1, 1, 1, 1, 1j]}, gs.LossShapeError, "real"),
         ({"batch_size": B, "weights": "abcde"}, gs.LossShapeError, "weights are 'abcde'"),
+        ({"batch_size": B, "fused": np.ones(2)}, gs.TrackingError, "fused is array"),
+        ({"batch_size": B, "alignment": "mean"}, gs.TrackingError, "alignment is 'mean'"),
         ({"batch_size": B, "nonfinite": ["raise"]}, gs.TrackingError, "nonfinite is"),
         ({"batch_size": B, "nonfinite": np.array([1, 2])}, gs.TrackingError, "nonfinite is"),
         ({"batch_size": 5, "loss_reduction": "max"}, gs.TrackingError, "loss_reduction is 'max'"),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
-from gradstats.statistics._arguments import check_scaler, check_workspace, integer
+from gradstats.statistics._arguments import check_flags, check_scaler, check_workspace, integer
 from gradstats.statistics._loss import loss_weights
 
 
 def check_monitor(
-    model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace
+    model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace, **flags
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
@@ -37,6 +37,7 @@ def check_monitor(
             raise TrackingError(f"{name} is {value!r}, expected {expected}.")
     check_scaler(scaler)
     check_workspace(workspace)
+    check_flags(**flags)
 
 
 def checked_accumulation(accumulation) -> tuple[int, int]:

@@ -170,8 +170,9 @@ class Monitor:
         process_group: Any = None,
     ):
         check_monitor(
-            model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace
-        )
+            model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace,
+            alignment=alignment, gram=gram, fused=fused,
+        )  # fmt: skip
         self.model, self.every = model, every
         self.optimizer, self.scaler = optimizer, scaler
         self._options = Options(

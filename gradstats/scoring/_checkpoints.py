@@ -198,7 +198,8 @@ def _listed(sources: Any) -> list[tuple[str, Any]]:
             name = f"state dict {number}"
             listed.append((name, parse(source, name)))
         elif isinstance(source, (str, Path)):
-            listed.extend((str(path), path) for path in find_files(source))
+            # Not to be lost where the working directory changes before a file is read.
+            listed.extend((str(path), path.absolute()) for path in find_files(source))
         else:
             raise CheckpointError(
                 f"checkpoint {number} is {type(source).__name__}, expected a file, a glob or a "

@@ -18,7 +18,7 @@ from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
 from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
-from gradstats.statistics._arguments import LossFunction, integer
+from gradstats.statistics._arguments import LossFunction, check_flags, integer
 from gradstats.statistics._state import random_numbers_kept
 
 DEFAULT_BUDGET = 1024**3
@@ -176,6 +176,7 @@ def influence(
     """
     check_checkpoints(checkpoints)
     check_normalize(normalize)
+    check_flags(resume=resume, progress=progress)
     number = integer(budget)
     if number is None or number < 1:
         raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")

@@ -41,7 +41,7 @@ from gradstats.scoring._work import (
     read_data,
     seconds,
 )
-from gradstats.statistics._arguments import LossFunction
+from gradstats.statistics._arguments import LossFunction, check_flags
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import random_numbers_kept
@@ -106,6 +106,7 @@ def self_influence(
         TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
     """
     check_checkpoints(checkpoints)
+    check_flags(resume=resume, progress=progress)
     work = Work.of(
         model, loss_fn, nonfinite=nonfinite, progress=progress,
         layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,

@@ -17,6 +17,7 @@ from gradstats.statistics._arguments import (
     Options,
     check_call,
     check_choice,
+    check_flags,
     shapes_of,
 )
 from gradstats.statistics._backward import run
@@ -112,6 +113,7 @@ def alignment(
     """
     check_call(model, loss_fn)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    check_flags(per_parameter=per_parameter)
     options: Options = {
         "batch_dim": batch_dim,
         "cu_seqlens": cu_seqlens,

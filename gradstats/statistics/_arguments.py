@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
@@ -86,6 +88,13 @@ def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise TrackingError(f"{name} is {value!r}, expected one of {choices}.")
     return value
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise unless these are all True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, numpy.bool_)):
+            raise TrackingError(f"{name} is {reprlib.repr(value)}, expected True or False.")
 
 
 def check_workspace(workspace: Any) -> int:

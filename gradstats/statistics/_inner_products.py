@@ -15,6 +15,7 @@ from gradstats.statistics._arguments import (
     Options,
     check_call,
     check_choice,
+    check_flags,
     check_model,
     shapes_of,
 )
@@ -127,6 +128,7 @@ def inner_products(
     check_call(model_a, loss_fn)
     check_choice("pairs", pairs, ("all", "diagonal"))
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
+    check_flags(per_parameter=per_parameter)
     options: Options = {
         "batch_dim": batch_dim,
         "parameters": parameters,

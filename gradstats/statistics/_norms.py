@@ -18,6 +18,7 @@ from gradstats.statistics._arguments import (
     LossFunction,
     check_call,
     check_choice,
+    check_flags,
     check_model,
     check_recording,
     check_scaler,
@@ -106,6 +107,7 @@ def per_example_norms(
     check_call(model, loss_fn)
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     check_choice("fallback", fallback, (None, "vmap"))
+    check_flags(alignment=alignment, gram=gram)
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -229,6 +231,7 @@ class track:
     ):
         check_model(model)
         check_scaler(scaler)
+        check_flags(fused=fused, alignment=alignment, gram=gram)
         self._batch_size = batch_size = check_batch_size(batch_size)
         self._weights = loss_weights(loss_reduction, weights, batch_size)
         self._weighted = weights is not None

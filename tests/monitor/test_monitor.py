@@ -653,6 +653,7 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m, top=-1), "top is -1"),
         (lambda m: gs.Monitor(m, clip=-1), "clip is -1"),
         (lambda m: gs.Monitor(m, workspace=0), "workspace is 0"),
+        (lambda m: gs.Monitor(m, alignment="mean"), "alignment is 'mean', expected True or False"),
         (lambda m: gs.Monitor(None), "model is None, expected a torch.nn.Module"),
         (lambda m: gs.Monitor(type(m)), "model is <class .*, expected a torch.nn.Module"),
         (lambda m: gs.Monitor(m, optimizer=torch.optim.SGD), "optimizer is <class .*, expected a"),

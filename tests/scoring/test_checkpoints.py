@@ -58,6 +58,16 @@ def test_files_in_natural_order(tmp_path):
     assert [path.parent.name for path in paths] == ["step-9", "step-10"]
 
 
+def test_the_working_directory_may_change_before_a_file_is_read(setting, tmp_path, monkeypatch):
+    torch.save(setting.states[0], tmp_path / "epoch-1.pt")
+    monkeypatch.chdir(tmp_path)
+    checkpoints = gs.Checkpoints("epoch-*.pt", lr=1.0)
+    monkeypatch.chdir(tmp_path.parent)
+    got = score(setting, checkpoints)
+    np.testing.assert_array_equal(got, score(setting, gs.Checkpoints(setting.states[:1], lr=1.0)))
+    assert checkpoints.names == ("epoch-1.pt",)
+
+
 @pytest.mark.parametrize("layout", [
     "plain", "model", "model_state_dict", "state_dict", "safetensors", "memory", "data parallel",
     "legacy",

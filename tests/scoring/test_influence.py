@@ -318,6 +318,7 @@ def test_bad_options_are_refused(setting, options, message):
         ({"model": [1]}, gs.TrackingError, r"model is list, expected a torch\.nn\.Module"),
         ({"loss_fn": None}, gs.TrackingError, r"loss_fn is NoneType, expected a function"),
         ({"out": 3}, gs.StoreError, r"out is 3, expected the path of a folder"),
+        ({"resume": "no"}, gs.TrackingError, "resume is 'no', expected True or False"),
     ],
 )
 @pytest.mark.parametrize("kind", ["self", "matrix"])
