@@ -12,20 +12,23 @@ from gradstats._factors._patches import Patches
 
 @dataclass(eq=False)
 class Tangent:
-    """G_i = inner_i - along_i ∘ unit: the part of inner_i that is orthogonal to a unit vector.
+    """G_i = inner_i - share ∘ along_i ∘ unit: inner_i without a share of its part along a vector.
 
     The unit vectors are the rows of the parameter, its columns, or all of it, each divided by its
-    norm: a normalised weight does not change along them.
+    norm: a normalised weight does not change along them, and the share is 1. It is less where a
+    number that keeps divisors from zero was added to the norm.
 
     Attributes:
         inner: the factor of what is projected.
         unit: of the parameter's shape, in the accumulation dtype; zeros where nothing is removed.
         along: (B, *) the inner products of inner_i with each unit vector, its axes kept as 1.
+        share: (*) how much is removed, from 0 to 1.
     """
 
-    inner: Outer | Patches
+    inner: Outer | Patches | Tangent
     unit: Tensor
     along: Tensor
+    share: Tensor
 
     @property
     def batch(self) -> int:
@@ -43,9 +46,11 @@ class Tangent:
         return self.inner.granule
 
     def narrow(self, start: int, stop: int) -> Tangent:
-        along = self.along if self.along.shape[1] == 1 else self.along[:, start:stop]
-        return Tangent(self.inner.narrow(start, stop), self.unit[start:stop], along)
+        along, share = self.along, self.share
+        if len(share) > 1:
+            along, share = along[:, start:stop], share[start:stop]
+        return Tangent(self.inner.narrow(start, stop), self.unit[start:stop], along, share)
 
     def dense(self) -> Tensor:
         gradient = self.inner.dense()
-        return gradient.sub_(self.along.to(gradient) * self.unit.to(gradient))
+        return gradient.sub_((self.along * self.share).to(gradient) * self.unit.to(gradient))

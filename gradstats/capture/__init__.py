@@ -23,7 +23,8 @@ What is tracked
     _replay      a derived tensor computed again, to pull gradients back through it
     _drawn       operations that draw random numbers, drawn again
     _lineage     pulling a derived tensor's factors back to its parameters
-    _lean_steps, _lean_products, _lean_reductions  the steps of that way that keep factors lean
+    _lean_steps, _lean_products, _lean_reductions, _lean_normalisations  the steps of that way that
+                 keep factors lean
 
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation; which tensors belong to no example

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class Derived(Node):
         aliased: whether a tensor that is not tracked shares its memory.
         version: version counter of the shown tensor, where that has memory of its own: if it moves
             on, the tensor was changed unseen.
+        products: a factor of this, and what one operand has computed of it that another needs.
         widest: elements of the largest of this and the tensors between the roots and this, each of
             which has a gradient when one is pulled back.
     """
@@ -57,6 +59,7 @@ class Derived(Node):
         self.shown: Callable[[], Tensor | None] = lambda: None
         self.aliased = False
         self.version: int | None = None
+        self.products: tuple[weakref.ref, Any] | None = None
         self._checked = False
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
         # Operands may give no more than a dtype or a shape, or belong to another of the results.

@@ -1,4 +1,4 @@
-"""Reductions of a parameter, and parameters that one of them normalises.
+"""Reductions of a parameter, also where one of them normalises it.
 
 Of a reduction of the rows of w, as their norms, the gradient is c_p ∂r_p/∂w_pq with a number c_p of
 each example and each row: constants, multiplied row by row. The same holds for columns, and for
@@ -13,19 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats._factors import (
-    Factor,
-    Masked,
-    Outer,
-    Patches,
-    Tangent,
-    Vector,
-    cast,
-    compute_dtype,
-    tensors_of,
-)
+from gradstats._factors import Factor, Masked, Outer, Vector, cast, compute_dtype
 from gradstats.capture._derivation import Derived
-from gradstats.capture._lean_products import Scaled, other_operand, times
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._reductions import OVER_MATRICES, REDUCES
@@ -49,52 +38,6 @@ def reduced(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return _spread(cast(factor.values, dtype).reshape(factor.batch, *shape), slope.to(dtype))
 
 
-def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """w / ‖w‖."""
-    p, dim, eps = _arguments(node, p=2.0, dim=1, eps=1e-12)
-    if p != 2:
-        return None
-    weight = _numbers(parent)
-    norm = weight.norm(2, dim, keepdim=True)
-    # Shorter vectors are divided by a constant.
-    unit = torch.where(norm < eps, 0, weight / norm)
-    return _tangent(factor, node, unit, norm.clamp(min=eps).reciprocal())
-
-
-def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """g v / ‖v‖, for v and for g."""
-    direction = node.args[0]
-    if not isinstance(direction, Node):
-        return None
-    _, dim = _arguments(node, g=None, dim=0)
-    weight = _numbers(direction)
-    norm = torch.norm_except_dim(weight, 2, dim)
-    unit = weight / norm
-    if parent is direction:
-        return _tangent(factor, node, unit, other_operand(node, parent).to(norm) / norm)
-    factor = lean(factor)
-    if not isinstance(factor, Scaled):
-        return None
-    node.check_step()
-    return times(factor, unit.to(compute_dtype(unit, *tensors_of(factor))), parent.shape)
-
-
-def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Factor | None:
-    """Return the factor of a tensor whose rows, columns or all of it were rescaled."""
-    factor = lean(factor)
-    if not isinstance(factor, (Outer, Patches)):
-        return None
-    dtype = compute_dtype(unit, *tensors_of(factor))
-    unit, scale = unit.to(dtype), scale.to(dtype)
-    inner = times(factor, scale, unit.shape)
-    along = times(factor, unit, scale.shape)
-    if not isinstance(inner, (Outer, Patches)) or not isinstance(along, Vector):
-        return None
-    node.check_step()
-    shape = (1,) * (unit.dim() - scale.dim()) + tuple(scale.shape)
-    return Tangent(inner, unit, (along.values * scale).reshape(factor.batch, *shape))
-
-
 def _spread(values: Tensor, slope: Tensor) -> Factor | None:
     """Return the factor of ``values`` (B, *) ∘ ``slope``, where each value stands for many."""
     shape = tuple(slope.shape)
@@ -110,12 +53,6 @@ def _spread(values: Tensor, slope: Tensor) -> Factor | None:
         return None
     left, right = left.expand(batch, 1, 1, shape[0]), right.expand(batch, 1, 1, slope[0].numel())
     return Masked(Outer(left, right, shape), slope)
-
-
-def _numbers(node: Node) -> Tensor:
-    """Return a tensor's numbers in the accumulation dtype."""
-    value = node.value.detach()
-    return value.to(compute_dtype(value))
 
 
 def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
@@ -134,9 +71,3 @@ def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
     kept = [1 if axis in axes else size for axis, size in enumerate(parent.shape)]
     gone = [size for axis, size in enumerate(parent.shape) if axis not in axes]
     return axes if list(node.shape) in (kept, gone) else None
-
-
-def _arguments(node: Derived, **defaults: Any) -> list[Any]:
-    """Return an operation's arguments behind the first, by position or by name."""
-    given = dict(zip(defaults, node.args[1:], strict=False)) | node.kwargs
-    return [given.get(name, default) for name, default in defaults.items()]

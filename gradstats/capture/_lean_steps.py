@@ -20,6 +20,7 @@ from gradstats._factors import (
     Factor,
     Masked,
     Outer,
+    Patches,
     Ragged,
     Rows,
     Vector,
@@ -28,6 +29,12 @@ from gradstats._factors import (
     compute_dtype,
 )
 from gradstats.capture._derivation import Derived
+from gradstats.capture._lean_normalisations import (
+    Flattened,
+    normalised,
+    standardised,
+    weight_normalised,
+)
 from gradstats.capture._lean_products import (
     elementwise,
     multiplied,
@@ -36,7 +43,7 @@ from gradstats.capture._lean_products import (
     shifted,
     subtracted,
 )
-from gradstats.capture._lean_reductions import MEASURES, normalised, reduced, weight_normalised
+from gradstats.capture._lean_reductions import MEASURES, reduced
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reductions import REDUCES
@@ -121,10 +128,13 @@ def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
     return factor
 
 
-def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Reshapes, for factors that hold gradients element by element."""
+def _reshaped(factor: Factor | Flattened, node: Derived, parent: Node):
+    """Reshapes, for factors that hold gradients element by element, or row by row."""
     if node.value.shape == parent.shape:
         return factor
+    if isinstance(factor, Flattened):
+        same = factor.inner.shape == tuple(parent.shape)
+        return factor.inner if same else Flattened(factor.inner, tuple(parent.shape))
     if isinstance(factor, Vector) and factor.axis is None:
         shape = tuple(parent.shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
@@ -136,7 +146,7 @@ def _reshaped(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         if isinstance(factor, Masked):
             return Masked(inner, factor.mask.reshape(parent.shape))
         return inner
-    return None
+    return Flattened(factor, tuple(parent.shape)) if isinstance(factor, (Outer, Patches)) else None
 
 
 def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -275,6 +285,8 @@ LEAN_STEPS = {
     torch.vdot: multiplied,
     torch.nn.functional.normalize: normalised,
     torch._weight_norm: weight_normalised,
+    torch.nn.functional.batch_norm: standardised,
+    torch.nn.functional.layer_norm: standardised,
     torch.view_as_real: _same_numbers,
     torch.view_as_complex: _same_numbers,
     Tensor.view: _reshaped,
@@ -299,7 +311,7 @@ ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
-OF_SEVERAL = frozenset({shifted, subtracted, scaled, multiplied, weight_normalised})
+OF_SEVERAL = frozenset({shifted, subtracted, scaled, multiplied, weight_normalised, standardised})
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 

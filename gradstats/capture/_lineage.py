@@ -2,8 +2,8 @@
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
 transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
-constant positions, or is normalised by a norm, the factor of the parameter is just as lean; where
-several ways lead to the parameter, there is one for each. Everything else is pulled back by
+constant positions, or is normalised or standardised, the factor of the parameter is just as lean;
+where several ways lead to the parameter, there is one for each. Everything else is pulled back by
 automatic differentiation, a few examples at a time.
 """
 
@@ -20,6 +20,7 @@ from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
 from gradstats._factors import Factor, Outer, Path, compute_dtype
 from gradstats.capture._derivation import Derived
+from gradstats.capture._lean_normalisations import Flattened
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -168,7 +169,7 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
     assert isinstance(node, Derived)
     found = _pulled_apart(factor, node, roots)
     together: dict[Root, Contraction | None] = {root: None for root in roots if root not in found}
-    if together:
+    if together and not isinstance(factor, Flattened):
         factor = lean(factor)
     return found | {root: [Pulled(factor, node, root, together)] for root in together}
 
@@ -185,13 +186,19 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
     for parent in parents:
         own = [root for root in left if root in parent.roots]
         result = step(factor, node, parent) if own else None
-        if result is None:
-            left = [root for root in left if root not in own]
-            continue
-        for root, factors in pull_back(result, parent, own).items():
-            found[root] += factors
+        above = {} if result is None else pull_back(result, parent, own)
+        for root in own:
+            if root not in above or any(_is_flattened(each) for each in above[root]):
+                left.remove(root)
+            else:
+                found[root] += above[root]
     sums = {root: _sum(found[root]) for root in left}
     return {root: factors for root, factors in sums.items() if factors}
+
+
+def _is_flattened(factor) -> bool:
+    """Whether a factor of another shape than its weight's got no further on the way back."""
+    return isinstance(factor.inner if isinstance(factor, Pulled) else factor, Flattened)
 
 
 def _may_branch(factor: Factor, ways: int) -> bool:

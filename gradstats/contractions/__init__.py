@@ -62,6 +62,7 @@ from gradstats.contractions import (
 from gradstats.contractions._dense import rows_squared_norms as rows_squared_norms
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import row_products as row_products
+from gradstats.contractions._direction import row_sums as row_sums
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._elementwise import lean as lean
 from gradstats.contractions._elementwise import summed as summed

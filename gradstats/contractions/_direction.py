@@ -126,19 +126,25 @@ def _patch_rows(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of examples with ⟨G_i[o], V[o]⟩ for each output channel o, (b, O)."""
     dtype = compute_dtype(factor.input, factor.grad, direction)
-    geometry, spatial = factor.geometry, factor.grad.dim() - 2
     weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
     chunk = max(1, workspace // max(1, size * dtype.itemsize))
     for here in _tiles.chunks(factor.batch, chunk):
-        output = torch.ops.aten.convolution(
-            factor.input[here].to(dtype), weight, None, geometry.stride, geometry.padding,
-            geometry.dilation, False, [0] * spatial, geometry.groups,
-        )  # fmt: skip
-        for axis, positions in enumerate(factor.grad.shape[2:]):
-            output = output.narrow(axis + 2, 0, positions)
+        output = _convolved(factor.input[here].to(dtype), weight, factor)
         products = output * factor.grad[here].to(dtype)
         yield here, products.flatten(2).sum(2)
+
+
+def _convolved(x: Tensor, weight: Tensor, factor: Patches) -> Tensor:
+    """Return the convolution with a weight, at the positions of a factor's output gradient."""
+    geometry, positions = factor.geometry, factor.grad.shape[2:]
+    output = torch.ops.aten.convolution(
+        x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
+        [0] * len(positions), geometry.groups,
+    )  # fmt: skip
+    for axis, count in enumerate(positions):
+        output = output.narrow(axis + 2, 0, count)
+    return output
 
 
 @in_full_precision
@@ -166,6 +172,28 @@ def row_products(factor: Outer | Patches, direction: Tensor) -> Tensor:
         products = products.view(-1, *left.shape[1:]).mul_(left[here])
         torch.sum(products, 1, out=result[here])
     return result
+
+
+@in_full_precision
+def row_sums(factor: Outer | Patches) -> Tensor:
+    """Return the sum of each row of G_i, (B, p) in the accumulation dtype.
+
+    Args:
+        factor: as ``row_products`` takes it.
+
+    Cost: as much as a forward pass with one input channel for each group.
+    """
+    if isinstance(factor, Outer):
+        dtype = compute_dtype(factor.left, factor.right)
+        left, sums = cast(factor.left[:, 0], dtype), factor.right[:, 0].sum(2, dtype=dtype)
+    else:
+        dtype, groups = compute_dtype(factor.input, factor.grad), factor.geometry.groups
+        channels = factor.input.unflatten(1, (groups, -1)).sum(2, dtype=dtype)
+        weight = channels.new_ones(1).expand(groups, 1, *factor.kernel)
+        sums = _convolved(channels, weight, factor)
+        left = cast(factor.grad, dtype).unflatten(1, (groups, -1)).flatten(3).mT
+        sums = sums.flatten(2)
+    return (left.mT @ sums.unsqueeze(-1)).flatten(1)
 
 
 def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
@@ -297,11 +325,11 @@ def _tangent_total(factor: Tangent) -> Tensor:
 
 
 def _projected(factor: Tangent, direction: Tensor) -> Tensor:
-    """Return a direction without its parts along the unit vectors."""
+    """Return a direction without its share of the parts along the unit vectors."""
     unit = factor.unit.to(compute_dtype(factor.unit, direction))
     over = [axis for axis, size in enumerate(factor.along.shape[1:]) if size == 1]
     direction = direction.to(unit)
-    return direction - (direction * unit).sum(over, keepdim=True) * unit
+    return direction - (direction * unit).sum(over, keepdim=True) * factor.share * unit
 
 
 def _masked_total(factor: Masked) -> Tensor:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from gradstats._factors import Outer, Tangent
+from gradstats._factors import Outer, Patches, Tangent
 from gradstats.contractions import _outer, _patches
 from gradstats.contractions._dense import sqnorm_of_sum
 from gradstats.contractions._result import Contraction, recompute_suspects, relative_bound
 
 
 def sqnorm(factor: Tangent, workspace: int, *, guarded: bool) -> Contraction:
-    """Return ‖inner_i‖² - ‖along_i‖², as Pythagoras has it."""
-    contract = _outer.sqnorm if isinstance(factor.inner, Outer) else _patches.sqnorm
-    whole = contract(factor.inner, workspace, guarded=guarded)  # type: ignore[arg-type]
-    along = factor.along.reshape(factor.batch, -1).double().square().sum(1)
+    """Return ‖inner_i‖² - ‖along_i‖², as Pythagoras has it; of a share s, s(2 - s)‖along_i‖²."""
+    contract = CONTRACT[type(factor.inner)]
+    whole = contract(factor.inner, workspace, guarded=guarded)
+    removed = factor.along.double().square() * (factor.share * (2 - factor.share))
+    along = removed.reshape(factor.batch, -1).sum(1)
     bound = whole.bound + relative_bound(torch.float32) * (whole.value + along)
     result = Contraction((whole.value - along).clamp(min=0), bound)
     return recompute_suspects(result, lambda rows: sqnorm_of_sum([factor.select(rows)], workspace))
+
+
+CONTRACT: dict[type, Callable[..., Contraction]] = {
+    Outer: _outer.sqnorm,
+    Patches: _patches.sqnorm,
+    Tangent: sqnorm,
+}

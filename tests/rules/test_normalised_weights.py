@@ -9,7 +9,8 @@ from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from tests.oracle import flat, oracle_gradients, oracle_sqnorms
+from gradstats.capture import _lineage
+from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
 
 Weight = Callable[[nn.Module], Tensor]
 
@@ -24,6 +25,20 @@ def standardised(m) -> Tensor:
     return (m.weight - mean) * torch.rsqrt(variance + 1e-5)
 
 
+def by_batch_norm(m) -> Tensor:
+    """As timm and transformers write it, here with all that may be trained."""
+    rows = m.weight.reshape(1, len(m.weight), -1)
+    scale, shift = m.length.flatten() / 3, getattr(m, "shift", None)
+    options = {"training": True, "momentum": 0.0, "eps": 0.05}
+    out = functional.batch_norm(rows, None, None, scale, shift, **options)
+    return out.reshape_as(m.weight)
+
+
+def by_layer_norm(m) -> Tensor:
+    rows = m.weight.flatten(1)
+    return functional.layer_norm(rows, rows.shape[1:], eps=0.05).view_as(m.weight)
+
+
 NORMALISED: dict[str, Weight] = {
     "weight norm": lambda m: torch._weight_norm(m.weight, m.length, 0),
     "unit rows": lambda m: functional.normalize(m.weight),
@@ -33,6 +48,8 @@ NORMALISED: dict[str, Weight] = {
     "centred": lambda m: m.weight - m.weight.mean(1, keepdim=True),
     "spectral norm": spectral,
     "standardised": standardised,
+    "standardised by batch_norm": by_batch_norm,
+    "standardised by layer_norm": by_layer_norm,
 }
 
 
@@ -56,6 +73,23 @@ def loss(model, batch) -> Tensor:
     return (out * torch.linspace(0.5, 1.5, out.shape[1], dtype=out.dtype)).sum(1) * scale
 
 
+class Convolution(nn.Module):
+    """A convolution with a weight that is computed from a parameter."""
+
+    def __init__(
+        self, make: Weight, groups: int = 1, size: int = 3, stride: int = 1, rows: int = 6
+    ):
+        super().__init__()
+        torch.manual_seed(0)
+        self.make, self.options = make, {"groups": groups, "stride": stride, "padding": 1}
+        self.weight = nn.Parameter(torch.randn(rows, 4 // groups, size, size))
+        self.length = nn.Parameter(1 + torch.rand(rows, 1, 1, 1))
+        self.shift = nn.Parameter(torch.randn(rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.conv2d(x, self.make(self), **self.options)
+
+
 def check(model, x: Tensor, scale: Tensor, rtol: float) -> None:
     got = gs.per_example_norms(model, (x, scale), loss).norm
     expected = sum(oracle_sqnorms(model, (x, scale), loss).values())
@@ -64,7 +98,7 @@ def check(model, x: Tensor, scale: Tensor, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("make", NORMALISED.values(), ids=NORMALISED)
-@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("positions", [1, 3, 90])
 def test_norms(make, positions):
     check(Layer(make), torch.randn(5, positions, 12), torch.ones(5), 1e-5)
 
@@ -118,3 +152,71 @@ def test_inner_products(make, positions):
     assert stats.alignment is not None
     aligned = (one @ one.T).mean(1)
     torch.testing.assert_close(stats.alignment.double(), aligned, rtol=0, atol=1e-5 * scale)
+
+
+CONVOLUTIONS = {
+    "batch_norm": (by_batch_norm, {}),
+    "batch_norm, groups": (by_batch_norm, {"groups": 2}),
+    "batch_norm, depthwise": (by_batch_norm, {"groups": 4, "rows": 8}),
+    "batch_norm, 1 × 1": (by_batch_norm, {"size": 1, "stride": 2}),
+    "batch_norm, 1 × 1, groups": (by_batch_norm, {"size": 1, "groups": 2}),
+    "batch_norm of named operands": (
+        lambda m: functional.batch_norm(
+            running_mean=None, running_var=None, bias=m.shift, training=True, eps=0.05,
+            input=m.weight.view(1, 6, -1)
+        ).view_as(m.weight), {}
+    ),
+    "batch_norm of a constant": (
+        lambda m: functional.batch_norm(
+            m.weight.detach()[None], None, None, m.length.view(-1), m.shift, True, 0.1, 0.05
+        ).squeeze(0), {}
+    ),
+    "layer_norm": (by_layer_norm, {"stride": 2}),
+    "layer_norm of all axes": (
+        lambda m: functional.layer_norm(m.weight, m.weight.shape[1:], eps=0.05), {}
+    ),
+    "layer_norm of some axes": (
+        lambda m: functional.layer_norm(m.weight, m.weight.shape[2:], eps=0.05), {}
+    ),
+    "a channel's running statistics": (
+        lambda m: functional.batch_norm(
+            m.weight.reshape(1, 6, -1), m.shift.detach(), m.shift.detach().exp(), m.length.flatten()
+        ).view_as(m.weight), {}
+    ),
+    "seen in another shape": (lambda m: m.weight.reshape(-1).reshape(m.weight.shape), {}),
+    "multiplied in another shape": (
+        lambda m: (m.weight.reshape(1, 6, -1) * m.length.view(1, 6, 1)).view_as(m.weight), {}
+    ),
+    "standardised twice": (
+        lambda m: by_layer_norm(m) + by_batch_norm(m), {}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [6, 13])
+@pytest.mark.parametrize(("make", "options"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(make, options, size):
+    model = Convolution(make, **options).double()
+    with torch.no_grad():
+        model.weight[1] = 0.5  # a row without any deviation
+    batch = torch.randn(5, 4, size, 7).double(), torch.ones(5).double()
+    assert_sqnorms(
+        gs.per_example_norms(model, batch, loss), oracle_sqnorms(model, batch, loss), 1e-10
+    )
+    other = torch.randn(3, 4, size, 7).double(), torch.ones(3).double()
+    one, two = (flat(oracle_gradients(model, each, loss)) for each in (batch, other))
+    got = gs.inner_products(model, batch, model, other, loss)
+    torch.testing.assert_close(got, one @ two.T, rtol=1e-10, atol=1e-10)
+    direction = {name: torch.randn_like(each) for name, each in model.named_parameters()}
+    along = gs.alignment(model, batch, loss, direction)
+    towards = torch.cat([each.flatten() for each in direction.values()])
+    torch.testing.assert_close(along, one @ towards)
+
+
+@pytest.mark.parametrize("make", [by_batch_norm, by_layer_norm])
+def test_no_gradient_of_a_standardised_convolution_is_formed(make, monkeypatch):
+    monkeypatch.setattr(_lineage, "_sqnorms_together", None)  # what would form and pull it back
+    model, batch = Convolution(make), (torch.randn(5, 4, 6, 7), torch.ones(5))
+    assert_sqnorms(
+        gs.per_example_norms(model, batch, loss), oracle_sqnorms(model, batch, loss), 1e-5
+    )

@@ -1,0 +1,195 @@
+"""Normalised parameters: rows, columns or all of w divided by a norm, or by a deviation.
+
+The gradient of w is that of the result, multiplied by constants, without its part along w; where
+the mean was subtracted, without its mean too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._cost import pays_to_pull_apart, product
+from gradstats._factors import Factor, Outer, Patches, Tangent, Vector, compute_dtype, tensors_of
+from gradstats.capture._derivation import Derived
+from gradstats.capture._lean_products import Scaled, other_operand, times
+from gradstats.capture._nested import argument_of
+from gradstats.capture._nodes import Node
+from gradstats.contractions import lean, row_products, row_sums
+
+
+@dataclass(eq=False)
+class Flattened:
+    """A factor whose rows a tensor shows in another shape, on the way from there to the parameter.
+
+    Attributes:
+        inner: the factor, of the weight's own shape.
+        shape: that of the tensor.
+    """
+
+    inner: Outer | Patches | Tangent
+    shape: tuple[int, ...]
+
+
+def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """w / ‖w‖."""
+    p, dim, eps = _arguments(node, p=2.0, dim=1, eps=1e-12)
+    if p != 2:
+        return None
+    weight = _numbers(parent)
+    norm = weight.norm(2, dim, keepdim=True)
+    # Shorter vectors are divided by a constant.
+    unit = torch.where(norm < eps, 0, weight / norm)
+    return _tangent(factor, node, unit, norm.clamp(min=eps).reciprocal())
+
+
+def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """g v / ‖v‖, for v and for g."""
+    direction = node.args[0]
+    if not isinstance(direction, Node):
+        return None
+    _, dim = _arguments(node, g=None, dim=0)
+    weight = _numbers(direction)
+    norm = torch.norm_except_dim(weight, 2, dim)
+    unit = weight / norm
+    if parent is direction:
+        return _tangent(factor, node, unit, other_operand(node, parent).to(norm) / norm)
+    factor = lean(factor)
+    if not isinstance(factor, Scaled) or not _pays(factor):
+        return None
+    node.check_step()
+    unit = unit.to(compute_dtype(unit, *tensors_of(factor)))
+    return _once(node, factor, lambda: times(factor, unit, parent.shape))
+
+
+def standardised(factor: Factor | Flattened, node: Derived, parent: Node):
+    """(w - mean) / deviation of each row, multiplied and shifted by a number for each."""
+    inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
+    if not isinstance(inner, Patches) and not (isinstance(inner, Outer) and inner.spans_rows):
+        return None
+    operands = STANDARDISES[node.function](node) if _pays(inner) else None
+    if operands is None or operands.rows != inner.shape[0]:
+        return None
+    node.check_step()
+    dtype = compute_dtype(node.value, *tensors_of(inner))
+    if parent is operands.shift:
+        return Vector(row_sums(inner).reshape(inner.batch, *parent.shape), tuple(parent.shape))
+    weight = _numbers(operands.weight).to(dtype).reshape(operands.rows, -1)
+    centred = weight - weight.mean(1, keepdim=True)
+    length = centred.norm(dim=1, keepdim=True)
+    variance = length.square() / weight.shape[1]
+    deviation = (variance + operands.eps).sqrt()
+    unit = centred.div_(torch.where(length > 0, length, 1))
+    along = _once(node, inner, lambda: row_products(inner, unit))
+    if parent is operands.scale:
+        values = along * (length / deviation).mT
+        return Vector(values.reshape(inner.batch, *parent.shape), tuple(parent.shape))
+    multiple = deviation.reciprocal()
+    if operands.scale is not None:
+        multiple = multiple * _numbers(operands.scale).to(dtype).reshape(-1, 1)
+    even = torch.full_like(unit[:1], weight.shape[1] ** -0.5)
+    means = row_sums(inner) * even[0, 0]
+    sizes = (operands.rows, *(1,) * (len(inner.shape) - 1))
+    found: Any = times(inner, multiple.reshape(sizes), inner.shape)
+    parts = (even.expand_as(unit), means, torch.ones_like(variance)), (
+        unit, along, variance / deviation.square(),
+    )  # fmt: skip
+    for vector, size, share in parts:
+        size = (size * multiple.mT).reshape(inner.batch, *sizes)
+        found = Tangent(found, vector.reshape(inner.shape), size, share.reshape(sizes))
+    return Flattened(found, factor.shape) if isinstance(factor, Flattened) else found
+
+
+@dataclass(eq=False)
+class Operands:
+    """What a standardisation takes: each operand a node, a tensor or None.
+
+    Attributes:
+        weight: of ``rows`` rows, each of which is standardised.
+        scale, shift: (rows,) what each is multiplied by, and what is added then.
+        eps: added to the variance.
+    """
+
+    weight: Any
+    rows: int
+    scale: Any
+    shift: Any
+    eps: float
+
+
+def _of_batch_norm(node: Derived) -> Operands | None:
+    """One example, each channel of which is standardised."""
+    weight = argument_of(node.args, node.kwargs, 0, "input")
+    _, _, scale, shift, training, _, eps = _arguments(
+        node, running_mean=None, running_var=None, weight=None, bias=None, training=False,
+        momentum=0.1, eps=1e-5,
+    )  # fmt: skip
+    shape = weight.shape
+    return Operands(weight, shape[1], scale, shift, eps) if training and shape[0] == 1 else None
+
+
+def _of_layer_norm(node: Derived) -> Operands | None:
+    """Rows of the last axes."""
+    weight = argument_of(node.args, node.kwargs, 0, "input")
+    shape, scale, shift, eps = _arguments(
+        node, normalized_shape=None, weight=None, bias=None, eps=1e-5
+    )
+    if scale is not None or shift is not None:
+        return None  # of each column
+    return Operands(weight, weight.shape.numel() // product(tuple(shape)), None, None, eps)
+
+
+STANDARDISES = {functional.batch_norm: _of_batch_norm, functional.layer_norm: _of_layer_norm}
+
+
+def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Factor | None:
+    """Return the factor of a tensor whose rows, columns or all of it were rescaled."""
+    factor = lean(factor)
+    if not isinstance(factor, (Outer, Patches)) or not _pays(factor):
+        return None
+    dtype = compute_dtype(unit, *tensors_of(factor))
+    unit, scale = unit.to(dtype), scale.to(dtype)
+    inner = times(factor, scale, unit.shape)
+    along = _once(node, factor, lambda: times(factor, unit, scale.shape))
+    if not isinstance(inner, (Outer, Patches)) or not isinstance(along, Vector):
+        return None
+    node.check_step()
+    shape = (1,) * (unit.dim() - scale.dim()) + tuple(scale.shape)
+    values = (along.values * scale).reshape(factor.batch, *shape)
+    return Tangent(inner, unit, values, torch.ones_like(scale).reshape(shape))
+
+
+def _pays(factor: Factor) -> bool:
+    """Whether to pull a factor back by products with w, which has two ways: the norm is one."""
+    if isinstance(factor, Patches):
+        return pays_to_pull_apart(factor.positions, 2)
+    return not isinstance(factor, Outer) or pays_to_pull_apart(factor.left.shape[2], 2)
+
+
+def _once(node: Derived, factor: Factor, compute: Callable[[], Any]) -> Any:
+    """Return what is computed of a factor, the same for both operands that take it."""
+    known, node.products = node.products, None
+    if known is not None and known[0]() is factor:
+        return known[1]
+    found = compute()
+    if len(node.parents) > 1:
+        node.products = weakref.ref(factor), found
+    return found
+
+
+def _numbers(item: Node | Tensor) -> Tensor:
+    """Return a tensor's numbers in the accumulation dtype."""
+    value = (item if isinstance(item, Tensor) else item.value).detach()
+    return value.to(compute_dtype(value))
+
+
+def _arguments(node: Derived, **defaults: Any) -> list[Any]:
+    """Return an operation's arguments behind the first, by position or by name."""
+    given = dict(zip(defaults, node.args[1:], strict=False)) | node.kwargs
+    return [given.get(name, default) for name, default in defaults.items()]
