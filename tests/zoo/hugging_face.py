@@ -279,6 +279,15 @@ CASES = [
         image_losses,
     ),
     Case(
+        "BiT, standardised convolutions",
+        build(
+            "BitForImageClassification", "BitConfig", embedding_size=8, hidden_sizes=[8, 16],
+            depths=[1, 2], num_groups=4, num_labels=4,
+        ),
+        image,
+        image_losses,
+    ),
+    Case(
         "ConvNeXt",
         build(
             "ConvNextForImageClassification", "ConvNextConfig", patch_size=2, num_stages=2,
