@@ -124,14 +124,14 @@ def test_products(kernels, name):
         assert {"scale_sum", "scale_direction"} & set(kernels)
 
 
-def check_training(model, batch, fused=True):
-    expected = oracle_sqnorms(model, batch, mean_square)
+def check_training(model, batch, losses=mean_square, fused=True):
+    expected = oracle_sqnorms(model, batch, losses)
     model.zero_grad()
-    mean_square(model, batch).mean().backward()
+    losses(model, batch).mean().backward()
     want = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     with gs.track(model, batch_size=BATCH, fused=fused) as tracker:
-        tracker.backward(mean_square(model, batch))
+        tracker.backward(losses(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-4)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and fused:
