@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ class Flattened:
 
 def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """w / ‖w‖."""
-    p, dim, eps = _arguments(node, p=2.0, dim=1, eps=1e-12)
-    if p != 2:
+    argument = partial(argument_of, node.args, node.kwargs)
+    if argument(1, "p", 2.0) != 2:
         return None
+    dim, eps = argument(2, "dim", 1), argument(3, "eps", 1e-12)
     weight = _numbers(parent)
     norm = weight.norm(2, dim, keepdim=True)
     # Shorter vectors are divided by a constant.
@@ -54,9 +56,8 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
     direction = node.args[0]
     if not isinstance(direction, Node):
         return None
-    _, dim = _arguments(node, g=None, dim=0)
     weight = _numbers(direction)
-    norm = torch.norm_except_dim(weight, 2, dim)
+    norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
     unit = weight / norm
     if parent is direction:
         return _tangent(factor, node, unit, other_operand(node, parent).to(norm) / norm)
@@ -68,7 +69,9 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
     return _once(node, factor, lambda: times(factor, unit, parent.shape))
 
 
-def standardised(factor: Factor | Flattened, node: Derived, parent: Node):
+def standardised(
+    factor: Factor | Flattened, node: Derived, parent: Node
+) -> Factor | Flattened | None:
     """(w - mean) / deviation of each row, multiplied and shifted by a number for each."""
     inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
     if not isinstance(inner, Patches) and not (isinstance(inner, Outer) and inner.spans_rows):
@@ -93,13 +96,12 @@ def standardised(factor: Factor | Flattened, node: Derived, parent: Node):
     multiple = deviation.reciprocal()
     if operands.scale is not None:
         multiple = multiple * _numbers(operands.scale).to(dtype).reshape(-1, 1)
-    even = torch.full_like(unit[:1], weight.shape[1] ** -0.5)
-    means = row_sums(inner) * even[0, 0]
+    # The mean is the part along a unit vector whose elements are all alike.
+    element = weight.shape[1] ** -0.5
+    even, means = unit.new_full((1, 1), element).expand_as(unit), row_sums(inner) * element
+    parts = (even, means, torch.ones_like(variance)), (unit, along, variance / deviation.square())
     sizes = (operands.rows, *(1,) * (len(inner.shape) - 1))
     found: Any = times(inner, multiple.reshape(sizes), inner.shape)
-    parts = (even.expand_as(unit), means, torch.ones_like(variance)), (
-        unit, along, variance / deviation.square(),
-    )  # fmt: skip
     for vector, size, share in parts:
         size = (size * multiple.mT).reshape(inner.batch, *sizes)
         found = Tangent(found, vector.reshape(inner.shape), size, share.reshape(sizes))
@@ -125,24 +127,22 @@ class Operands:
 
 def _of_batch_norm(node: Derived) -> Operands | None:
     """One example, each channel of which is standardised."""
-    weight = argument_of(node.args, node.kwargs, 0, "input")
-    _, _, scale, shift, training, _, eps = _arguments(
-        node, running_mean=None, running_var=None, weight=None, bias=None, training=False,
-        momentum=0.1, eps=1e-5,
-    )  # fmt: skip
-    shape = weight.shape
-    return Operands(weight, shape[1], scale, shift, eps) if training and shape[0] == 1 else None
+    argument = partial(argument_of, node.args, node.kwargs)
+    weight = argument(0, "input")
+    if not argument(5, "training", False) or weight.shape[0] != 1:
+        return None
+    scale, shift = argument(3, "weight"), argument(4, "bias")
+    return Operands(weight, weight.shape[1], scale, shift, argument(7, "eps", 1e-5))
 
 
 def _of_layer_norm(node: Derived) -> Operands | None:
     """Rows of the last axes."""
-    weight = argument_of(node.args, node.kwargs, 0, "input")
-    shape, scale, shift, eps = _arguments(
-        node, normalized_shape=None, weight=None, bias=None, eps=1e-5
-    )
-    if scale is not None or shift is not None:
+    argument = partial(argument_of, node.args, node.kwargs)
+    if argument(2, "weight") is not None or argument(3, "bias") is not None:
         return None  # of each column
-    return Operands(weight, weight.shape.numel() // product(tuple(shape)), None, None, eps)
+    weight, shape = argument(0, "input"), tuple(argument(1, "normalized_shape"))
+    rows = weight.shape.numel() // product(shape)
+    return Operands(weight, rows, None, None, argument(4, "eps", 1e-5))
 
 
 STANDARDISES = {functional.batch_norm: _of_batch_norm, functional.layer_norm: _of_layer_norm}
@@ -187,9 +187,3 @@ def _numbers(item: Node | Tensor) -> Tensor:
     """Return a tensor's numbers in the accumulation dtype."""
     value = (item if isinstance(item, Tensor) else item.value).detach()
     return value.to(compute_dtype(value))
-
-
-def _arguments(node: Derived, **defaults: Any) -> list[Any]:
-    """Return an operation's arguments behind the first, by position or by name."""
-    given = dict(zip(defaults, node.args[1:], strict=False)) | node.kwargs
-    return [given.get(name, default) for name, default in defaults.items()]

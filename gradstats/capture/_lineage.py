@@ -169,7 +169,7 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
     assert isinstance(node, Derived)
     found = _pulled_apart(factor, node, roots)
     together: dict[Root, Contraction | None] = {root: None for root in roots if root not in found}
-    if together and not isinstance(factor, Flattened):
+    if together:
         factor = lean(factor)
     return found | {root: [Pulled(factor, node, root, together)] for root in together}
 

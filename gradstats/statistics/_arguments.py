@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
@@ -93,7 +93,7 @@ def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
 def check_flags(**flags: Any) -> None:
     """Raise unless these are all True or False."""
     for name, value in flags.items():
-        if not isinstance(value, (bool, numpy.bool_)):
+        if not isinstance(value, (bool, np.bool_)):
             raise TrackingError(f"{name} is {reprlib.repr(value)}, expected True or False.")
 
 
