@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gradstats as gs
+from gradstats.capture import _together
 
 
 def to_float64(batch):
@@ -69,6 +72,18 @@ def assert_sqnorms(got: gs.GradientNorms, expected: dict[str, Tensor], rtol: flo
     torch.testing.assert_close(got.sqnorm.double(), total, rtol=rtol, atol=0)
 
 
+@contextmanager
+def taken_for(size: str):
+    """Have operations on a CPU treated as those on ``"small"`` or ``"large"`` data.
+
+    Small ones are PyTorch's own, and wait for each other: here even a single one does.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_together, "SMALL", 0 if size == "large" else 2**30)
+        patch.setattr(_together, "FEWEST", 1)
+        yield
+
+
 def check_model(
     model: nn.Module,
     batch: Any,
@@ -77,6 +92,7 @@ def check_model(
     rtol: float = 1e-9,
     gradient_rtol: float = 1e-12,
     fusing: tuple[bool, ...] = (True, False),
+    size: str = "small",
     **options: Any,
 ) -> None:
     """Check norms alone, norms beside training (fused and not), and the training gradients.
@@ -87,9 +103,15 @@ def check_model(
         rtol: tolerance of squared norms.
         gradient_rtol: tolerance of ``param.grad`` with fusing, relative to all gradients' norm.
         fusing: which values of ``fused`` to check beside training.
+        size: what the operations' data are taken for: ``"small"`` or ``"large"``.
         options: passed on to both calls.
     """
     expected = oracle_sqnorms(model, batch, loss_fn)
+    with taken_for(size):
+        _check_model(model, batch, loss_fn, expected, rtol, gradient_rtol, fusing, options)
+
+
+def _check_model(model, batch, loss_fn, expected, rtol, gradient_rtol, fusing, options) -> None:
     state = snapshot(model)
     stats = gs.per_example_norms(model, batch, loss_fn, **options)
     assert_sqnorms(stats, expected, rtol)

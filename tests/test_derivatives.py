@@ -71,11 +71,12 @@ NETWORKS = {
 }
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_laplacian_by_double_backward(name):
+def test_laplacian_by_double_backward(name, size):
     torch.manual_seed(0)
     points = torch.randn(5, 2, dtype=torch.float64)
-    check_model(NETWORKS[name]().double(), points, laplacian, fusing=(True,))
+    check_model(NETWORKS[name]().double(), points, laplacian, fusing=(True,), size=size)
 
 
 CRITICS = {
@@ -103,11 +104,12 @@ CRITICS = {
 }
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("name", CRITICS)
-def test_gradient_penalty(name):
+def test_gradient_penalty(name, size):
     torch.manual_seed(0)
     images = torch.randn(4, 3, 12, 11, dtype=torch.float64)
-    check_model(CRITICS[name]().double(), images, gradient_penalty, fusing=(True,))
+    check_model(CRITICS[name]().double(), images, gradient_penalty, fusing=(True,), size=size)
 
 
 def batched(u, points, **options):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -17,29 +20,83 @@ from gradstats._factors import (
 )
 from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report, outer_factor
-from gradstats.capture._uses import Use, derived, fuse, report, unseen
+from gradstats.capture._nodes import Node
+from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
 from gradstats.contractions import Fused, _triton
 
 
+@dataclass(eq=False, slots=True)
+class ConvolutionFactors:
+    """The factors of a convolution.
+
+    Attributes:
+        weight, bias: whether each of the two is tracked.
+        examples: where the examples lie.
+        shape: of the weight: (O, C / groups, *kernel), transposed (C, O / groups, *kernel).
+        call: (stride, padding, dilation, transposed, output padding, groups).
+        data: whether each of the two was computed from trained data (see ``LinearFactors``).
+    """
+
+    weight: bool
+    bias: bool
+    examples: Examples
+    shape: tuple[int, ...]
+    call: tuple
+    data: tuple[bool, bool] = (False, False)
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        factors: list = []
+        if self.weight:
+            factors.append(convolution_factor(self.examples, grad, x, self.shape, self.call))
+        if self.bias:
+            factors.append(channel_factor(self.examples, grad))
+        return factors
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what PyTorch computes."""
+        return torch.convolution(x, weight, bias, *self.call)
+
+    def norms(self, grad: Tensor, x: Tensor) -> None:
+        """They need the factors."""
+
+    def likeness(self) -> Hashable | None:
+        """Return what joined operations share (see ``_together``)."""
+        if not self.examples.joinable:
+            return None
+        own = self.weight, self.bias, self.shape, self.call
+        return ConvolutionFactors, *own, self.examples.fold
+
+    def joined(self, count: int) -> ConvolutionFactors:
+        return replace(self, examples=self.examples.times(count))
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """Return the gradient of x, computed by tracked operations."""
+        return (self.data_gradient(nodes[0], nodes[0].tracker.settings, grad, x),)
+
+    def data_gradient(self, node: Node, settings: Settings, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of x, by an operation that counts as one more use of the weight."""
+        call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])
+        if node.value.dtype != grad.dtype:
+            node = derived(node, Tensor.to, grad.dtype)
+        again = ConvolutionFactors(True, False, self.examples, self.shape, call)
+        return attach(ConvolutionUse, Use([node]), settings, again, grad, node.value, None)
+
+
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
-    weight_tracked, _, examples, (weight_is_data, bias_is_data) = ctx.tracked
+    layer = ctx.layer
+    weight_is_data, bias_is_data = layer.data
     found: list[tuple[int, Tensor]] = []
     if bias_is_data:
-        found.append((6, _channel_sum(grad).to(ctx.bias_dtype)))
+        found.append((5, _channel_sum(grad).to(ctx.bias_dtype)))
     if weight_is_data:
         wanted = [False, True, False]
-        found.append((5, convolution_gradients(ctx.call, grad, x, weight, wanted)[1]))
-    if not ctx.needs_input_grad[4]:
-        return found
-    call = adjoint_convolution(ctx.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
-    if not weight_tracked:
-        return [*found, (4, torch.ops.aten.convolution(grad, weight, None, *call))]
-    node = ctx.use.nodes[0]
-    if node.value.dtype != grad.dtype:
-        node = derived(node, Tensor.to, grad.dtype)
-    use, tracked = Use([node]), (True, False, examples, (False, False))
-    gradient = ConvolutionUse.apply(use, ctx.settings, tracked, call, grad, node.value, None)
-    return [*found, (4, gradient)]
+        found.append((4, convolution_gradients(layer.call, grad, x, weight, wanted)[1]))
+    if ctx.needs_input_grad[3] and layer.weight:
+        found.append((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad, x)))
+    elif ctx.needs_input_grad[3]:
+        call = adjoint_convolution(layer.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
+        found.append((3, torch.convolution(grad, weight, None, *call)))
+    return found
 
 
 def adjoint_convolution(call, input, kernel, output):
@@ -76,31 +133,28 @@ def _channel_sum(grad: Tensor) -> Tensor:
 class ConvolutionUse(torch.autograd.Function):
     """A convolution whose backward computes weight gradient and squared norms in one pass.
 
-    Shapes: x (B, C, *spatial); weight (O, C / groups, *kernel), of a transposed convolution
-    (C, O / groups, *kernel). ``tracked`` says whether the weight and the bias are tracked, where
-    the examples lie, and which of the two were computed from trained data (see
-    ``LinearFactors.data``).
+    Shapes: x (B, C, *spatial), the weight as ``ConvolutionFactors`` has it.
     """
 
     @staticmethod
-    def forward(ctx, use, settings, tracked, call, x, weight, bias, *probes):
-        ctx.use, ctx.settings, ctx.tracked, ctx.call = use, settings, tracked, call
+    def forward(ctx, use, settings, layer, x, weight, bias, *probes):
+        ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return torch.ops.aten.convolution(x, weight, bias, *call)
+        return layer.forward(x, weight, bias)
 
     @staticmethod
     @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
-        use, settings = ctx.use, ctx.settings
-        weight_tracked, bias_tracked, examples, (weight_is_data, bias_is_data) = ctx.tracked
-        _, _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
+        use, settings, layer = ctx.use, ctx.settings, ctx.layer
+        weight_is_data, bias_is_data = layer.data
+        _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
         want_weight = want_weight and (settings.weight_gradients or weight_is_data)
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
-        if weight_tracked:
-            patches = convolution_factor(examples, grad, x, tuple(weight.shape), ctx.call)
+        if layer.weight:
+            patches = convolution_factor(layer.examples, grad, x, layer.shape, layer.call)
             sole = use is not None and use.is_sole(0)
             if sole and want_weight and settings.fused:
                 fused = fuse(patches, settings, want_sum=True)
@@ -110,8 +164,8 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(fused)
             else:
                 factors.append(patches)
-        if bias_tracked:
-            bias = channel_factor(examples, grad)
+        if layer.bias:
+            bias = channel_factor(layer.examples, grad)
             reported, total = bias_report(
                 use, settings, bias, len(factors), ctx.bias_dtype if want_bias else None
             )
@@ -124,9 +178,9 @@ class ConvolutionUse(torch.autograd.Function):
         grad_x = None
         if want_x or want_weight:
             wanted = [want_x, want_weight, False]
-            grad_x, native, _ = convolution_gradients(ctx.call, grad, x, weight, wanted)
+            grad_x, native, _ = convolution_gradients(layer.call, grad, x, weight, wanted)
             grad_weight = native if want_weight else grad_weight
-        return (None, None, None, None, grad_x, grad_weight, grad_bias, *reports)
+        return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
 
 
 def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:

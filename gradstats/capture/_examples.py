@@ -63,6 +63,15 @@ class Examples:
         """Return the same with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
+    @property
+    def joinable(self) -> bool:
+        """Whether batches can be put one behind the other along the example axis."""
+        return self.axis == 0 and self.segments is None
+
+    def times(self, count: int) -> Examples:
+        """Return the layout of ``count`` joinable batches, one behind the other."""
+        return Examples(self.batch * count, 0, self.fold)
+
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has the expected number of rows along the axis."""
         return self.axis < tensor.dim() and tensor.shape[self.axis] == self.rows

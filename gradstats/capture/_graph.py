@@ -21,6 +21,13 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     # A linear layer on rows, with and without a bias.
     ADDMM = type(functional.linear(_leaf, _leaf, torch.zeros(1)).grad_fn)
     MM = type(functional.linear(_leaf, _leaf).grad_fn)
+    # On what has more axes, rows are multiplied, and what that gives is viewed.
+    _rows = torch.zeros(1, 1, 1)
+    VIEWS = frozenset(
+        type(each.grad_fn)
+        for each in (functional.linear(_rows, _leaf), functional.linear(_rows, _leaf, _leaf[0]))
+    )
+    CONVOLUTION = type(torch.conv1d(_rows, _leaf[None]).grad_fn)
     LAYER_NORM = type(functional.layer_norm(_leaf, (1,)).grad_fn)
     GROUP_NORM = type(torch.group_norm(_leaf, 1).grad_fn)
     EMBEDDING = type(functional.embedding(torch.zeros(1, dtype=torch.int64), _leaf).grad_fn)

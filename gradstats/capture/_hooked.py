@@ -16,9 +16,20 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup
 from gradstats.capture._examples import Examples
-from gradstats.capture._graph import ADD, ADDMM, EMBEDDING, GROUP_NORM, LAYER_NORM, MM, MUL
+from gradstats.capture._graph import (
+    ADD,
+    ADDMM,
+    CONVOLUTION,
+    EMBEDDING,
+    GROUP_NORM,
+    LAYER_NORM,
+    MM,
+    MUL,
+    VIEWS,
+)
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import node_of
+from gradstats.capture._together import Group
 from gradstats.capture._uses import Settings, Use, check_derivatives
 
 Gradients = tuple[Tensor | None, ...]
@@ -44,6 +55,7 @@ class Place(NamedTuple):
 
 LINEAR = Place(ADDMM, ("_saved_mat1",), 1)
 LINEAR_WITHOUT_BIAS = Place(MM, ("_saved_self",), 0)
+CONVOLVED = Place(CONVOLUTION, ("_saved_input",), 0)
 NORMALISED = Place(LAYER_NORM, ("_saved_input",), 0)
 NORMALISED_IN_GROUPS = Place(GROUP_NORM, ("_saved_input",), 0)
 LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
@@ -51,7 +63,7 @@ LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
 MULTIPLIED = Place(MUL, ("_saved_self",), 0), Place(MUL, ("_saved_other",), 1)
 ADDED = Place(ADD, (), 0), Place(ADD, (), 1)
 
-KINDS = frozenset({ADDMM, MM, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
+KINDS = frozenset({ADDMM, MM, CONVOLUTION, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
 
 
 class Hooked(Use):
@@ -72,10 +84,16 @@ class Hooked(Use):
         lookup: Lookup | None,
     ):
         super().__init__(roots)
+        self.group: Group | None = None
         self.place = place
         self.settings = settings
         self.factors_of = factors_of
         self.lookup = lookup
+
+    def expect(self) -> None:
+        super().expect()
+        if self.group is not None:
+            self.group.expected += 1
 
     def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
         """Report the factors; in a differentiated backward return gradients that can be tracked.
@@ -103,6 +121,8 @@ class Hooked(Use):
 
     def _report(self, grad: Tensor, *saved: Tensor) -> None:
         if self.settings.consumer is None and self.all_sole:
+            if self.group is not None and self.group.take(self.roots, grad, *saved):
+                return
             norms = self.factors_of.norms(grad, *saved)
             if norms is not None:
                 for root, result in zip(self.roots, norms, strict=True):
@@ -161,14 +181,23 @@ def hooked(
     ):
         return None
     result = run(*operands)
-    if type(result.grad_fn) is not place.kind:
+    node = _own_node(result, place.kind)
+    if node is None:
         return None
-    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
     use = Hooked(roots, place, settings, factors_of, lookup)
+    use.group = tracker.together.group(factors_of, result)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     tracker.note_followed(result, examples)
     return result
+
+
+def _own_node(result: Tensor, kind: type) -> Any:  # PyTorch takes its metadata for a method
+    """Return the node of an operation, perhaps behind a view; None if it is of another kind."""
+    node: Any = result.grad_fn
+    if type(node) in VIEWS:
+        node = node.next_functions[0][0]
+    return node if type(node) is kind else None
 
 
 def hooked_on(node: Any) -> Hooked | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,16 @@ class LinearFactors:
         norms = one_position(grad, x)
         # An example's gradient of the bias is its row of grad, whose norm is a factor of these.
         return [norms, norms.first()] if self.bias else [norms]
+
+    def likeness(self) -> Hashable | None:
+        """Return what joined operations share (see ``_together``)."""
+        if self.examples.plain or not self.examples.joinable:
+            return None  # the norms of single rows cost no more than copying them
+        own = self.weight, self.bias, self.shape, self.inputs_first
+        return LinearFactors, *own, self.examples.fold
+
+    def joined(self, count: int) -> LinearFactors:
+        return replace(self, examples=self.examples.times(count))
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
         """Return the weight's factor."""

@@ -38,6 +38,7 @@ from gradstats.capture._selection import (
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._tensors import TrackedParameter, release
 from gradstats.capture._threads import Threaded
+from gradstats.capture._together import Together
 from gradstats.capture._transforms import show_vmap
 from gradstats.capture._uses import Settings
 from gradstats.capture.rules import RULES
@@ -96,6 +97,7 @@ class Tracker(Repeated, Threaded):
                 root.probe = torch.zeros(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
+        self.together = Together(settings.workspace, serves=settings.consumer is None)
         self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
@@ -258,6 +260,7 @@ class Tracker(Repeated, Threaded):
         self.shown.clear()
         self.forget_marks()
         self.followed = None
+        self.together.drop()
         for root in self.roots:
             root.release()
         self.closed = True
@@ -392,10 +395,10 @@ class Tracker(Repeated, Threaded):
                     f"{root.describe()} in the graph of the losses, so its gradient would be "
                     "incomplete. Expected a backward of the whole graph, without inputs=."
                 )
-        waiting = [root for root in self.roots if root.postponed]
-        if waiting:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                for root in waiting:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.together.contract()
+            for root in self.roots:
+                if root.postponed:
                     root.contract()
         if self.listener is not None:
             with torch._C.DisableTorchFunction():

@@ -46,6 +46,11 @@ class Contraction:
     value: Tensor
     bound: Tensor
 
+    def split(self, count: int) -> list[Contraction]:
+        """Return the results of ``count`` batches that were contracted as one."""
+        both = (each.view(count, -1).unbind() for each in (self.value, self.bound))
+        return [Contraction(*each) for each in zip(*both, strict=True)]
+
 
 class WellConditioned(Contraction):
     """A result whose terms are squares, so that rounding is relative to itself.
@@ -66,6 +71,13 @@ class WellConditioned(Contraction):
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
         return WellConditioned(self.norms[:1], self.dtype)
+
+    def split(self, count: int) -> list[Contraction]:
+        if self._value is not None:
+            values = self._value.view(count, -1).unbind()
+            return [WellConditioned((), self.dtype, value) for value in values]
+        sides = zip(*(norm.view(count, -1).unbind() for norm in self.norms), strict=True)
+        return [WellConditioned(norms, self.dtype) for norms in sides]
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def check_operation(
     """Compare with the oracle: all trained, each frozen in turn, with and without upstream.
 
     Of more than EACH parameters, every fourth is frozen at once, beginning with another each time.
+    The data are taken for large ones and small ones in turn.
     Inner products are compared with all trained, without upstream.
 
     Args:
@@ -71,8 +73,10 @@ def check_operation(
         gradient_of_data: whether floating-point data may have a gradient.
         options: passed on to gradstats.
     """
+    sizes = cycle(("large", "small"))
     for upstream in (True, False):
         if upstream and not (gradient_of_data and any(x.is_floating_point() for x in data)):
+            next(sizes)
             continue
         model = Operation(function, parameters, upstream)
         names = [name for name, _ in model.named_parameters() if name != "upstream"]
@@ -81,7 +85,7 @@ def check_operation(
         for frozen in ([], *(turns if len(names) > 1 and not upstream else ())):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-            check_model(model, data, loss_fn, **options)
+            check_model(model, data, loss_fn, size=next(sizes), **options)
             if not frozen and not upstream:
                 products = {
                     k: v for k, v in options.items() if k not in ("gradient_rtol", "fusing")

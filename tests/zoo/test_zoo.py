@@ -20,13 +20,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_zoo(case: Case):
+def test_zoo(case: Case, size: str):
     if case in hugging_face.CASES or "Hugging Face" in case.name:
         pytest.importorskip("transformers")
     model, batch = case.prepare()
     if case.refused is None:
-        check_model(model, batch, case.loss_fn, **case.tolerances, **case.options)
+        check_model(model, batch, case.loss_fn, size=size, **case.tolerances, **case.options)
         return
     error, text = case.refused
     with pytest.raises(error, match=text):

@@ -6,8 +6,8 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -32,6 +32,9 @@ class Normalise(Protocol):
 
     def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
         """Return x̂."""
+
+    def likeness(self) -> Hashable | None:
+        """Return what tells whether another normalises alike; None if the examples share more."""
 
     def sums(
         self, x: Tensor, g: Tensor, offsets: Sequence[int] | None, *statistics: Tensor
@@ -124,6 +127,17 @@ class AffineFactors:
         found = self.backward(grad, x, None, (False, None), *statistics)
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [norms for wanted, norms in both if wanted]
+
+    def likeness(self) -> Hashable | None:
+        """Return what joined operations share (see ``_together``)."""
+        normalise = self.normalise.likeness()
+        if normalise is None or not self.examples.joinable:
+            return None
+        own = self.channel_axis, self.scale, self.shift, self.shape
+        return AffineFactors, normalise, *own, self.examples.fold
+
+    def joined(self, count: int) -> AffineFactors:
+        return replace(self, examples=self.examples.times(count))
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""

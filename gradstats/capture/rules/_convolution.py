@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._convolution import ConvolutionUse, channel_factor, convolution_factor
+from gradstats._cost import product
+from gradstats.capture._convolution import ConvolutionFactors, ConvolutionUse
 from gradstats.capture._derived import derive
 from gradstats.capture._grafted import Composed, watched
+from gradstats.capture._hooked import CONVOLVED, hooked
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._together import is_small
 from gradstats.capture._uses import attach, tap, use_of
 from gradstats.capture.rules._common import (
     Examples,
@@ -91,19 +93,25 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         if call == (call[0], (0,) * dims, (1,) * dims, False, (0,) * dims, 1):
             if input.shape[2:] == weight.shape[2:]:
                 return Composed(as_product)(tracker, func, input, weight, bias)
-    x = cast_for_autocast(tracker, input)
-    tracked = (node_of(weight) is not None, node_of(bias) is not None, examples)
-    if tracker.settings.exact:
-        result = torch.ops.aten.convolution(*_cast(x, plain(weight), plain(bias)), *call)
-        return tap(
-            tracker, nodes, result, ConvolutionFactors(*tracked, tuple(weight.shape), call), x
-        )
+    settings, of_weight, of_bias = tracker.settings, node_of(weight), node_of(bias)
     data = tracker.is_trained(weight), tracker.is_trained(bias)
+    layer = ConvolutionFactors(
+        of_weight is not None, of_bias is not None, examples, tuple(weight.shape), call, data
+    )
+    outputs = weight.shape[1] * call[-1] * product(call[0]) if call[3] else weight.shape[0]
+    if is_small(settings, input, input.shape[1], outputs):
+        run = partial(layer.forward, input)
+        result = hooked(tracker, CONVOLVED, (weight, bias), layer, examples, run)
+        if result is not None:
+            return result
+    x = cast_for_autocast(tracker, input)
+    if settings.exact:
+        result = layer.forward(*_cast(x, plain(weight), plain(bias)))
+        return tap(tracker, nodes, result, layer, x)
     use, probes = use_of(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    settings = tracker.settings
-    result = attach(ConvolutionUse, use, settings, (*tracked, data), call, *operands, *probes)
+    result = attach(ConvolutionUse, use, settings, layer, *operands, *probes)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
@@ -147,25 +155,6 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight, bias
     return x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class ConvolutionFactors:
-    """The factors of a convolution whose gradients PyTorch computes."""
-
-    weight: bool
-    bias: bool
-    examples: Examples
-    shape: tuple[int, ...]
-    call: tuple
-
-    def __call__(self, grad: Tensor, x: Tensor) -> list:
-        factors: list = []
-        if self.weight:
-            factors.append(convolution_factor(self.examples, grad, x, self.shape, self.call))
-        if self.bias:
-            factors.append(channel_factor(self.examples, grad))
-        return factors
 
 
 def _per_axis(value, dims: int) -> tuple[int, ...]:

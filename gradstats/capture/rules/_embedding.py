@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -75,6 +75,15 @@ class EmbeddingFactors:
     def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
         """Return squared norms where each example looks up few rows."""
         return norms_of_few(self.examples, ids, grad, self.shape, self.padding_idx)
+
+    def likeness(self) -> Hashable | None:
+        """Return what joined operations share (see ``_together``)."""
+        if not self.examples.joinable:
+            return None
+        return EmbeddingFactors, self.shape, self.padding_idx, self.examples.fold
+
+    def joined(self, count: int) -> EmbeddingFactors:
+        return replace(self, examples=self.examples.times(count), lookup=None)
 
 
 def embedding_bag(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._cost import product
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._einsum import parse_equation
@@ -22,7 +23,8 @@ from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import attach, free_of_views, tap, use_of
+from gradstats.capture._together import is_small
+from gradstats.capture._uses import Settings, attach, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     are_of_one,
@@ -77,22 +79,20 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     of_weight, of_bias = weight_node is not None, bias_node is not None
-    layer = LinearFactors(
-        of_weight,
-        of_bias,
-        examples,
-        tuple(weight.shape),
-        inputs_first,
-        (not of_weight and tracker.is_trained(weight), not of_bias and tracker.is_trained(bias)),
+    data = (
+        not of_weight and tracker.is_trained(weight),
+        not of_bias and tracker.is_trained(bias),
     )
-    # Who takes inner products takes factors and the training gradient, and a Function's own
-    # products may be faster than PyTorch's.
-    rows = x.dim() == 2 and examples.plain and x.is_cpu and settings.consumer is None
-    if rows and (settings.exact or not _multiplies_faster(x, weight)):
+    rest = tuple(weight.shape), inputs_first, data
+    if _pytorchs_own(settings, x, weight, examples, inputs_first):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
-        result = hooked(tracker, place, (weight, bias), layer, examples, partial(layer.forward, x))
+        rows = examples if x.dim() == 2 else _of_rows(examples, x)
+        own = LinearFactors(of_weight, of_bias, rows, *rest)
+        run = partial(own.forward, x)
+        result = hooked(tracker, place, (weight, bias), own, examples, run)
         if result is not None:
             return result
+    layer = LinearFactors(of_weight, of_bias, examples, *rest)
     autocast = autocast_dtype(x) is not None
     if autocast:
         x = cast_for_autocast(tracker, x)
@@ -107,9 +107,32 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     return result
 
 
+def _pytorchs_own(
+    settings: Settings, x: Tensor, weight: Tensor, examples: Examples, inputs_first: bool
+) -> bool:
+    """Whether a linear layer is best left to PyTorch, with a hook that reports.
+
+    Who takes inner products takes factors and the training gradient, and a Function's own products
+    may be faster than PyTorch's.
+    """
+    if settings.consumer is not None or not x.is_cpu:
+        return False
+    if not (x.dim() == 2 and examples.plain):
+        outputs, width = reversed(weight.shape) if inputs_first else weight.shape
+        small = is_small(settings, x, width, outputs)
+        if not (small and examples.joinable and x.is_contiguous()):
+            return False
+    return settings.exact or not _multiplies_faster(x, weight)
+
+
+def _of_rows(examples: Examples, x: Tensor) -> Examples:
+    """Return where the examples lie in data (rows, *, d_in) as PyTorch multiplies them: by rows."""
+    return Examples(examples.batch, 0, examples.fold * product(x.shape[1:-1]))
+
+
 def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
-    return x.dtype == torch.float32 and _multiply.pays(x.shape[0] * weight.numel())
+    return x.dtype == torch.float32 and _multiply.pays(product(x.shape[:-1]) * weight.numel())
 
 
 def added_product(tracker, func, *args, **kwargs):

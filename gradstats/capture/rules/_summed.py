@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +50,17 @@ class BroadcastFactors:
 
     def norms(self, grad: Tensor, *saved: Tensor) -> None:
         """The factor is formed in any case."""
+
+    def likeness(self) -> Hashable | None:
+        """Return what joined operations share (see ``_together``)."""
+        examples = self.layout.examples
+        if not examples.joinable or self.layout.rows_of(self.shape) != 1:
+            return None
+        return type(self), self.shape, self.layout.dims, examples.fold
+
+    def joined(self, count: int) -> BroadcastFactors:
+        layout = replace(self.layout, examples=self.layout.examples.times(count))
+        return replace(self, layout=layout)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
         """What a sum hands on does not depend on its terms: None."""
