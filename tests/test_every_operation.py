@@ -138,17 +138,26 @@ def owners(out: Tensor, h: Tensor, axis: int, along: int) -> list[set[int]]:
     return found
 
 
+# Calls that a function's signature does not allow, of data with so many axes.
+NO_CALLS: set[tuple] = set()
+
+
 def problems(tracker, model, x: Tensor, function, layout: str):
     """Yield what is wrong with what is known of the results of all calls that a function takes."""
     seen: set[tuple] = set()
     dims = x.dim()
     h = None
     for number, call in enumerate(calls(dims)):
+        if (function, number, dims) in NO_CALLS:
+            continue
         tracker.follows_layouts = layout != "in order"  # as in most models
         if h is None or h._version:
             h = LAYOUTS[layout](torch.sigmoid(model(x)) + 0.1)
         try:
             results = returned(function, call, h)
+        except TypeError:
+            NO_CALLS.add((function, number, dims))
+            continue
         except BaseException:
             continue  # not a way to call it
         with torch._C.DisableTorchFunction():

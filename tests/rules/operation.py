@@ -16,6 +16,11 @@ from tests.oracle import check_model, check_products
 # Up to so many parameters of a model are frozen one by one.
 EACH = 8
 
+IN_TURN = [
+    {"size": size, "fusing": (fused,)}
+    for size, fused in (("large", True), ("small", False), ("small", True), ("large", False))
+]
+
 
 class Operation(nn.Module):
     """``function(model, *data)`` with parameters as attributes.
@@ -62,7 +67,8 @@ def check_operation(
     """Compare with the oracle: all trained, each frozen in turn, with and without upstream.
 
     Of more than EACH parameters, every fourth is frozen at once, beginning with another each time.
-    The data are taken for large ones and small ones in turn.
+    With upstream the data are taken for large ones, without it for small ones; where parameters are
+    frozen for either in turn, and training gradients are fused or not in turn.
     Inner products are compared with all trained, without upstream.
 
     Args:
@@ -73,10 +79,9 @@ def check_operation(
         gradient_of_data: whether floating-point data may have a gradient.
         options: passed on to gradstats.
     """
-    sizes = cycle(("large", "small"))
+    in_turn = cycle(IN_TURN)
     for upstream in (True, False):
         if upstream and not (gradient_of_data and any(x.is_floating_point() for x in data)):
-            next(sizes)
             continue
         model = Operation(function, parameters, upstream)
         names = [name for name, _ in model.named_parameters() if name != "upstream"]
@@ -85,7 +90,10 @@ def check_operation(
         for frozen in ([], *(turns if len(names) > 1 and not upstream else ())):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name not in frozen)
-            check_model(model, data, loss_fn, size=next(sizes), **options)
+            variant: dict[str, Any] = {"size": "large" if upstream else "small"}
+            if frozen:
+                variant = next(in_turn)
+            check_model(model, data, loss_fn, **(variant | options))
             if not frozen and not upstream:
                 products = {
                     k: v for k, v in options.items() if k not in ("gradient_rtol", "fusing")
