@@ -171,6 +171,52 @@ def test_no_more_is_held_than_the_limit(monkeypatch):
     assert 8 * 1024 < max(held) <= 16 * 1024
 
 
+DIFFERENT = {
+    "layer norm": ((6,), lambda: nn.LayerNorm(6), lambda: nn.LayerNorm(6, eps=1.0)),
+    "what is trained": ((6,), lambda: nn.LayerNorm(6), lambda: nn.LayerNorm(6, bias=False)),
+    "group norm": ((6, 3), lambda: nn.GroupNorm(2, 6), lambda: nn.GroupNorm(3, 6)),
+    "both norms": ((6, 6), lambda: nn.LayerNorm(6), lambda: nn.GroupNorm(1, 6)),
+    "linear": ((3, 6), lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 6, bias=False)),
+    "convolution": (
+        (4, 6),
+        lambda: nn.Conv1d(4, 4, 3, padding=1),
+        lambda: nn.Conv1d(4, 4, 3, padding=2, dilation=2),
+    ),
+    "transposed": (
+        (4, 6),
+        lambda: nn.Conv1d(4, 4, 3, padding=1),
+        lambda: nn.ConvTranspose1d(4, 4, 3, padding=1),
+    ),
+    "scale": ((6, 6), lambda: Scale(6, 1), lambda: Scale(1, 6)),
+    "table": (
+        (6,),
+        lambda: OfRanks(nn.Embedding(6, 6)),
+        lambda: OfRanks(nn.Embedding(6, 6, padding_idx=1)),
+    ),
+}
+
+
+class OfRanks(nn.Module):
+    """A table looked up by the order of its data."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, x):
+        return x + self.table(x.detach().argsort(1)).sum(2)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layers_that_differ_are_not_joined(name):
+    torch.manual_seed(0)
+    shape, *makers = DIFFERENT[name]
+    model = nn.Sequential(*(make() for _ in range(3) for make in makers)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    check_model(model, torch.randn(BATCH, *shape, dtype=torch.float64), losses_of)
+
+
 def test_operands_of_other_sizes():
     """Strides let inputs of two sizes give results of one; whoever differs does not wait."""
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ from gradstats.capture._graph import (
 )
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import node_of
-from gradstats.capture._together import Group
+from gradstats.capture._together import Group, norms_of
 from gradstats.capture._uses import Settings, Use, check_derivatives
 
 Gradients = tuple[Tensor | None, ...]
@@ -123,11 +123,10 @@ class Hooked(Use):
         if self.settings.consumer is None and self.all_sole:
             if self.group is not None and self.group.take(self.roots, grad, *saved):
                 return
-            norms = self.factors_of.norms(grad, *saved)
-            if norms is not None:
-                for root, result in zip(self.roots, norms, strict=True):
-                    root.settle_alone(result)
-                return
+            norms = norms_of(self.factors_of, self.settings.workspace, grad, *saved)
+            for root, result in zip(self.roots, norms, strict=True):
+                root.settle_alone(result)
+            return
         self.deliver(self.factors_of(grad, *saved))
 
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
     Factor,
@@ -20,9 +21,10 @@ from gradstats._factors import (
 )
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
+from gradstats.capture._together import is_small
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
 from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
-from gradstats.contractions._multiply import multiply
+from gradstats.contractions._multiply import multiply, pays
 
 
 @dataclass(eq=False, slots=True)
@@ -178,6 +180,34 @@ class LinearUse(torch.autograd.Function):
             product = torch.mm if settings.weight_gradients else multiply
             grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
         return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+
+
+def is_pytorchs_own(
+    settings: Settings, x: Tensor, weight: Tensor, examples: Examples, inputs_first: bool
+) -> bool:
+    """Whether a linear layer is best left to PyTorch, with a hook that reports.
+
+    Who takes inner products takes factors and the training gradient, and a Function's own products
+    may be faster than PyTorch's.
+    """
+    if settings.consumer is not None or not x.is_cpu:
+        return False
+    if not (x.dim() == 2 and examples.plain):
+        outputs, width = reversed(weight.shape) if inputs_first else weight.shape
+        small = is_small(settings, x, width, outputs)
+        if not (small and examples.joinable and x.is_contiguous()):
+            return False
+    return settings.exact or not _multiplies_faster(x, weight)
+
+
+def by_rows(examples: Examples, x: Tensor) -> Examples:
+    """Return where the examples lie in data (rows, *, d_in) as PyTorch multiplies them: by rows."""
+    return Examples(examples.batch, 0, examples.fold * product(x.shape[1:-1]))
+
+
+def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
+    return x.dtype == torch.float32 and pays(product(x.shape[:-1]) * weight.numel())
 
 
 def _is_contracted_here(

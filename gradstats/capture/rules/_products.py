@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._cost import product
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
-from gradstats.capture._linear import LinearFactors, LinearUse
+from gradstats.capture._linear import LinearFactors, LinearUse, by_rows, is_pytorchs_own
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._together import is_small
-from gradstats.capture._uses import Settings, attach, free_of_views, tap, use_of
+from gradstats.capture._uses import attach, free_of_views, tap, use_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     are_of_one,
@@ -38,7 +36,6 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._summed import Part, summed
-from gradstats.contractions import _multiply
 
 
 def linear(tracker, func, input, weight, bias=None):
@@ -84,9 +81,9 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
         not of_bias and tracker.is_trained(bias),
     )
     rest = tuple(weight.shape), inputs_first, data
-    if _pytorchs_own(settings, x, weight, examples, inputs_first):
+    if is_pytorchs_own(settings, x, weight, examples, inputs_first):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
-        rows = examples if x.dim() == 2 else _of_rows(examples, x)
+        rows = examples if x.dim() == 2 else by_rows(examples, x)
         own = LinearFactors(of_weight, of_bias, rows, *rest)
         run = partial(own.forward, x)
         result = hooked(tracker, place, (weight, bias), own, examples, run)
@@ -105,34 +102,6 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
-
-
-def _pytorchs_own(
-    settings: Settings, x: Tensor, weight: Tensor, examples: Examples, inputs_first: bool
-) -> bool:
-    """Whether a linear layer is best left to PyTorch, with a hook that reports.
-
-    Who takes inner products takes factors and the training gradient, and a Function's own products
-    may be faster than PyTorch's.
-    """
-    if settings.consumer is not None or not x.is_cpu:
-        return False
-    if not (x.dim() == 2 and examples.plain):
-        outputs, width = reversed(weight.shape) if inputs_first else weight.shape
-        small = is_small(settings, x, width, outputs)
-        if not (small and examples.joinable and x.is_contiguous()):
-            return False
-    return settings.exact or not _multiplies_faster(x, weight)
-
-
-def _of_rows(examples: Examples, x: Tensor) -> Examples:
-    """Return where the examples lie in data (rows, *, d_in) as PyTorch multiplies them: by rows."""
-    return Examples(examples.batch, 0, examples.fold * product(x.shape[1:-1]))
-
-
-def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
-    return x.dtype == torch.float32 and _multiply.pays(product(x.shape[:-1]) * weight.numel())
 
 
 def added_product(tracker, func, *args, **kwargs):
