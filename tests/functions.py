@@ -42,3 +42,16 @@ class Recomputing(torch.autograd.Function):
 def recomputing(function, *args):
     """Run a function in such a checkpoint, whose ``apply`` is looked up now and not before."""
     return Recomputing.apply(function, *args)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity whose gradient is ``factor`` times what arrives; None for no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if ctx.factor is None else grad * ctx.factor, None

@@ -14,6 +14,7 @@ import gradstats as gs
 from gradstats.capture import _hooked
 from gradstats.capture.rules import _elementwise, _products
 
+from .functions import ScaleGradient
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 
 BATCH = 6
@@ -210,19 +211,6 @@ def test_saved_tensors_are_taken_out_once(kind):
     assert_sqnorms(tracked(model, batch, losses), expected, 1e-12)
     assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-12)
     assert taken
-
-
-class ScaleGradient(torch.autograd.Function):
-    """Identity whose gradient is ``factor`` times what arrives; None for no gradient at all."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None if ctx.factor is None else grad * ctx.factor, None
 
 
 @pytest.mark.parametrize("kind", ["node", "tensor"])

@@ -59,12 +59,9 @@ class ConvolutionFactors:
     def norms(self, grad: Tensor, x: Tensor) -> None:
         """They need the factors."""
 
-    def likeness(self) -> Hashable | None:
+    def likeness(self) -> Hashable:
         """Return what joined operations share (see ``_together``)."""
-        if not self.examples.joinable:
-            return None
-        own = self.weight, self.bias, self.shape, self.call
-        return ConvolutionFactors, *own, self.examples.fold
+        return self.weight, self.bias, self.shape, self.call
 
     def joined(self, count: int) -> ConvolutionFactors:
         return replace(self, examples=self.examples.times(count))

@@ -72,7 +72,8 @@ class Hooked(Use):
     Attributes:
         place: where the node keeps its data.
         settings: of the context.
-        factors_of: as ``tap`` takes it.
+        factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
+        group: the operations that it may wait for; None if it may not wait.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Hooked(Use):
         settings: Settings,
         factors_of,
         lookup: Lookup | None,
+        group: Group | None,
     ):
         super().__init__(roots)
-        self.group: Group | None = None
         self.place = place
         self.settings = settings
         self.factors_of = factors_of
         self.lookup = lookup
+        self.group = group
 
     def expect(self) -> None:
         super().expect()
@@ -183,17 +185,17 @@ def hooked(
     node = _own_node(result, place.kind)
     if node is None:
         return None
-    use = Hooked(roots, place, settings, factors_of, lookup)
-    use.group = tracker.together.group(factors_of, result)
+    group = tracker.together.group(factors_of, result)
+    use = Hooked(roots, place, settings, factors_of, lookup, group)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     tracker.note_followed(result, examples)
     return result
 
 
-def _own_node(result: Tensor, kind: type) -> Any:  # PyTorch takes its metadata for a method
+def _own_node(result: Tensor, kind: type) -> Any:
     """Return the node of an operation, perhaps behind a view; None if it is of another kind."""
-    node: Any = result.grad_fn
+    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
     if type(node) in VIEWS:
         node = node.next_functions[0][0]
     return node if type(node) is kind else None

@@ -71,10 +71,9 @@ class LinearFactors:
 
     def likeness(self) -> Hashable | None:
         """Return what joined operations share (see ``_together``)."""
-        if self.examples.plain or not self.examples.joinable:
+        if self.examples.plain:
             return None  # the norms of single rows cost no more than copying them
-        own = self.weight, self.bias, self.shape, self.inputs_first
-        return LinearFactors, *own, self.examples.fold
+        return self.weight, self.bias, self.shape, self.inputs_first
 
     def joined(self, count: int) -> LinearFactors:
         return replace(self, examples=self.examples.times(count))

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
+from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Root
 from gradstats.capture._uses import Settings
 from gradstats.contractions import Contraction, sqnorm
@@ -45,8 +46,12 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
 class Joinable(Protocol):
     """Factors of an operation, as ``tap`` takes them, whose operands can be joined."""
 
+    @property
+    def examples(self) -> Examples:
+        """Where the examples lie in all operands."""
+
     def likeness(self) -> Hashable | None:
-        """Return what two must share to be joined, beside sizes of operands; None if never."""
+        """Return what two must share to be joined, beside their kind and sizes; None if never."""
 
     def joined(self, count: int) -> Joinable:
         """Return the factors of ``count`` such operations, joined along their first axis."""
@@ -59,26 +64,22 @@ class Joinable(Protocol):
 class Together:
     """The operations of one context that may wait for each other."""
 
-    def __init__(self, workspace: int, *, serves: bool):
-        """Begin without any.
-
-        Args:
-            workspace: bytes of scratch memory that a contraction may allocate at once.
-            serves: whether anything may wait: not where others want the factors too.
-        """
-        self.workspace = workspace
-        self._serves = serves
+    def __init__(self, settings: Settings):
+        self.settings = settings
         self._groups: dict[Hashable, Group] = {}
         self._held = 0
 
     def group(self, factors_of: Joinable, result: Tensor) -> Group | None:
         """Return the group of an operation with this result; None where it cannot wait."""
-        if not (self._serves and result.is_cpu and 0 < result.nbytes <= SMALL):
+        if self.settings.consumer is not None or not result.is_cpu:
+            return None
+        examples = factors_of.examples
+        if not (examples.joinable and 0 < result.nbytes <= SMALL):
             return None
         likeness = factors_of.likeness()
         if likeness is None:
             return None
-        key = likeness, result.shape, result.dtype
+        key = type(factors_of), likeness, examples.fold, result.shape, result.dtype
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = Group(self, factors_of)
@@ -141,7 +142,7 @@ class Group:
         self._waiting.append(roots)
         for root in roots:
             root.expected -= 1
-        if position + 1 == len(places):
+        if position + 1 == len(self._memory[0]):
             self.contract()
         return True
 
@@ -152,7 +153,8 @@ class Group:
             return
         count = len(waiting)
         operands = [memory[:count].flatten(0, 1) for memory in self._memory]
-        results = norms_of(self._factors_of.joined(count), self._together.workspace, *operands)
+        workspace = self._together.settings.workspace
+        results = norms_of(self._factors_of.joined(count), workspace, *operands)
         for roots, *parts in zip(waiting, *(each.split(count) for each in results), strict=True):
             for root, part in zip(roots, parts, strict=True):
                 root.finish(part)

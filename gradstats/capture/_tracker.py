@@ -97,7 +97,7 @@ class Tracker(Repeated, Threaded):
                 root.probe = torch.zeros(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
-        self.together = Together(settings.workspace, serves=settings.consumer is None)
+        self.together = Together(settings)
         self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ class Normalise(Protocol):
 
     def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:
         """Return x̂."""
-
-    def likeness(self) -> Hashable | None:
-        """Return what tells whether another normalises alike; None if the examples share more."""
 
     def sums(
         self, x: Tensor, g: Tensor, offsets: Sequence[int] | None, *statistics: Tensor
@@ -128,13 +125,12 @@ class AffineFactors:
         both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
         return [norms for wanted, norms in both if wanted]
 
-    def likeness(self) -> Hashable | None:
+    def likeness(self) -> Hashable:
         """Return what joined operations share (see ``_together``)."""
-        normalise = self.normalise.likeness()
-        if normalise is None or not self.examples.joinable:
-            return None
-        own = self.channel_axis, self.scale, self.shift, self.shape
-        return AffineFactors, normalise, *own, self.examples.fold
+        kind: Any = type(self.normalise)
+        # By value: what a graph may call compares by identity.
+        how = [getattr(self.normalise, name) for name in kind.__slots__]
+        return kind, *how, self.channel_axis, self.scale, self.shift, self.shape
 
     def joined(self, count: int) -> AffineFactors:
         return replace(self, examples=self.examples.times(count))

@@ -76,14 +76,12 @@ class EmbeddingFactors:
         """Return squared norms where each example looks up few rows."""
         return norms_of_few(self.examples, ids, grad, self.shape, self.padding_idx)
 
-    def likeness(self) -> Hashable | None:
+    def likeness(self) -> Hashable:
         """Return what joined operations share (see ``_together``)."""
-        if not self.examples.joinable:
-            return None
-        return EmbeddingFactors, self.shape, self.padding_idx, self.examples.fold
+        return self.shape, self.padding_idx
 
     def joined(self, count: int) -> EmbeddingFactors:
-        return replace(self, examples=self.examples.times(count), lookup=None)
+        return replace(self, examples=self.examples.times(count))
 
 
 def embedding_bag(

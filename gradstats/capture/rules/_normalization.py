@@ -102,9 +102,6 @@ class LayerNormalise:
         # PyTorch takes twice as long without a weight.
         return torch.layer_norm(x, self.shape, ones(self.shape, x.dtype, x.device), None, self.eps)
 
-    def likeness(self) -> tuple:
-        return LayerNormalise, self.shape, self.eps
-
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton_layers.layer_norm_sum(x, g, self.eps, False, offsets)
 
@@ -137,9 +134,6 @@ class RootMeanSquareNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.shape, None, self.eps)
 
-    def likeness(self) -> tuple:
-        return RootMeanSquareNormalise, self.shape, self.eps
-
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton_layers.layer_norm_sum(x, g, self.eps, True, offsets)
 
@@ -167,9 +161,6 @@ class GroupNormalise:
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.group_norm(x, self.groups, None, None, self.eps)
-
-    def likeness(self) -> tuple:
-        return GroupNormalise, self.groups, self.eps
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
         return _triton_layers.group_norm_sum(x, g, self.groups, self.eps)
@@ -237,9 +228,6 @@ class RunningNormalise:
         return functional.batch_norm(
             x, mean.to(x.dtype), variance.to(x.dtype), None, None, False, 0.0, self.eps
         )
-
-    def likeness(self) -> None:
-        """Its statistics are no operands of the examples."""
 
     def sums(self, x, g, offsets, *statistics: Tensor) -> tuple[Tensor, Tensor]:
         return _triton_layers.scale_sum(x, g, *self._mean_and_rstd(*statistics))

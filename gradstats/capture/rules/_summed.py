@@ -14,7 +14,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout
-from gradstats.capture.rules._common import check_rows, common_rows, locate
+from gradstats.capture.rules._common import Examples, check_rows, common_rows, locate
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,20 @@ class BroadcastFactors:
     layout: ExampleLayout
     shape: tuple[int, ...]
 
+    @property
+    def examples(self) -> Examples:
+        return self.layout.examples
+
     def norms(self, grad: Tensor, *saved: Tensor) -> None:
         """The factor is formed in any case."""
 
     def likeness(self) -> Hashable | None:
         """Return what joined operations share (see ``_together``)."""
-        examples = self.layout.examples
-        if not examples.joinable or self.layout.rows_of(self.shape) != 1:
-            return None
-        return type(self), self.shape, self.layout.dims, examples.fold
+        whole = self.layout.rows_of(self.shape) == 1
+        return (self.shape, self.layout.dims) if whole else None
 
     def joined(self, count: int) -> BroadcastFactors:
-        layout = replace(self.layout, examples=self.layout.examples.times(count))
+        layout = replace(self.layout, examples=self.examples.times(count))
         return replace(self, layout=layout)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
