@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
+from gradstats.capture._filled import Filling
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
@@ -27,6 +28,9 @@ SERIALS = itertools.count()
 # tensors, which the user may save.
 CONSTANTS: dict[int, ref[Tensor]] = {}
 
+
+# What is noted on tensors of data, each with the serial number of the context first.
+MARKS = ("_gradstats_layout", "_gradstats_blank", "_gradstats_sum", "_gradstats_filling")
 
 # Errors raised where values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
@@ -120,7 +124,7 @@ class Marks:
             marked = reference()
             if marked is None:
                 continue
-            for name in ("_gradstats_layout", "_gradstats_blank", "_gradstats_sum"):
+            for name in MARKS:
                 if getattr(marked, name, (None,))[0] == self.serial:
                     delattr(marked, name)
         self._marked.clear()
@@ -230,10 +234,22 @@ class Marks:
         """Whether a tensor of several examples was such a sum before its last changes."""
         return self._held(tensor, "_gradstats_sum", writes)
 
+    def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
+        """Remember what has been written into a tensor that was blank."""
+        if not (is_compiling() or tensor.is_inference()):
+            mark = self.serial, tensor._version, filling
+            tensor._gradstats_filling = mark  # type: ignore[attr-defined]
+            self._marked.append(ref(tensor))
+
+    def filling_of(self, tensor: Tensor, writes: int) -> Filling | None:
+        """Return what had been written into a blank tensor before its last ``writes`` changes."""
+        found = self._held(tensor, "_gradstats_filling", writes)
+        return tensor._gradstats_filling[2] if found else None  # type: ignore[attr-defined]
+
     def _held(self, tensor: Tensor, name: str, writes: int) -> bool:
         # Absent marks first: tensors of inference mode have no version.
         mark = getattr(tensor, name, None)
-        return mark is not None and mark == (self.serial, tensor._version - writes)
+        return mark is not None and mark[:2] == (self.serial, tensor._version - writes)
 
     @contextmanager
     def mapping_examples(self, maps_examples: bool) -> Iterator[None]:

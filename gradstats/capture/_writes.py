@@ -26,8 +26,8 @@ class Write:
 
     Attributes:
         values: what is written; those that are data say to which examples it belongs.
-        read: called with a layout of the operand, returns that of the place written to; None where
-            the place is the whole operand.
+        read: called with the operand and a layout of it, returns that of the place written to; None
+            where the place is the whole operand.
         dims: number of axes of the place.
         index: where a number is written to some rows, which rows.
         adds: whether the values are added to the whole operand.
@@ -36,28 +36,32 @@ class Write:
     """
 
     values: tuple[Any, ...]
-    read: Callable[[Examples], Examples | Whole | None] | None
+    read: Callable[[Tensor, Examples], Examples | Whole | None] | None
     dims: int
     index: Tensor | None = None
     adds: bool = False
     is_part: Callable[[], bool] | None = None
 
-    def agrees(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+    def agrees(
+        self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
+    ) -> bool:
         """Whether a value is written to places of its own examples, under a layout of the operand.
 
         Args:
-            layout: the operand's.
+            target, layout: the operand, and its layout.
             value: what is written.
             owned: where the examples lie in ``value``.
         """
-        place = layout if self.read is None else self.read(layout)
+        place = layout if self.read is None else self.read(target, layout)
         if isinstance(place, Examples) and isinstance(owned, Examples):
             return place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned)
         return place is not None and place == owned
 
-    def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+    def mixes(
+        self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
+    ) -> bool:
         """Whether a value puts a part of another row into each row, under a plain layout."""
-        place = None if self.read is None or not layout.plain else self.read(layout)
+        place = None if self.read is None or not layout.plain else self.read(target, layout)
         if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
             return False
         same = place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
@@ -80,7 +84,7 @@ def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
     return Write(
         (value,),
-        lambda layout: read_at(target, items, layout),
+        lambda target, layout: read_at(target, items, layout),
         dims_at(target, items),
         _rows_of_number(target, value, items[0] if items else None),
         is_part=lambda: target.detach()[index].numel() < target.numel(),
@@ -98,7 +102,7 @@ def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
     value = values[0] if values else named.get("source", named.get("value"))
     dim %= target.dim()
 
-    def read(layout: Examples) -> Examples:
+    def read(target: Tensor, layout: Examples) -> Examples:
         if layout.axis != dim:
             return layout
         return layout.owned_by(layout.owner(index.device)[index.view(-1)], dim)
@@ -110,7 +114,7 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
     value = others.get("src", others.get("value", value))
     dim %= target.dim()
 
-    def read(layout: Examples) -> Examples | None:
+    def read(target: Tensor, layout: Examples) -> Examples | None:
         if layout.axis != dim:
             return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
         # Rows move as a whole if all elements of one go to the same place.
@@ -129,15 +133,16 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
     So each row of the mask takes as many of them as it has true elements.
     """
 
-    def read(layout: Examples) -> Examples | None:
+    rows, width = source.shape[:1].numel(), source.shape[1:].numel() if source.dim() else 0
+
+    def read(target: Tensor, layout: Examples) -> Examples | None:
         if torch.broadcast_shapes(mask.shape, target.shape) != target.shape:
             return None  # the mask repeats the target
         counts = layout.lead(mask.expand(target.shape)).reshape(layout.rows, -1).sum(1)
-        width = source.shape[1:].numel() if source.dim() else 0
         if layout.axis != 0 or not width or bool((counts % width).any()):
             return None
         owner = layout.owner(target.device).repeat_interleave(counts // width)
-        return layout.owned_by(owner, 0) if len(owner) == len(source) else None
+        return layout.owned_by(owner, 0) if len(owner) == rows else None
 
     return Write((source,), read, source.dim())
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._examples import Examples, Whole, candidates
+from gradstats.capture._filled import Filling, Piece
 from gradstats.capture._following import Following
 from gradstats.capture._layout import is_followed
 from gradstats.capture._names import function_name
@@ -62,7 +63,9 @@ class Written(Following):
                     self._note_base(target, None, first=False)
                 return
         known = self.layout_of(target) if before else None
-        if not owned or (before and known is None and self.is_marked(target)):
+        filling = self._continued(write, target, before, after, values, owned)
+        lost = before and known is None and self.is_marked(target)
+        if not owned or (lost and filling is None):
             if not before and not self.is_distinct(after):
                 self.place(after, None)
             elif self.is_marked(target):
@@ -79,10 +82,10 @@ class Written(Following):
         found: Examples | Whole | None = None
         first = owned[0][1]
         layouts = [known] if known else []
-        if not known or self.was_blank(target, writes=int(after is target)):
+        if not (known or lost) or self.was_blank(target, writes=int(after is target)):
             layouts = [*layouts, *self.candidates(target, first)]
         for layout in layouts:
-            if all(write.agrees(layout, *value) for value in owned):
+            if all(write.agrees(target, layout, *value) for value in owned):
                 found = layout
                 break
         else:
@@ -92,14 +95,51 @@ class Written(Following):
             found = first if whole and all(own == first for _, own in owned) else None
         if found is None and known and not (target.requires_grad or packed):
             # Inputs of different examples meet, as in CutMix: those written into decide.
-            if all(write.mixes(known, *value) for value in owned):
+            if all(write.mixes(target, known, *value) for value in owned):
                 found = known
+        if found is None and filling is not None:
+            found = filling.layout(target, self._contract)
+            for node in filling.meetings if found else ():
+                self.coupled.pop(node, None)
         self.place(after, found)
         if packed and found is None and any(value.requires_grad for value, _ in owned):
             # Nothing else would catch it: losses of packed rows are taken in the order they have.
             self.note_meeting(after)
+            if filling is not None:
+                filling.meetings.append(after.grad_fn)
+        if filling is not None:
+            self.mark_filling(after, filling)
         if after is target and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def _continued(
+        self,
+        write: Write,
+        target: Tensor,
+        before: bool,
+        after: Tensor,
+        values: list[Tensor],
+        owned: list[tuple[Tensor, Examples | Whole]],
+    ) -> Filling | None:
+        """Return all that was written into a tensor, if it was blank at first; None otherwise.
+
+        Args:
+            write, target, before, after: as for ``follow_write``.
+            values: the data that were written.
+            owned: those of them of which the examples are known, and where they lie.
+        """
+        if write.read is None or target._base is not None or not len(values) == len(owned) == 1:
+            return None
+        writes = int(after is target)
+        blank = not before or self.was_blank(target, writes)
+        filling = Filling() if blank else self.filling_of(target, writes)
+        if filling is None:
+            return None
+        ((value, layout),) = owned
+        filling = filling if after is target else filling.copy()
+        filling.pieces.append(Piece(write.read, write.dims - value.dim(), layout))
+        filling.size += value.numel()
+        return filling
 
     def _shows_unknown(self, view: Tensor) -> bool:
         """Whether a tensor is a view of data of which nothing was noted and shape says nothing.

@@ -1,5 +1,7 @@
 """Tensors that data are written into: what is written says where their examples lie."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
 ORDER = torch.tensor([2, 0, 1])
+ROWS = ORDER.view(-1, 1, 1)
 
 
 def empty(x, *shape):
@@ -79,7 +82,51 @@ def rows_added(h):
     return out.index_add(0, torch.tensor([1]), rows[[1]]).view(h.shape)
 
 
+def grouped(h):
+    """Rows in groups, each group's results written behind the last one's, then put back."""
+    rows = h.flatten(0, -2)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    rows = rows[order]
+    out, back = torch.empty_like(rows), empty(h, *rows.shape)
+    for first in range(0, len(rows), 2):
+        out[first : first + 2] = rows[first : first + 2].sin() * (first + 1)
+    back[order] = out
+    return (back + out[order.argsort()]).view(h.shape)
+
+
+def in_another_order(h):
+    """The rows of the first pieces happen to lie where the batch has them."""
+    order, out = [0, 2, 1], torch.zeros_like(h)
+    for place, example in enumerate(order):
+        out[place, :1], out[place, 1:] = h[example, :1], h[example, 1:]
+    return out[order]
+
+
+def some_in_their_places(h):
+    out = empty(h, *h.shape)
+    out[[1, 0]] = h[:2]
+    out[2:] = h[2:]
+    return out[[1, 0, 2]]
+
+
+def copied_while_it_fills(h):
+    out = empty(h, *h.shape).index_put((ORDER[:2],), h[:2])
+    first, other = (out.index_put((ORDER[2:],), rows) for rows in (h[2:], h[2:].exp()))
+    return first[ORDER] * other[ORDER]
+
+
 FOLLOWED = {
+    "grouped": grouped,
+    "in another order": in_another_order,
+    "columns in another order": lambda h: (
+        empty(h, *h.transpose(0, 1).shape)
+        .index_copy(1, ORDER, h.transpose(0, 1))[:, ORDER]
+        .transpose(0, 1)
+    ),
+    "some in their places": some_in_their_places,
+    "copied while it fills": copied_while_it_fills,
+    "rows added in another order": lambda h: empty(h, *h.shape).index_add(0, ORDER, h)[ORDER],
+    "rows scattered": lambda h: empty(h, *h.shape).scatter(0, ROWS.expand_as(h), h)[ORDER],
     "by position": by_position,
     "time major": time_major,
     "one by one": one_by_one,
@@ -171,6 +218,37 @@ def shifted(out, h):
 INDEX = ORDER[:, None].expand(BATCH, WIDTH)
 
 
+def filled(fill):
+    def moved(h):
+        out = empty(h, *h.shape)
+        fill(out, h)
+        return out
+
+    return moved
+
+
+def another_copy(h):
+    begun = empty(h, *h.shape).index_put((ORDER[:1],), h[:1])
+    begun.index_put((ORDER[1:],), h[1:])
+    return begun.index_put((ORDER[2:],), h[2:])
+
+
+def put(out, place, rows):
+    out[place : place + len(rows)] = rows
+
+
+def emptied(out, h):
+    out[ORDER[:2]] = h[:2]
+    out.zero_()
+    out[ORDER[2:]] = h[2:]
+    out[ORDER[2:]] = h[2:]
+
+
+def overwritten(out, h):
+    out[ORDER] = h
+    out[:] = h[[1, 0, 2]]
+
+
 def raised(function):
     """Return a move of rows, made by an operation that lets each be no smaller than another's."""
 
@@ -190,8 +268,16 @@ LOST = {
     "index_copy_": in_place(lambda out, h: out.index_copy_(0, ORDER, h)),
     "index_add_": in_place(lambda out, h: out.index_add_(0, ORDER, h)),
     "scatter_": in_place(lambda out, h: out.scatter_(0, INDEX, h)),
-    "into a constant": lambda h: empty(h, *h.shape).index_add(0, ORDER, h),
-    "scattered into a constant": lambda h: empty(h, *h.shape).scatter(0, INDEX, h),
+    "not all rows": lambda h: empty(h, *h.shape).index_add(0, ORDER[:2], h[:2]),
+    "one row three times": filled(lambda out, h: [put(out, 1, h[:1]) for _ in h]),
+    "two in one row": lambda h: empty(h, *h.shape).index_add(
+        0, torch.tensor([0, 1, 2, 2]), h[[1, 0, 2, 1]]
+    ),
+    "scattered from more rows": lambda h: empty(h, *h.shape).scatter(0, INDEX[:2], h),
+    "written over": filled(overwritten),
+    "a copy that is not full": another_copy,
+    "into a view": filled(lambda out, h: out.view(BATCH, WIDTH).index_copy_(0, ORDER, h)),
+    "emptied in between": filled(emptied),
     "torch.clamp_": raised(lambda out, h: torch.clamp_(out, min=h)),
     "torch.xlogy_": raised(lambda out, h: torch.xlogy_(out, h.exp())),
     "lists": raised(lambda out, h: torch._foreach_add_([out], [h])),
@@ -476,17 +562,22 @@ def test_values_of_one_example_at_places_that_an_index_names(slots):
     )
 
 
-def test_values_of_several_examples_at_places_that_an_index_names_are_refused():
+@pytest.mark.parametrize("missing", [[], [3]], ids=["all", "all but one"])
+def test_values_of_several_examples_at_places_that_an_index_names(missing):
     def function(m, x):
         out = torch.zeros(5, WIDTH).double()
         for example, places in enumerate(([4, 1], [0, 3], [2])):
+            places = [place for place in places if place not in missing]
             out[torch.tensor(places)] = (x[example] @ m.w)[: len(places)]
-        return out[:BATCH]
+        return out[[1, 0, 2]]
 
-    check_refused(
-        function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH), error=gs.ExampleAxisError,
-        match="lost",
-    )  # fmt: skip
+    if missing:
+        check_refused(
+            function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH), error=gs.ExampleAxisError,
+            match="lost",
+        )  # fmt: skip
+    else:
+        check_operation(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, 2, WIDTH))
 
 
 def test_parts_of_other_inputs_written_into_each():
@@ -529,4 +620,57 @@ def test_parts_of_trained_rows_written_into_others_are_refused():
     check_refused(
         function, {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
         normal(BATCH, 3, WIDTH), error=gs.ExampleAxisError, match="'last.weight'",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("back", ["by an index", "by a write"])
+@pytest.mark.parametrize("drawn", range(3))
+def test_packed_rows_in_groups(back, drawn):
+    """Rows of examples of different lengths, sorted by group; some groups may be empty."""
+    bounds, groups = torch.tensor([0, 4, 9, 10, 17]), 6
+    owner = torch.repeat_interleave(torch.arange(4), bounds.diff())
+
+    def function(m, x, group):
+        group, order = group.sort(stable=True)
+        ends = [0, *group.bincount(minlength=groups).cumsum(0).tolist()]
+        rows = m.first(x)[order]
+        out = rows.new_empty(len(x), 2)
+        for place, (first, last) in enumerate(pairwise(ends)):
+            out[first:last] = functional.linear(rows[first:last], m.weights[place])
+        if back == "by an index":
+            return out[order.argsort()]
+        sorted_back = torch.empty_like(out)
+        sorted_back[order] = out
+        return sorted_back
+
+    def loss_fn(model, batch):
+        out = model(*batch)
+        sums = out.new_zeros(4, 2).index_add(0, owner, out.sin())
+        return sums.square().sum(1)
+
+    torch.manual_seed(drawn)
+    check_operation(
+        function,
+        {"first": nn.Linear(WIDTH, WIDTH), "weights": (groups, 2, WIDTH)},
+        normal(17, WIDTH),
+        torch.randint(groups, (17,)),
+        loss_fn=loss_fn,
+        cu_seqlens=bounds,
+    )
+
+
+def test_packed_rows_that_not_all_are_written_are_refused():
+    """Rows that nothing was written to belong to nobody, and what is computed of them as well."""
+    bounds, order = torch.tensor([0, 2, 5]), torch.tensor([3, 0, 4, 2, 1])
+
+    def function(m, x):
+        rows = (x @ m.w)[order]
+        out = empty(x, 5, WIDTH)
+        out[:2], out[2:4] = rows[:2], rows[2:4]
+        sums = empty(x, 2, WIDTH).index_add(0, torch.tensor([0, 0, 1, 1, 1]), out[order.argsort()])
+        return sums.sin()
+
+    check_refused(
+        function, {"w": (WIDTH, WIDTH)}, normal(5, WIDTH), error=gs.CoupledExamplesError,
+        match="different examples", cu_seqlens=bounds,
     )  # fmt: skip

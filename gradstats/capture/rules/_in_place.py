@@ -36,7 +36,7 @@ def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         node.shown = lambda: None  # type: ignore[attr-defined]
         layout = _become_data(tracker, func, whole, write)
         _swap(func, node, target, whole[index])
-        tracker.place(target, write.read(layout) if write.read else layout)
+        tracker.place(target, write.read(whole, layout) if write.read else layout)
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return run(tracker, func, *args, **kwargs)
     return func(*args, **kwargs)
@@ -88,6 +88,8 @@ def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
         return None
     for layout in tracker.candidates(target, owned[0][1]):
         line = ExampleLayout(target.dim(), layout)
-        if line.serves(target.shape) and all(write.agrees(layout, *value) for value in owned):
+        if line.serves(target.shape) and all(
+            write.agrees(target, layout, *value) for value in owned
+        ):
             return layout
     return None
