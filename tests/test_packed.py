@@ -292,6 +292,41 @@ def test_graphs_in_one_batch(sizes, pool):
     assert_sqnorms(got, expected, 1e-9)
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["scatter", "scatter_add_"])
+def test_matrices_of_the_edges_of_each_graph(added):
+    """Ones at places that the batch names, as dense layers on graphs have them."""
+
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, graphs):
+            most = int(graphs.bounds.diff().max())
+            first, last = (graphs.edges - graphs.bounds[graphs.owner][graphs.edges]).unbind()
+            places = (graphs.owner[graphs.edges[0]] * most + first) * most + last
+            edges, ones = (
+                torch.zeros(graphs.count * most**2).double(),
+                torch.ones(len(places)).double(),
+            )
+            edges = edges.scatter_add_(0, places, ones) if added else edges.scatter(0, places, ones)
+            edges = edges.view(graphs.count, most, most)
+            rows = torch.zeros(graphs.count * most, 4).double()
+            rows[
+                torch.arange(len(graphs.nodes)) - graphs.bounds[graphs.owner] + graphs.owner * most
+            ] = graphs.nodes
+            hidden = edges @ self.first(rows.view(graphs.count, most, 4)).sin()
+            return self.last(edges @ hidden).sin().sum((1, 2))
+
+    torch.manual_seed(0)
+    model = Dense().double()
+    graphs = [(torch.randn(n, 4).double(), torch.randint(n, (2, 2 * n))) for n in (5, 5, 5)]
+    batch = Packed(*graphs)
+    got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
+    expected = sqnorms_alone(model, graphs, lambda m, graph: m(Packed(graph)))
+    assert_sqnorms(got, expected, 1e-9)
+
+
 @pytest.mark.parametrize("fill", ["assigned", "index_fill", "index_put"])
 def test_attention_among_the_nodes_of_each_graph(fill):
     """As graph transformers attend: where there are nodes is written down as numbers."""

@@ -30,6 +30,8 @@ class Write:
             where the place is the whole operand.
         dims: number of axes of the place.
         index: where a number is written to some rows, which rows.
+        places: which places are written to, where these can be some of each example; where no data
+            are written, they say to which examples it belongs.
         adds: whether the values are added to the whole operand.
         is_part: tells whether the place is less than the whole operand; None where that is not
             known.
@@ -39,6 +41,7 @@ class Write:
     read: Callable[[Tensor, Examples], Examples | Whole | None] | None
     dims: int
     index: Tensor | None = None
+    places: Tensor | None = None
     adds: bool = False
     is_part: Callable[[], bool] | None = None
 
@@ -123,8 +126,7 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
-    # A number belongs to the examples that it is written to.
-    return Write((value if isinstance(value, Tensor) else index,), read, target.dim())
+    return Write((value,), read, target.dim(), places=index)
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:

@@ -40,11 +40,7 @@ class Written(Following):
         given = write.values
         if write.index is not None and not (before or self.is_distinct(after)):
             given = (write.index,)  # only the place where a number is put says whose it is
-        values = [
-            item
-            for item in given
-            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
-        ]
+        values = self._data_among(given) or self._data_among([write.places])
         if before and (one := self.sole_example([target, *values])):
             self.place(after, one)
             return
@@ -111,6 +107,13 @@ class Written(Following):
             self.mark_filling(after, filling)
         if after is target and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def _data_among(self, items: Iterable[Any]) -> list[Tensor]:
+        return [
+            item
+            for item in items
+            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
+        ]
 
     def _continued(
         self,
