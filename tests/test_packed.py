@@ -292,6 +292,25 @@ def test_graphs_in_one_batch(sizes, pool):
     assert_sqnorms(got, expected, 1e-9)
 
 
+@pytest.mark.parametrize("more", [0, 1], ids=["", "a row behind the last"])
+def test_neighbours_one_after_the_other(more):
+    """Each node has places for its neighbours, as layers with a recurrence over them have."""
+    bounds, source = torch.tensor([0, 2, 5]), torch.tensor([1, 0, 0, 4, 2, 3, 4])
+    places = torch.tensor([0, 1, 3, 6, 9, 10, 11])
+    model = nn.ModuleList([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]).double()
+
+    def loss_fn(model, nodes):
+        rows = torch.zeros(5 * 3 + more, 4).double()
+        rows[places] = model[0](nodes)[source]
+        hidden = model[1](rows[:15].view(5, 3, 4))[0].sum(1).sin()
+        sums = torch.zeros(2, 3).double().index_add(0, torch.tensor([0, 0, 1, 1, 1]), hidden)
+        return sums.square().sum(1)
+
+    nodes = torch.randn(5, 4).double()
+    expected = oracle_sqnorms(model, nodes, loss_fn)
+    check_packed(model, nodes, loss_fn, bounds, expected)
+
+
 @pytest.mark.parametrize("added", [False, True], ids=["scatter", "scatter_add_"])
 def test_matrices_of_the_edges_of_each_graph(added):
     """Ones at places that the batch names, as dense layers on graphs have them."""

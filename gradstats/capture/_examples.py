@@ -175,15 +175,25 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
             yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
     if contract.batch:
         # Packed examples may get one row each, as pooled graphs do.
-        fewest = 2 if contract.segments is None else 1
-        for axis in axes:
-            rows, rest = divmod(target.shape[axis], contract.batch)
-            if rows >= fewest and not rest:
-                yield Examples(contract.batch, axis, rows)
-            elif rows >= fewest and rest == 1:
-                # The same number for each, and a last one that takes what overflows.
-                owner = Examples(contract.batch, axis, rows).owner(target.device)
-                yield contract.owned_by(torch.cat([owner, owner[-1:]]), axis)
+        yield from _several(target, contract, Examples(contract.batch, 0))
+    if contract.segments is not None and contract.rows:
+        # Or several for each of their rows, as the nodes of graphs have for their neighbours.
+        yield from _several(target, contract, contract.along(0))
+
+
+def _several(target: Tensor, contract: Examples, each: Examples) -> Iterator[Examples]:
+    """Yield the layouts with the same number of rows for each one of ``each``."""
+    fewest = 1 if each.plain and contract.segments is not None else 2
+    for axis in range(target.dim()):
+        count, rest = divmod(target.shape[axis], each.rows)
+        if count < fewest or rest > 1:
+            continue
+        if each.plain and not rest:
+            yield Examples(contract.batch, axis, count)
+            continue
+        owner = each.owner(target.device).repeat_interleave(count)
+        # A last one may take what overflows.
+        yield contract.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
 
 
 def same_rows(first: Examples, second: Examples) -> bool:
