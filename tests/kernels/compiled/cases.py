@@ -80,23 +80,36 @@ def entries(operation: str) -> dict[tuple[int, str, bool], tuple[TileConfig, ...
     return dict.fromkeys(keys, _streaming.tiles(operation))
 
 
+def is_compiled_by_the_gate(
+    operation: str, architecture: int, kind: str, aligned: bool, layout: str
+) -> bool:
+    """Whether the gate compiles the first tile of an entry of the table.
+
+    Each architecture, alignment and layout of an operation is among them, not each combination.
+    """
+    if operation.endswith("_descriptor"):
+        return kind == "half" or (kind == "tf32x3" and architecture == 90)
+    if kind == "tf32x3":
+        first = architecture == 90 and not aligned and layout == "dense"
+        return first and operation not in PATCHES_AND_ROWS
+    own = layouts(operation)
+    if kind != "half" or layout != own[-1 if aligned else 0]:
+        return False
+    if architecture == 90:
+        return True
+    if operation in ALIKE:
+        return False
+    return aligned == (operation in PATCHES_AND_ROWS or architecture == 100)
+
+
 def cases() -> Iterator[Case]:
     """Every case of both tables."""
     for operation in (*_streaming.TILES, *TABLE, *SHARED_TILES):
         for (architecture, kind, aligned), configs in entries(operation).items():
             for rank, config in enumerate(each for each in configs if takes(operation, each)):
-                own = layouts(operation)
-                for layout in own:
-                    other = layout == own[-1 if aligned else 0]
-                    default = rank == 0 and (
-                        (kind == "half" and (other or operation.endswith("_descriptor")))
-                        or (kind == "tf32x3" and architecture == 90 and layout == "dense")
-                    )
-                    if operation in ALIKE:
-                        default = default and architecture == 90
-                    elif operation in PATCHES_AND_ROWS:
-                        default = default and kind == "half" and (aligned or architecture == 90)
+                for layout in layouts(operation):
                     target = (operation, architecture, kind, aligned)
+                    default = rank == 0 and is_compiled_by_the_gate(*target, layout)
                     yield Case(*target, config, layout, rank, default)
 
 
