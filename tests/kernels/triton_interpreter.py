@@ -16,6 +16,8 @@ def settle_interpreter() -> None:
     _patch_once(interpreter)
     _look_types_up(interpreter)
     _remember_shapes(interpreter.tl.core)
+    _convert_bfloat16(interpreter)
+    _take_equal_types(type(interpreter.interpreter_semantic))
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _check_overflow
 
 
@@ -75,8 +77,14 @@ def _remember_shapes(core) -> None:
     types: dict[tuple, dict] = {}
     shapes: dict[tuple, tuple] = {}
 
+    known: dict[int, tuple] = {}  # shapes of the types above, which stay alive, and their sizes
+
     def sizes_of(shape):
-        return tuple([getattr(size, "value", size) for size in getattr(shape, "values", shape)])
+        sizes = known.get(id(shape))
+        if sizes is None:
+            values = getattr(shape, "values", shape)
+            sizes = tuple([getattr(size, "value", size) for size in values])
+        return sizes
 
     def block_type(self, element_ty, shape):
         # types of pointers are made anew each time
@@ -87,6 +95,7 @@ def _remember_shapes(core) -> None:
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = dict(self.__dict__)
+            known[id(self.shape)] = key[1:]
         self.__dict__.update(types[key])
 
     def tensor(self, handle, type):
@@ -98,6 +107,42 @@ def _remember_shapes(core) -> None:
         self.numel, self.shape = shapes[key]
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
+def _convert_bfloat16(interpreter) -> None:
+    """Have bfloat16 made of float32, by cutting off, and back in one operation on the bits."""
+    convert, language = interpreter._convert_float, interpreter.tl
+
+    def converted(array, dtype, wanted, rounding):
+        if dtype == language.bfloat16 and wanted == language.float32:
+            return array.view(np.uint16).astype(np.uint32) << 16
+        if dtype == language.float32 and wanted == language.bfloat16 and rounding is None:
+            return (array.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(array, dtype, wanted, rounding)
+
+    interpreter._convert_float = converted
+
+
+def _take_equal_types(semantic) -> None:
+    """Have operands of one type, which need no conversion, and of one shape taken as they are."""
+    check = semantic.binary_op_type_checking_impl
+
+    def checked(self, left, right, *options, **named):
+        both = isinstance(left, self.tensor) and isinstance(right, self.tensor)
+        # the fourth option, or the one by name, is for division, which converts
+        if (
+            not both
+            or named
+            or len(options) > 3
+            or left.dtype.is_ptr()
+            or left.dtype != right.dtype
+        ):
+            return check(self, left, right, *options, **named)
+        if left.shape is right.shape:  # as _remember_shapes has it
+            return left, right
+        return self.broadcast_impl_value(left, right)
+
+    semantic.binary_op_type_checking_impl = checked
 
 
 def _check_overflow(left, right, operation) -> None:
