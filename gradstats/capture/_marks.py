@@ -91,6 +91,9 @@ class Marks:
         self._constants: dict[int, Tensor] = {}
         # Storages of constants that data were written into, by address.
         self._written: dict[int, torch.UntypedStorage] = {}
+        # Storages in which examples came to lie elsewhere, by address, and when, by range of bytes.
+        self._rearranged: dict[int, tuple[torch.UntypedStorage, dict[tuple[int, int], int]]] = {}
+        self._rearrangements = 0
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
 
@@ -132,6 +135,7 @@ class Marks:
             _unmark(tensor)
         self._constants.clear()
         self._written.clear()
+        self._rearranged.clear()
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
@@ -282,7 +286,39 @@ class Marks:
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
         """Return what was noted about a tensor, in a tuple of one; None where nothing was."""
         mark = getattr(tensor, "_gradstats_layout", None)
-        return mark[1:2] if mark is not None and mark[0] == self.serial else None
+        if mark is not None and mark[0] != self.serial:
+            mark = None
+        if self._rearranged and self._was_rearranged(tensor, -1 if mark is None else mark[3]):
+            return (None,)
+        return None if mark is None else mark[1:2]
+
+    def note_rearranged(self, tensor: Tensor) -> None:
+        """Note that a write put the examples of a tensor elsewhere.
+
+        What was noted, by now, of other tensors that show its memory holds no longer.
+        """
+        storage = _storage(tensor)
+        if storage is not None and not torch.compiler.is_dynamo_compiling():
+            self._rearrangements += 1
+            _, times = self._rearranged.setdefault(storage._cdata, (storage, {}))
+            times[_bytes_of(tensor)] = self._rearrangements
+            self.follows_layouts = True
+
+    def _was_rearranged(self, tensor: Tensor, noted: int) -> bool:
+        """Whether a write since then put the examples of a tensor elsewhere.
+
+        Args:
+            noted: the number of rearrangements when it was noted where they lie; -1 if it was not.
+        """
+        storage = _storage(tensor)
+        found = None if storage is None else self._rearranged.get(storage._cdata)
+        if found is None:
+            return False
+        start, stop = _bytes_of(tensor)
+        return any(
+            time > noted and start < last and first < stop
+            for (first, last), time in found[1].items()
+        )
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
@@ -310,8 +346,12 @@ class Marks:
 
     def lost_at(self, tensor: Tensor) -> str | None:
         """Return the operation at which the examples of a tensor of data were lost, if known."""
+        if self._mark_of(tensor) != (None,):
+            return None
         mark: Any = getattr(tensor, "_gradstats_layout", None)
-        return mark[2] if self._mark_of(tensor) == (None,) else None
+        if mark is None or mark[:2] != (self.serial, None):
+            return "a write into another tensor that shows its memory"
+        return mark[2]
 
     def place(
         self, tensor: Tensor, layout: Examples | Whole | Mixed | None, at: str | None = None
@@ -332,7 +372,8 @@ class Marks:
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
         leave_graph("data whose examples do not lie along batch_dim")
-        tensor._gradstats_layout = (self.serial, layout, at)  # type: ignore[attr-defined]
+        mark = self.serial, layout, at, self._rearrangements
+        tensor._gradstats_layout = mark  # type: ignore[attr-defined]
         self._marked.append(ref(tensor))
         self.follows_layouts = True
 
@@ -354,6 +395,16 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the range of its storage's bytes between which the elements of a tensor lie."""
+    tensor = unwrapped(tensor)
+    if tensor.numel() == 0:
+        return 0, 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs))
+    return int(tensor.storage_offset()) * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

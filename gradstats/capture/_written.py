@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._examples import Examples, Whole, candidates
+from gradstats.capture._examples import Examples, Mixed, Whole, candidates, same_layout
 from gradstats.capture._filled import Filling, Piece
 from gradstats.capture._following import Following
 from gradstats.capture._layout import is_followed
@@ -54,7 +54,7 @@ class Written(Following):
             if isinstance(layout, (Examples, Whole)):
                 owned.append((value, layout))
             elif self.is_marked(value):
-                self.place(after, layout)
+                self._place_after(after, layout, target, before)
                 if after is target:
                     self._note_base(target, None, first=False)
                 return
@@ -97,7 +97,7 @@ class Written(Following):
             found = filling.layout(target, self._contract)
             for node in filling.meetings if found else ():
                 self.coupled.pop(node, None)
-        self.place(after, found)
+        self._place_after(after, found, target, before)
         if packed and found is None and any(value.requires_grad for value, _ in owned):
             # Nothing else would catch it: losses of packed rows are taken in the order they have.
             self.note_meeting(after)
@@ -107,6 +107,27 @@ class Written(Following):
             self.mark_filling(after, filling)
         if after is target and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def _place_after(
+        self,
+        after: Tensor,
+        layout: Examples | Whole | Mixed | None,
+        target: Tensor,
+        before: bool,
+        at: str | None = None,
+    ) -> None:
+        """Note where the examples lie after a write; if they moved, no other view shows them.
+
+        Args:
+            after, target, before: as for ``follow_write``.
+            layout: where they lie now; None where that is not known.
+            at: the name of the operation at which that was lost.
+        """
+        if after is target and self.batch_size > 1:
+            assumed = self.owned(target) if before else self.by_contract(target)
+            if layout is None or assumed is None or not same_layout(layout, assumed):
+                self.note_rearranged(target)
+        self.place(after, layout, at)
 
     def _data_among(self, items: Iterable[Any]) -> list[Tensor]:
         return [
@@ -204,7 +225,8 @@ class Written(Following):
         if is_followed(func) or type(func) in OPAQUE:
             self.follow_layout(func, args, kwargs, data, target)
         else:
-            self.place(target, None, None if func is None else function_name(func))
+            name = None if func is None else function_name(func)
+            self._place_after(target, None, target, True, name)
         self._note_base(target, None, first=False)
 
     def follow_move(self, tensor: Tensor) -> None:

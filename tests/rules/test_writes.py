@@ -674,3 +674,88 @@ def test_packed_rows_that_not_all_are_written_are_refused():
         function, {"w": (WIDTH, WIDTH)}, normal(5, WIDTH), error=gs.CoupledExamplesError,
         match="different examples", cu_seqlens=bounds,
     )  # fmt: skip
+
+
+def shown_by_blank(h):
+    out = torch.zeros_like(h)
+    view = out.view(BATCH, WIDTH)
+    out[ORDER] = h
+    return view
+
+
+def shown_by_a_constant(h):
+    out = empty(h, *h.shape)
+    view = out[:]
+    out[ORDER] = h
+    return view
+
+
+def shown_while_it_fills(h):
+    out = torch.zeros_like(h)
+    out[:1] = h[:1]
+    view = out[:]
+    out[1], out[2] = h[2], h[1]
+    return view
+
+
+def shown_of_a_copy(h):
+    out = h.clone()
+    view = out.view(BATCH, WIDTH)
+    out.copy_(h[ORDER])
+    return view
+
+
+def shown_by_a_part(h):
+    out = h.clone()
+    part, other = out[1:], out[:2]
+    part[:] = h[[2, 1]]
+    return torch.cat([h[:1], other[1:], h[:1]])
+
+
+def shown_in_another_form(h):
+    out = empty(h, 2 * BATCH, WIDTH)
+    view = out.view(BATCH, 2, WIDTH)
+    out[:] = torch.cat([h, h.sin()])
+    return view.sum(1)
+
+
+def shown_and_worked_on(h):
+    """As the same was worked on before that nobody wrote into."""
+    out = h.clone()
+    view = out.view(BATCH, WIDTH)
+    out.copy_(h[ORDER])
+    return h.sin() * 0 + view.sin()
+
+
+SHOWN = [
+    shown_by_blank, shown_by_a_constant, shown_while_it_fills, shown_of_a_copy, shown_by_a_part,
+    shown_in_another_form, shown_and_worked_on,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("move", SHOWN)
+def test_rows_moved_under_a_view_are_refused(move):
+    """A tensor that shows memory holds what is written into it by another one later."""
+    check_refused(
+        lambda m, x: m.second(move(m.first(x)))[ORDER],
+        {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)},
+        normal(BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="'second.weight'",
+    )
+
+
+def test_rows_moved_beside_a_view():
+    """Other parts of the same memory stay what they are, and views taken later are known."""
+
+    def function(m, x):
+        h = m.first(x)
+        memory, out = torch.cat([h, h.sin()]), torch.zeros_like(h)
+        first, other = memory[:BATCH], memory[BATCH:]
+        other[:] = h[ORDER]
+        out[ORDER] = h
+        later = out.view(BATCH, 1, WIDTH)[ORDER]
+        return m.second(first) + m.second(later)[:, 0] + m.second(out)[ORDER]
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, WIDTH))
