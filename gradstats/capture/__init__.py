@@ -31,7 +31,7 @@ What is not tracked: constants, and data with the examples in them
     _derivatives backward and torch.autograd.grad inside a context
     _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples
-    _marks       what is noted on tensors
+    _marks       what is noted on tensors; _memory what was written into memory that they show
     _following   where the examples lie in results, family by family, with
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum

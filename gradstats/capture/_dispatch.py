@@ -16,7 +16,8 @@ from torch import Tensor
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph, unwrapped
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, unique_roots

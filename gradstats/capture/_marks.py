@@ -16,6 +16,7 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
 from gradstats.capture._filled import Filling
+from gradstats.capture._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
@@ -89,11 +90,7 @@ class Marks:
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
         self._constants: dict[int, Tensor] = {}
-        # Storages of constants that data were written into, by address.
-        self._written: dict[int, torch.UntypedStorage] = {}
-        # Storages in which examples came to lie elsewhere, by address, and when, by range of bytes.
-        self._rearranged: dict[int, tuple[torch.UntypedStorage, dict[tuple[int, int], int]]] = {}
-        self._rearrangements = 0
+        self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
 
@@ -140,7 +137,7 @@ class Marks:
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and self._written and self._is_written(tensor):
+        if not compiling and self._written and tensor in self._written:
             return True
         if not compiling and id(tensor) in self._constants:
             return False
@@ -149,10 +146,6 @@ class Marks:
         if not compiling and id(tensor) in CONSTANTS:
             return False
         return not hasattr(tensor, "_gradstats_constant")
-
-    def _is_written(self, tensor: Tensor) -> bool:
-        storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._written
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         """Return whether values given or drawn in the forward count as data for their size.
@@ -216,9 +209,7 @@ class Marks:
         if torch.compiler.is_dynamo_compiling():
             _unmark(tensor)
         elif not self.is_data(tensor):
-            storage = _storage(tensor)
-            if storage is not None:
-                self._written[storage._cdata] = storage
+            self._written.add(tensor)
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds no example's values yet."""
@@ -268,7 +259,7 @@ class Marks:
         """Return where the examples lie in a tensor of data; None where that is not known."""
         mark = self._mark_of(tensor)
         if mark is None:
-            if self._written and self._is_written(tensor) and not self.is_distinct(tensor):
+            if self._written and tensor in self._written and not self.is_distinct(tensor):
                 return None
             return self.by_contract(tensor)
         leave_graph("data whose examples do not lie along batch_dim")
@@ -288,7 +279,7 @@ class Marks:
         mark = getattr(tensor, "_gradstats_layout", None)
         if mark is not None and mark[0] != self.serial:
             mark = None
-        if self._rearranged and self._was_rearranged(tensor, -1 if mark is None else mark[3]):
+        if self._rearranged and self._rearranged.touched(tensor, -1 if mark is None else mark[3]):
             return (None,)
         return None if mark is None else mark[1:2]
 
@@ -297,28 +288,8 @@ class Marks:
 
         What was noted, by now, of other tensors that show its memory holds no longer.
         """
-        storage = _storage(tensor)
-        if storage is not None and not torch.compiler.is_dynamo_compiling():
-            self._rearrangements += 1
-            _, times = self._rearranged.setdefault(storage._cdata, (storage, {}))
-            times[_bytes_of(tensor)] = self._rearrangements
-            self.follows_layouts = True
-
-    def _was_rearranged(self, tensor: Tensor, noted: int) -> bool:
-        """Whether a write since then put the examples of a tensor elsewhere.
-
-        Args:
-            noted: the number of rearrangements when it was noted where they lie; -1 if it was not.
-        """
-        storage = _storage(tensor)
-        found = None if storage is None else self._rearranged.get(storage._cdata)
-        if found is None:
-            return False
-        start, stop = _bytes_of(tensor)
-        return any(
-            time > noted and start < last and first < stop
-            for (first, last), time in found[1].items()
-        )
+        self._rearranged.add(tensor)
+        self.follows_layouts = True
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
@@ -367,12 +338,12 @@ class Marks:
         # A tensor without an example axis that was computed from trained data is not constant: its
         # examples are lost.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
-        if not known or lost or (self._written and self._is_written(tensor)):
+        if not known or lost or (self._written and tensor in self._written):
             self._mark(tensor, layout, at)
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
         leave_graph("data whose examples do not lie along batch_dim")
-        mark = self.serial, layout, at, self._rearrangements
+        mark = self.serial, layout, at, self._rearranged.count
         tensor._gradstats_layout = mark  # type: ignore[attr-defined]
         self._marked.append(ref(tensor))
         self.follows_layouts = True
@@ -388,26 +359,3 @@ def _unmark(tensor: Tensor | None) -> None:
         CONSTANTS.pop(id(tensor), None)
     if hasattr(tensor, "_gradstats_constant"):
         del tensor._gradstats_constant  # type: ignore[union-attr]
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is outside the transforms of torch.func."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of its storage's bytes between which the elements of a tensor lie."""
-    tensor = unwrapped(tensor)
-    if tensor.numel() == 0:
-        return 0, 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs))
-    return int(tensor.storage_offset()) * tensor.itemsize, (last + 1) * tensor.itemsize
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None for layouts without one, such as sparse tensors."""
-    tensor = unwrapped(tensor)
-    return tensor.untyped_storage() if tensor.layout == torch.strided else None

@@ -22,7 +22,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
-from gradstats.capture._marks import leave_graph, unwrapped
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._tensors import node_of
