@@ -137,7 +137,7 @@ class Marks:
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and self._written and tensor in self._written:
+        if not compiling and self._written.storages and tensor in self._written:
             return True
         if not compiling and id(tensor) in self._constants:
             return False
@@ -259,7 +259,7 @@ class Marks:
         """Return where the examples lie in a tensor of data; None where that is not known."""
         mark = self._mark_of(tensor)
         if mark is None:
-            if self._written and tensor in self._written and not self.is_distinct(tensor):
+            if self._written.storages and tensor in self._written and not self.is_distinct(tensor):
                 return None
             return self.by_contract(tensor)
         leave_graph("data whose examples do not lie along batch_dim")
@@ -279,8 +279,10 @@ class Marks:
         mark = getattr(tensor, "_gradstats_layout", None)
         if mark is not None and mark[0] != self.serial:
             mark = None
-        if self._rearranged and self._rearranged.touched(tensor, -1 if mark is None else mark[3]):
-            return (None,)
+        if self._rearranged.storages:
+            since = -1 if mark is None else mark[3]
+            if self._rearranged.touched(tensor, since):
+                return (None,)
         return None if mark is None else mark[1:2]
 
     def note_rearranged(self, tensor: Tensor) -> None:
@@ -338,7 +340,7 @@ class Marks:
         # A tensor without an example axis that was computed from trained data is not constant: its
         # examples are lost.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
-        if not known or lost or (self._written and tensor in self._written):
+        if not known or lost or (self._written.storages and tensor in self._written):
             self._mark(tensor, layout, at)
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:

@@ -9,26 +9,25 @@ from torch import Tensor
 class WrittenMemory:
     """Storages of constants that data were written into.
 
-    They are kept alive: the address of a freed one might be given to another.
+    Attributes:
+        storages: by address; kept alive, as that of a freed one might be given to another. Mostly
+            there are none, which is asked at every operation, and so without a call.
     """
 
     def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._storages)
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
         storage = storage_of(tensor)
-        return storage is not None and storage._cdata in self._storages
+        return storage is not None and storage._cdata in self.storages
 
     def add(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
         if storage is not None:
-            self._storages[storage._cdata] = storage
+            self.storages[storage._cdata] = storage
 
     def clear(self) -> None:
-        self._storages.clear()
+        self.storages.clear()
 
 
 class RearrangedMemory:
@@ -36,27 +35,25 @@ class RearrangedMemory:
 
     Attributes:
         count: how many there were.
+        storages: by address, a storage and which of these writes was the last to each range of its
+            bytes.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        # By the storage's address: it, and when each range of its bytes was written to last.
-        self._writes: dict[int, tuple[torch.UntypedStorage, dict[tuple[int, int], int]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._writes)
+        self.storages: dict[int, tuple[torch.UntypedStorage, dict[tuple[int, int], int]]] = {}
 
     def add(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
         if storage is not None:
             self.count += 1
-            _, times = self._writes.setdefault(storage._cdata, (storage, {}))
+            _, times = self.storages.setdefault(storage._cdata, (storage, {}))
             times[_range_of(tensor)] = self.count
 
     def touched(self, tensor: Tensor, since: int) -> bool:
         """Whether a tensor shows any of what was written after the first ``since`` writes."""
         storage = storage_of(tensor)
-        found = None if storage is None else self._writes.get(storage._cdata)
+        found = None if storage is None else self.storages.get(storage._cdata)
         if found is None:
             return False
         first, last = _range_of(tensor)
@@ -66,7 +63,7 @@ class RearrangedMemory:
         )
 
     def clear(self) -> None:
-        self._writes.clear()
+        self.storages.clear()
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ class Repeated(Data):
 
         None where it may read more than that.
         """
-        if func not in REPEATABLE or self._written or self._rearranged or self.packed:
+        if func not in REPEATABLE or self.packed:
+            return None
+        if self._written.storages or self._rearranged.storages:
             return None
         constants = self._constants
         key: list[Any] = [func, self.batch_size, self.batch_dim, self.follows_layouts, len(args)]
