@@ -245,6 +245,10 @@ class Packed:
         pairs = zip(graphs, self.bounds, strict=False)
         self.edges = torch.cat([edges + first for (_, edges), first in pairs], 1)
 
+    def places(self, most):
+        """Where each node lies among ``most`` places for the nodes of every graph."""
+        return torch.arange(len(self.nodes)) - self.bounds[self.owner] + self.owner * most
+
 
 def sums(hidden, graphs):
     return hidden.new_zeros(graphs.count, 6).index_add_(0, graphs.owner, hidden)
@@ -265,7 +269,7 @@ def filled_up(hidden, graphs):
 def dense(hidden, graphs):
     """As torch_geometric makes a dense batch: a row behind the last is for nodes too many."""
     most = int(graphs.bounds.diff().max())
-    places = torch.arange(len(hidden)) - graphs.bounds[graphs.owner] + graphs.owner * most
+    places = graphs.places(most)
     rows = torch.tensor(0.0).to(hidden).repeat(graphs.count * most + 1, 6)
     rows[places] = hidden
     filled = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, places, True)
@@ -324,16 +328,12 @@ def test_matrices_of_the_edges_of_each_graph(added):
             most = int(graphs.bounds.diff().max())
             first, last = (graphs.edges - graphs.bounds[graphs.owner][graphs.edges]).unbind()
             places = (graphs.owner[graphs.edges[0]] * most + first) * most + last
-            edges, ones = (
-                torch.zeros(graphs.count * most**2).double(),
-                torch.ones(len(places)).double(),
-            )
+            edges = torch.zeros(graphs.count * most**2).double()
+            ones = torch.ones(len(places)).double()
             edges = edges.scatter_add_(0, places, ones) if added else edges.scatter(0, places, ones)
             edges = edges.view(graphs.count, most, most)
             rows = torch.zeros(graphs.count * most, 4).double()
-            rows[
-                torch.arange(len(graphs.nodes)) - graphs.bounds[graphs.owner] + graphs.owner * most
-            ] = graphs.nodes
+            rows[graphs.places(most)] = graphs.nodes
             hidden = edges @ self.first(rows.view(graphs.count, most, 4)).sin()
             return self.last(edges @ hidden).sin().sum((1, 2))
 
@@ -358,8 +358,7 @@ def test_attention_among_the_nodes_of_each_graph(fill):
 
         def forward(self, graphs):
             most = int(graphs.bounds.diff().max())
-            places = torch.arange(len(graphs.nodes)) - graphs.bounds[graphs.owner]
-            places = places + graphs.owner * most
+            places = graphs.places(most)
             rows = torch.zeros(graphs.count * most + 1, 6).double()
             rows[places] = self.first(graphs.nodes)
             empty = torch.ones(len(rows), dtype=torch.bool)

@@ -175,15 +175,15 @@ def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> I
             yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
     if contract.batch:
         # Packed examples may get one row each, as pooled graphs do.
-        yield from _several(target, contract, Examples(contract.batch, 0))
+        fewest = 2 if contract.segments is None else 1
+        yield from _several(target, contract, Examples(contract.batch, 0), fewest)
     if contract.segments is not None and contract.rows:
         # Or several for each of their rows, as the nodes of graphs have for their neighbours.
-        yield from _several(target, contract, contract.along(0))
+        yield from _several(target, contract, contract, 2)
 
 
-def _several(target: Tensor, contract: Examples, each: Examples) -> Iterator[Examples]:
-    """Yield the layouts with the same number of rows for each one of ``each``."""
-    fewest = 1 if each.plain and contract.segments is not None else 2
+def _several(target: Tensor, contract: Examples, each: Examples, fewest: int) -> Iterator[Examples]:
+    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
     for axis in range(target.dim()):
         count, rest = divmod(target.shape[axis], each.rows)
         if count < fewest or rest > 1:

@@ -84,7 +84,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return run_checkpoint(inner, *args, **kwargs)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         return inner(*args, **kwargs)
-    data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
+    data = tracker.data_among(operands)
     if data:
         return tracker.run_function(inner, args, kwargs, data)
     if not tracked:

@@ -290,6 +290,7 @@ class Marks:
 
         What was noted, by now, of other tensors that show its memory holds no longer.
         """
+        leave_graph("data whose examples do not lie along batch_dim")
         self._rearranged.add(tensor)
         self.follows_layouts = True
 

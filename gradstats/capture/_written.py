@@ -40,7 +40,7 @@ class Written(Following):
         given = write.values
         if write.index is not None and not (before or self.is_distinct(after)):
             given = (write.index,)  # only the place where a number is put says whose it is
-        values = self._data_among(given) or self._data_among([write.places])
+        values = self.data_among(given) or self.data_among([write.places])
         if before and (one := self.sole_example([target, *values])):
             self.place(after, one)
             return
@@ -129,7 +129,8 @@ class Written(Following):
                 self.note_rearranged(target)
         self.place(after, layout, at)
 
-    def _data_among(self, items: Iterable[Any]) -> list[Tensor]:
+    def data_among(self, items: Iterable[Any]) -> list[Tensor]:
+        """Return the tensors of data among what an operation is given."""
         return [
             item
             for item in items

@@ -215,8 +215,7 @@ def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int)
     """
     layouts = [
         locate(tracker, func, node, item, axis=axis, folds=True)
-        for item in operands
-        if node_of(item) is None and tracker.is_data(item)
+        for item in tracker.data_among(operands)
     ]
     if any(not same_rows(layouts[0], other) for other in layouts[1:]):
         refuse(func, node, "of operands whose rows belong to different examples has no rule")

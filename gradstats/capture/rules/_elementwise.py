@@ -52,7 +52,7 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = [node for node in map(node_of, operands) if node is not None]
     if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
-    data = [item for item in operands if node_of(item) is None and tracker.is_data(item)]
+    data = tracker.data_among(operands)
     whole = None if func in ELEMENTWISE_IN_PLACE else _whole(tracker, data)
     if whole is not None:
         dims = max(operand.dim() for operand in operands)
@@ -172,7 +172,7 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
     nodes = [node for node in map(node_of, tensors) if node is not None]
-    data = [item for item in tensors if node_of(item) is None and tracker.is_data(item)]
+    data = tracker.data_among(tensors)
     whole = tracker.sole_example(data) if tracker.batch_size > 1 else _whole(tracker, data)
     if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):
         axis = kwargs.pop("axis", dim)

@@ -79,11 +79,7 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
 
 def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    owned = [
-        (item, tracker.owned(item))
-        for item in write.values
-        if isinstance(item, Tensor) and node_of(item) is None and tracker.is_data(item)
-    ]
+    owned = [(item, tracker.owned(item)) for item in tracker.data_among(write.values)]
     if not owned or any(not isinstance(layout, (Examples, Whole)) for _, layout in owned):
         return None
     for layout in tracker.candidates(target, owned[0][1]):
