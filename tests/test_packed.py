@@ -1,5 +1,6 @@
 """Examples of uneven length packed into one row, as padding-free training does."""
 
+import itertools
 import re
 
 import pytest
@@ -174,8 +175,8 @@ def test_positions_as_parameters_of_packed_rows_are_refused():
         )
 
 
-def oracle_products(model, batch, lengths):
-    """⟨∇ℓ_i, ∇ℓ_j⟩ of packed examples, each differentiated alone."""
+def oracle_gradients(model, batch, lengths):
+    """∇ℓ_i of packed examples, each differentiated alone."""
     rows, start = [], 0
     for length in lengths:
         example = tuple(tensor[start : start + length][None] for tensor in batch)
@@ -190,7 +191,7 @@ def test_inner_products_of_packed_examples():
     one, other = Tagger().double(), Tagger().double()
     lengths, theirs = (3, 1, 5), (2, 6)
     (batch, bounds), (batch_b, bounds_b) = packed(lengths), packed(theirs)
-    first, second = oracle_products(one, batch, lengths), oracle_products(other, batch_b, theirs)
+    first, second = oracle_gradients(one, batch, lengths), oracle_gradients(other, batch_b, theirs)
 
     def loss_fn(model, batch):
         sizes = lengths if len(batch[0]) == sum(lengths) else theirs
@@ -201,12 +202,20 @@ def test_inner_products_of_packed_examples():
     got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=bounds)
     torch.testing.assert_close(got, first @ first.T, rtol=1e-9, atol=1e-12)
     # One batch given twice with bounds of its own for either side is two batches.
+    sizes = itertools.cycle([lengths, (1, 3, 5)])
+
+    def cut(batch, sizes):
+        owner = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+        return *batch[:2], owner, batch[3]
+
+    def loss_of_either(model, batch):
+        own = next(sizes)
+        return losses_of(own, True)(model, cut(batch, own))
+
     both = bounds, torch.tensor([0, 1, 4, 9])
-    got = gs.inner_products(one, batch, one, batch, loss_fn, cu_seqlens=both)
-    copied = tuple(tensor.clone() for tensor in batch)
-    want = gs.inner_products(one, batch, one, copied, loss_fn, cu_seqlens=both)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(got, got.T)
+    got = gs.inner_products(one, batch, one, batch, loss_of_either, cu_seqlens=both)
+    theirs = oracle_gradients(one, cut(batch, (1, 3, 5)), (1, 3, 5))
+    torch.testing.assert_close(got, first @ theirs.T, rtol=1e-9, atol=1e-12)
     direction = {name: torch.randn_like(p) for name, p in one.named_parameters()}
     flat = torch.cat([value.flatten() for value in direction.values()])
     got = gs.alignment(one, batch, loss_fn, direction, cu_seqlens=bounds)

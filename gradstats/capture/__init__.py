@@ -35,11 +35,12 @@ What is not tracked: constants, and data with the examples in them
     _following   where the examples lie in results, family by family, with
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
+    _apart       whether packed examples are kept apart where rows meet rows
     _writes      what an operation writes, and where; _written whose the rows are afterwards;
     _filled      tensors that are written row by row
     _separable   which values of several examples are sums of terms of one each
     _data        what autograd Functions and ``grad`` return; the losses
-    _signatures  operands that are given by name
+    _call, _signatures  an operation as it was called; operands that are given by name
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of

@@ -36,6 +36,7 @@ from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import (
     CHANGES,
+    ON_NESTED,
     PLAIN_VIEWS,
     aligned,
     is_followed,
@@ -75,7 +76,7 @@ from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write, writes_nothing
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -280,7 +281,7 @@ class ConstantTracking(TorchFunctionMode):
             data = [t for t in data if t is args[0]]
         results = flatten(result) if isinstance(result, (tuple, list)) else [result]
         if data:
-            if any(tensor.is_nested for tensor in data):
+            if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
                 for tensor in results:
                     if isinstance(tensor, Tensor):
                         tracker.place(tensor, None, function_name(func))
@@ -328,6 +329,10 @@ class ConstantTracking(TorchFunctionMode):
         tracker, target = self.tracker, args[0]
         before = tracker.is_data(target)
         after = target if is_in_place(func) else result
+        if tracker.packed and writes_nothing(func, args, kwargs):
+            if after is not target:
+                tracker.place_like(after, target)
+            return
         if after is target:
             tracker.mark_data(target)
         if is_over_axes(func):

@@ -15,11 +15,7 @@ from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
-from gradstats.errors import (
-    CoupledExamplesError,
-    ExampleAxisError,
-    UnsupportedOperationError,
-)
+from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -78,14 +74,8 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             uses.append(use)
         if tracked or partial:
             reporting.append(node)
-        how = coupled.get(node) if coupled else None
-        if how is not None:
-            raise CoupledExamplesError(
-                f"{node.name()} {how}: each loss depends on several examples, and their gradients "
-                "cannot be told apart. Expected losses that depend on one example each: detach "
-                "what comes from the others, or combine each example with its own values alone, "
-                "as (x * y).sum(-1) does."
-            )
+        if coupled and node in coupled:
+            raise tracker.refusal_of_meeting(node)
         for child, _ in edges:
             if child is None or child in seen:
                 continue

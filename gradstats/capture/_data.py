@@ -12,6 +12,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
+from gradstats.capture._graph import nodes_behind
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import argument_of, flatten, operands_of
 from gradstats.capture._nodes import same_form
@@ -178,7 +179,7 @@ class Data(Written):
         inputs = argument_of(args, kwargs, 1, "inputs", ())
         sources = [inputs] if isinstance(inputs, Tensor) else inputs
         outputs = flatten((args[0],))
-        joint = not self.packed and any(joins_examples(self, output) for output in outputs)
+        joint = any(joins_examples(self, output) for output in outputs)
         for source, result in zip(sources, results, strict=True):
             if not isinstance(result, Tensor):
                 continue
@@ -219,26 +220,30 @@ class Data(Written):
         """Return the example of each loss, (B,); None where they stand in the batch's order."""
         if self.batch_size == 1:
             return None
-        layout = self.layout_of(losses)
-        if self.owned(losses) is MIXED:
+        owned = self.owned(losses)
+        if owned is MIXED:
             raise CoupledExamplesError(
                 "each loss depends on several examples: trained values were summed, averaged or "
                 "normalised along the example axis on the way. Expected losses that depend on one "
                 "example each: reduce over other axes, or detach what comes from other examples."
             )
-        moved = self.is_marked(losses) and not (layout is not None and layout.plain)
-        if not moved:
+        plain = isinstance(owned, Examples) and owned.plain
+        if plain or not self.is_marked(losses):
             return None
-        if layout is None and self.packed:
-            return None  # sums over packed rows: the model keeps the examples apart itself
-        if layout is None:
+        if isinstance(owned, Whole):
+            owned = self.rows_of_one(losses, 0)
+        if not isinstance(owned, Examples):
+            for node in nodes_behind(losses):
+                if node in self.coupled:
+                    raise self.refusal_of_meeting(node)
             raise ExampleAxisError(
                 f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
                 "losses, or what was combined with them, were moved or reduced along the example "
                 "axis in a way that cannot be followed. Expected losses in the order of the batch, "
-                "each of one example: reduce each example's own rows, or put rows back by indexing."
+                "each of one example: reduce each example's own rows, or put rows back by "
+                "indexing; if you know whose loss each is, say so with gs.assign_rows."
             )
-        owner = layout.owner(losses.device)
+        owner = owned.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:
             raise ExampleAxisError(
                 f"the losses belong to the examples {owner.tolist()}, as followed through the "

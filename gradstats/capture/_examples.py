@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -125,11 +125,39 @@ class Examples:
                 return Examples(batch, axis, fold)
         return Examples(batch, axis, 1, Segments(owner, batch))
 
+    def in_pieces(self, starts: Tensor, axis: int) -> Examples | None:
+        """Return the layout along ``axis`` of consecutive pieces of the rows.
+
+        Args:
+            starts: where each begins; the last one ends with the rows.
+            axis: of the pieces.
+
+        Returns:
+            The layout; None unless each piece has rows, and of one example.
+        """
+        owner = self.owner(starts.device)
+        lengths = torch.diff(starts, append=starts.new_tensor([self.rows]))
+        pieces = owner.split(lengths.tolist())
+        if not all(len(piece) and bool((piece == piece[0]).all()) for piece in pieces):
+            return None
+        return self.owned_by(owner[starts], axis)
+
     def whole(self, row: int) -> Whole:
         """Return the owner of one row of the axis."""
         row %= self.rows
         owner = row // self.fold if self.segments is None else self.segments.owner[row]
         return Whole(int(owner))
+
+
+@dataclass(frozen=True)
+class Scores(Examples):
+    """Where packed examples lie in products of rows with rows, before a mask takes some away.
+
+    Attributes:
+        columns: where those of the other rows lie, along the last axis.
+    """
+
+    columns: Examples = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, sole_of
+from gradstats.capture._apart import after_scores, attention_keeps_apart
+from gradstats.capture._call import Call
+from gradstats.capture._examples import (
+    MIXED,
+    Examples,
+    Mixed,
+    Whole,
+    same_layout,
+    sole_of,
+)
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
@@ -59,22 +68,6 @@ from gradstats.capture._tensors import node_of
 Layout = Examples | Whole | Mixed | None
 
 
-class Call(NamedTuple):
-    """An operation on data.
-
-    Attributes:
-        func, args, kwargs: as it was called.
-        data: its operands of data.
-        result: one of the tensors that it returned.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    data: list[Tensor]
-    result: Tensor
-
-
 class Unchanged:
     """Nothing has to be noted of a result: its shape tells where the examples lie."""
 
@@ -90,7 +83,12 @@ class Following(Marks):
     ) -> None:
         """Note where the examples lie in the result of an operation on some tensors of data."""
         call = Call(func, args, kwargs, data, result)
+        if self.packed and result.numel() and not any(item.numel() for item in data):
+            self.mark_constant(result)  # such as the sum over an example that has no rows
+            return
         after = self._layout_after(call)
+        if self.packed and result.requires_grad and func not in PRODUCTS:
+            after = self._kept_apart(call, after)
         if isinstance(after, Unchanged):
             return
         if isinstance(after, Examples) and not after.fits(result):
@@ -107,6 +105,16 @@ class Following(Marks):
         apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
         if self.is_marked(result) and not apart and is_sum(self, func, args, data):
             self.mark_sum(result)
+
+    def _kept_apart(self, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
+        """Return the layout of a result, unless scores of different packed examples met there."""
+        known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
+        if not isinstance(known, Examples):
+            return after
+        apart = after_scores(self, call, known)
+        if apart is None:
+            self.note_meeting(call.result)
+        return after if apart is known else apart
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
         """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""
@@ -138,7 +146,7 @@ class Following(Marks):
             return MIXED
         if func in JOINS or func is PAD_SEQUENCE:
             return joined_layout(self, func, args, kwargs, result)
-        if is_over_axes(func) and self._runs_over_examples(func, args, kwargs):
+        if is_over_axes(func) and self._runs_over_examples(func, args, kwargs, result):
             if not result.requires_grad or self.batch_size == 1:
                 return None
             if func not in REDUCES:
@@ -179,7 +187,8 @@ class Following(Marks):
         after = multiplied(self, factors, result) if of_data else None
         if any(tensor is first for tensor in data):
             added = self._broadcast([first], result)
-            return added if added == after or not of_data else None
+            same = added is not None and after is not None and same_layout(added, after)
+            return after if same else None if of_data else added
         return after
 
     def _of_solution(self, call: Call) -> Layout:
@@ -216,9 +225,15 @@ class Following(Marks):
     def _of_row_pairs(self, call: Call) -> Layout | Unchanged:
         rows = call.data[0]
         layout = self.layout_of(rows) if rows.requires_grad and self.batch_size > 1 else None
-        if layout is not None and layout.axis == 0 and rows.dim() == 2 and not self.packed:
+        if layout is not None and layout.axis == 0 and rows.dim() == 2:
             # Whether a loss depends on the result shows in the loss's graph.
             self.coupled[call.result.grad_fn] = "compares every example with every other"
+        return self._by_first(call)
+
+    def _of_attention(self, call: Call) -> Layout | Unchanged:
+        if self.packed and call.result.requires_grad and not attention_keeps_apart(self, call):
+            self.note_meeting(call.result)
+            return None
         return self._by_first(call)
 
     def _of_broadcast(self, call: Call) -> Layout | Unchanged:
@@ -305,12 +320,13 @@ class Following(Marks):
         trained = result.requires_grad and self.by_contract(data[0]) is not None
         return trained and self.by_contract(result) is None
 
-    def _runs_over_examples(self, func, args, kwargs) -> bool:
+    def _runs_over_examples(self, func, args, kwargs, result: Tensor) -> bool:
         operands = list(args[:1])
         if func is ATTENTION:
             operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
-        # Packed rows are positions too; the model itself keeps those of different examples apart.
-        if self.packed:
+        if self.packed and (func is ATTENTION or not result.requires_grad):
+            # Packed rows are positions too: masks keep those of different examples apart, and what
+            # has no gradient may be counted, for instance, through all of them.
             return False
         for item in operands:
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item):
@@ -373,7 +389,8 @@ class Following(Marks):
             elif tensor.requires_grad and (self.is_marked(tensor) or self.is_lost(tensor)):
                 return None
         if not aligned:
-            return self.by_contract(result)
+            lost = self.packed and any(map(self.is_marked, data))
+            return None if lost else self.by_contract(result)
         trained = [layout for tensor, layout in aligned if tensor.requires_grad]
         deciding = trained or [layout for _, layout in aligned]
         first = deciding[0]
@@ -403,5 +420,6 @@ FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
     **dict.fromkeys(CONVOLUTIONS, Following._of_convolution),
     **dict.fromkeys(TENSOR_PRODUCTS, Following._of_tensor_product),
     **dict.fromkeys(OF_ROW_PAIRS, Following._of_row_pairs),
+    ATTENTION: Following._of_attention,
     **dict.fromkeys(BROADCASTS, Following._of_broadcast),
 }

@@ -24,7 +24,10 @@ def joined_layout(
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
     if func is PAD_SEQUENCE:
         place = 0 if argument_of(args, kwargs, 1, "batch_first") else 1
-        owners = [sole_of(owned) for owned in _owners(marks, args[0])]
+        owners = [
+            sole_of(owned) if part.numel() else None
+            for part, owned in zip(args[0], _owners(marks, args[0]), strict=True)
+        ]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(argument_of(args, kwargs, 0, "tensors"))
     # An empty tensor, as loops often start from, holds nothing of any example.
@@ -93,9 +96,9 @@ def _side_by_side(
             own = owned.owner(tensor.device).tolist()
             examples += own
             of_data.update(own)
-        elif owned is None and not marks.is_marked(tensor):
-            # A constant counts for the examples in whose place it stands, if all others are in
-            # their places.
+        elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
+            # A constant, or the padding of no rows at all, counts for the examples in whose place
+            # it stands, if all others are in their places.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None

@@ -19,12 +19,14 @@ from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nested import argument_of, flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
+    BROADCASTS,
     CONVOLUTIONS,
     JOINS,
     KEEPS,
     LOOKS_AT_FIRST,
     MOVES,
     OUTER_PRODUCTS,
+    POINTWISE,
     PRODUCTS,
     RESHAPES,
     ROW_PRODUCTS,
@@ -40,7 +42,7 @@ from gradstats.capture._operations import (
     takes_batch_first,
     variants,
 )
-from gradstats.capture._reductions import OVER_AXES, QUANTILES, is_over_axes, reduced
+from gradstats.capture._reductions import OVER_AXES, QUANTILES, REDUCES, is_over_axes, reduced
 from gradstats.capture._reindexed import REINDEXES, moved, reshaped
 from gradstats.capture._tensors import node_of
 
@@ -236,6 +238,13 @@ PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
 
 # Operations whose effect on layouts is known.
 FOLLOWED = KEEPS | CHANGES | frozenset(OVER_AXES) | frozenset({torch.broadcast_tensors})
+
+# Operations that are followed on nested tensors, whose rows are examples, too.
+ON_NESTED = (
+    POINTWISE
+    | BROADCASTS
+    | frozenset([*REDUCES, torch._nested_view_from_jagged, *variants("unbind")])
+)
 
 
 def may_move(func) -> bool:

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node as GraphNode
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
@@ -80,7 +81,7 @@ class Marks:
         self.serial = next(SERIALS)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
-        self.follows_layouts = False
+        self.follows_layouts = segments is not None
         self.coupled: dict[Any, str] = {}
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
@@ -304,6 +305,15 @@ class Marks:
         """Note that trained values of one example meet those of another."""
         if result.requires_grad and self.batch_size > 1:
             self.coupled[result.grad_fn] = "combines trained values of different examples"
+
+    def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
+        """Return the error about losses that depend on a node of ``coupled``."""
+        return CoupledExamplesError(
+            f"{node.name()} {self.coupled[node]}: each loss depends on several examples, and their "
+            "gradients cannot be told apart. Expected losses that depend on one example each: "
+            "detach what comes from the others, or combine each example with its own values alone, "
+            "as (x * y).sum(-1) does."
+        )
 
     def is_distinct(self, tensor: Tensor) -> bool:
         """Whether exactly one axis has the size of the batch."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradstats.capture._apart import scores, weights_keep_apart, without_columns
 from gradstats.capture._examples import Examples, Whole, same_layout
 from gradstats.capture._marks import Marks
 from gradstats.capture._tensors import node_of
@@ -38,9 +39,15 @@ def multiplied(
         axis = tensor.dim() - layout.axis
         summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
         if axis == summed:
-            if kept and marks.packed:
-                break  # attention over packed examples, which the model's mask keeps apart
-            return None
+            if not (kept and marks.packed):
+                return None
+            # As in attention over packed examples, which a mask keeps apart.
+            rows = marks.layout_of(operands[0])
+            if result.requires_grad and rows is not None:
+                if not weights_keep_apart(operands[0], rows, layout):
+                    marks.note_meeting(result)
+                    return None
+            break
         if place == 1 and of_rows and axis == 2:
             axis = 1  # rows of the second operand are columns of the product
         elif operands[1 - place].dim() == 1 and (place == 0 or axis > 2):
@@ -85,16 +92,23 @@ def _product(
     found = trained or [layout for _, layout in kept]
     if not found:
         return marks.by_contract(result)
-    apart = marks.packed  # then the model itself has to keep the examples apart
     axes = {layout.axis for layout in trained}
-    if marks.batch_size > 1 and len(axes) > 1 and not apart:
+    if marks.packed and len({layout.axis for _, layout in kept}) > 1:
+        rows, columns, *more = (layout for _, layout in kept)
+        if not result.requires_grad:
+            return rows
+        found_scores = None if more else scores(rows, columns, result)
+        if found_scores is None:
+            marks.note_meeting(result)
+        return found_scores
+    if marks.batch_size > 1 and len(axes) > 1:
         # Every example meets every other. The graph of the losses shows whether they depend on it.
         size = marks.batch_size
         marks.coupled[result.grad_fn] = (
             f"multiplies every example with every other ({size} × {size} products of trained "
             "values, as contrastive losses form them)"
         )
-    elif any(not same_layout(trained[0], other) for other in trained[1:]) and not apart:
+    elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.note_meeting(result)
         return None
-    return found[0]
+    return without_columns(found[0])

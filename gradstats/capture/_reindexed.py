@@ -115,6 +115,10 @@ def _sliced(position: int, default: int = 0):
         lost = source.dim() - result.dim()
         if dim != layout.axis:
             return layout.along(layout.axis - (lost if dim < layout.axis else 0))
+        if source.is_nested:
+            starts = source.offsets() * source.values().stride(0)
+            # Of those that begin here, the last one has rows.
+            return layout.whole(int((starts == result.storage_offset()).nonzero()[-1]))
         if source.stride(layout.axis) == 0:
             return None
         start = (result.storage_offset() - source.storage_offset()) // source.stride(layout.axis)
@@ -234,6 +238,13 @@ def _of_batch(dims: int) -> Callable[..., Examples | None]:
 
 
 # Operations that select, repeat or reorder rows, with the rule for the examples.
+def _jagged(func, args, kwargs, source, layout, result) -> Examples | None:
+    """Rows between bounds become one row of a nested tensor each."""
+    if layout.axis != 0 or is_compiling() or argument_of(args, kwargs, 3, "lengths") is not None:
+        return None
+    return layout.in_pieces(args[1][:-1], 0)
+
+
 REINDEXES = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
@@ -273,6 +284,7 @@ REINDEXES = {
     **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
     **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
     **dict.fromkeys(variants("diag_embed"), _made_diagonal),
+    torch._nested_view_from_jagged: _jagged,
     **dict.fromkeys(variants("stft"), _of_batch(2)),
     **dict.fromkeys(variants("istft"), _of_batch(3)),
     **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),

@@ -134,11 +134,7 @@ def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -
     starts, layout = starts_of_bags(offsets, last), _layout(tracker, ids)
     if layout is None or not tracker.is_marked(ids):
         return tracker.layout_of(starts)
-    owner = layout.owner(ids.device)
-    bags = owner.split(torch.diff(starts, append=starts.new_tensor([len(ids)])).tolist())
-    if not all(len(bag) and bool((bag == bag[0]).all()) for bag in bags):
-        return None
-    return layout.owned_by(owner[starts], 0)
+    return layout.in_pieces(starts, 0)
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:

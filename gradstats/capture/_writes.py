@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._examples import Examples, Whole, same_rows
+from gradstats.capture._examples import Examples, Whole, same_rows, sole_of
 from gradstats.capture._indexing import dims_at, items_of, read_at
 from gradstats.capture._operations import IN_PLACE, variants
 from gradstats.capture._rowwise import is_elementwise_in_place
@@ -57,8 +57,11 @@ class Write:
         """
         place = layout if self.read is None else self.read(target, layout)
         if isinstance(place, Examples) and isinstance(owned, Examples):
-            return place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned)
-        return place is not None and place == owned
+            if place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned):
+                return True
+        # Rows that all belong to one example may lie along any axis.
+        alone = sole_of(place)
+        return isinstance(alone, Whole) and alone == sole_of(owned)
 
     def mixes(
         self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
@@ -170,6 +173,13 @@ WRITES: dict[Any, Callable[..., Write]] = {
 
 def is_write(func) -> bool:
     return func in WRITES
+
+
+def writes_nothing(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes no values at all, as for examples that have no rows."""
+    values = WRITES[func](*args, **kwargs).values
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return 0 < len(values) == len(tensors) and not any(value.numel() for value in tensors)
 
 
 # In-place methods that are followed like the form that returns a new tensor.

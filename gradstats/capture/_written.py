@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._examples import Examples, Mixed, Whole, candidates, same_layout
+from gradstats.capture._examples import Examples, Mixed, Scores, Whole, candidates, same_layout
 from gradstats.capture._filled import Filling, Piece
 from gradstats.capture._following import Following
 from gradstats.capture._layout import is_followed
@@ -51,6 +51,9 @@ class Written(Following):
         owned = []
         for value in values:
             layout = self.owned(value)
+            if isinstance(layout, Scores):
+                self.note_meeting(after)  # which of them count for other examples is not followed
+                layout = None
             if isinstance(layout, (Examples, Whole)):
                 owned.append((value, layout))
             elif self.is_marked(value):
@@ -80,11 +83,19 @@ class Written(Following):
         layouts = [known] if known else []
         if not (known or lost) or self.was_blank(target, writes=int(after is target)):
             layouts = [*layouts, *self.candidates(target, first)]
-        for layout in layouts:
-            if all(write.agrees(target, layout, *value) for value in owned):
-                found = layout
-                break
-        else:
+        agreeing = (
+            layout
+            for layout in layouts
+            if all(write.agrees(target, layout, *value) for value in owned)
+        )
+        found = next(agreeing, None)
+        # Of packed examples, places where nothing was written may be one example's or another's.
+        ambiguous = False
+        if packed and found is not None and found is not known:
+            ambiguous = not all(same_layout(found, other) for other in agreeing)
+        if ambiguous:
+            found = None
+        elif found is None:
             # A tensor that held nothing of any example may now belong to one example as a whole.
             empty = not known if write.read is None else not before
             whole = empty and isinstance(first, Whole)
@@ -98,8 +109,8 @@ class Written(Following):
             for node in filling.meetings if found else ():
                 self.coupled.pop(node, None)
         self._place_after(after, found, target, before)
-        if packed and found is None and any(value.requires_grad for value, _ in owned):
-            # Nothing else would catch it: losses of packed rows are taken in the order they have.
+        trained = any(value.requires_grad for value, _ in owned)
+        if packed and trained and found is None and not ambiguous:
             self.note_meeting(after)
             if filling is not None:
                 filling.meetings.append(after.grad_fn)

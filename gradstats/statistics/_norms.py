@@ -69,8 +69,9 @@ def per_example_norms(
         batch_dim: the example axis of the data.
         cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
             padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
-            data of shape (rows, *) or (1, rows, *). The model must keep them apart (attention,
-            positions), and the losses are one for each example. Graphs in one batch are packed
+            data of shape (rows, *) or (1, rows, *). The losses are one for each example, and the
+            model must keep the rows of different examples apart: masks of attention and weights of
+            products over rows are read to see that it does. Graphs in one batch are packed
             examples, whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``; for
             features of edges see ``assign_rows``.
         parameters: fnmatch patterns over parameter names; all that require grad by default.

@@ -922,8 +922,8 @@ def test_kernels_of_other_examples_are_refused():
         function,
         {"first": nn.Linear(8, 2)},
         normal(BATCH, 8),
-        error=gs.ExampleAxisError,
-        match="which loss belongs to which example",
+        error=gs.CoupledExamplesError,
+        match="ConvolutionBackward0 combines trained values of different examples",
     )
 
 

@@ -1,0 +1,109 @@
+"""Whether packed examples are kept apart where rows meet rows: in attention, and in products.
+
+Values say so: weights between rows of different examples are zero, or a mask forbids them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._call import Call
+from gradstats.capture._examples import Examples, Scores
+from gradstats.capture._marks import Marks
+from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
+
+# Operations over scores of which zeros, in the result or before, say that no other example counted.
+SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
+SUMS = frozenset(variants("sum"))
+
+# Added to a score, this or less leaves no weight.
+FORBIDS = -1e4
+
+
+def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bool:
+    """Whether all weights between rows of different examples are zero.
+
+    Args:
+        weights: (…, columns), of a product that sums over the columns.
+        rows: where the examples of the product's rows lie in ``weights``.
+        columns: the layout of the rows that are summed, along any axis.
+    """
+    others = _others(rows, columns, weights.device)
+    values = weights.detach()
+    if values.layout is torch.strided:
+        return not bool((values.movedim(rows.axis, -2).ne(0) & others).any())
+    values = values.to_sparse_coo().coalesce()
+    row, column = values.indices()[[rows.axis, -1]]
+    return not bool((values.values().ne(0) & others[row, column]).any())
+
+
+def attention_keeps_apart(marks: Marks, call: Call) -> bool:
+    """Whether ``scaled_dot_product_attention`` keeps packed examples along its rows apart."""
+    layouts = []
+    for place, name in enumerate(("query", "key")):
+        item = call.argument(place, name)
+        layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
+        if layout is None or layout.axis != item.dim() - 2:
+            return True
+        layouts.append(layout)
+    rows, columns = layouts
+    mask = call.argument(3, "attn_mask")
+    if mask is None:
+        return False
+    allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
+    return not bool((allowed & _others(rows, columns, mask.device)).any())
+
+
+def scores(rows: Examples, columns: Examples, result: Tensor) -> Scores | None:
+    """Return the layout of products of rows with rows, such as queries and keys; None if unclear.
+
+    Args:
+        rows, columns: where the examples of either lie in the result.
+        result: the products.
+    """
+    known = not (isinstance(rows, Scores) or isinstance(columns, Scores))
+    if not known or columns.axis != result.dim() - 1:
+        return None
+    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns)
+
+
+def without_columns(layout: Examples) -> Examples:
+    """Return where the examples of the rows lie alone."""
+    if not isinstance(layout, Scores):
+        return layout
+    return Examples(layout.batch, layout.axis, layout.fold, layout.segments)
+
+
+def after_scores(marks: Marks, call: Call, after: Examples) -> Examples | None:
+    """Return the layout of an operation's result; None where it has examples' scores meet others.
+
+    Args:
+        marks: the context's.
+        call: the operation.
+        after: the layout of the rows of the result.
+    """
+    given = ((item, marks.owned(item)) for item in call.data)
+    found = next(((item, own) for item, own in given if isinstance(own, Scores)), None)
+    if found is None:
+        return after
+    item, own = found
+    func, result, last = call.func, call.result, item.dim() - 1
+    rows = without_columns(after)
+    keeps = func in POINTWISE or func in BROADCASTS
+    if func in MOVES or func in RESHAPES:
+        keeps = after.axis == result.dim() - 2 and result.shape[-1] == own.columns.rows
+    if keeps:
+        return scores(rows, own.columns.along(result.dim() - 1), result)
+    over = call.argument(1, "dim")
+    if item is not call.args[0] or not isinstance(over, int) or over not in (-1, last):
+        return None
+    weights = result if func in SOFTMAX else item if func in SUMS else None
+    apart = weights is not None and weights_keep_apart(weights, own, own.columns)
+    return rows if apart else None
+
+
+def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
+    """Return which pairs of rows are of different examples, (rows, columns)."""
+    return rows.owner(device).unsqueeze(1) != columns.owner(device)

@@ -1,0 +1,316 @@
+"""Where rows of packed examples meet: followed if values show that none counts for another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+LENGTHS, WIDTH = [3, 1, 4], 4
+ROWS = sum(LENGTHS)
+OWNER = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+BOUNDS = functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
+OTHERS = OWNER[:, None] != OWNER
+NEGATIVE = torch.where(OTHERS, -torch.inf, 0.0).double()
+EDGES = torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(0)).double() * ~OTHERS
+
+
+class Attends(nn.Module):
+    """Queries, keys and values of packed rows, what becomes of them, and another layer."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.attend = attend
+
+    def forward(self, rows):
+        *first, last = self.layers
+        return last(self.attend(*(layer(rows) for layer in first)).reshape(ROWS, WIDTH))
+
+
+def loss_fn(model, rows):
+    losses = model(rows).sin().sum(1)
+    return torch.zeros(len(LENGTHS)).to(losses).index_add(0, OWNER, losses)
+
+
+def heads(tensor):
+    return tensor.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2)
+
+
+def by_heads(attend):
+    return lambda q, k, v: attend(heads(q), heads(k), heads(v)).transpose(1, 2)
+
+
+def sdpa(**options):
+    return by_heads(lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, **options))
+
+
+def in_place(q, k, v):
+    scores = q @ k.T
+    scores *= 0.5
+    return scores.masked_fill_(OTHERS, -torch.inf).softmax(-1) @ v
+
+
+APART = {
+    "masked": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v,
+    "where": lambda q, k, v: torch.where(OTHERS, -1e9, q @ k.T * 0.5).softmax(1) @ v,
+    "in place": in_place,
+    "heads": by_heads(lambda q, k, v: (q @ k.mT + NEGATIVE).softmax(-1) @ v),
+    "bmm": by_heads(
+        lambda q, k, v: torch.bmm(
+            torch.baddbmm(NEGATIVE.expand(2, ROWS, ROWS), q[0], k[0].mT).softmax(-1), v[0]
+        )[None]
+    ),
+    "without softmax": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, 0) @ v,
+    "normalised by hand": lambda q, k, v: (
+        (w := (q @ k.T).exp() * ~OTHERS) / w.sum(-1, keepdim=True) @ v
+    ),
+    "dropout": lambda q, k, v: (
+        functional.dropout((q @ k.T + NEGATIVE).softmax(-1), 0.5, training=False) @ v
+    ),
+    "a derivative of a sum": lambda q, k, v: (
+        torch.autograd.grad((v.sin() * k).sum(), v, create_graph=True)[0] + q
+    ),
+    "boolean mask": sdpa(attn_mask=~OTHERS),
+    "added mask": sdpa(attn_mask=NEGATIVE.clamp(min=torch.finfo(torch.float32).min)[None, None]),
+    "edges": lambda q, k, v: EDGES @ v + q * k,
+    "edges for all heads": by_heads(lambda q, k, v: EDGES @ v + q * k),
+    "edges and a vector": lambda q, k, v: (EDGES @ v[:, 0])[:, None] * q + k,
+    "sparse edges": lambda q, k, v: torch.sparse.mm(EDGES.to_sparse(), v) + q * k,
+    "rows of CSR": lambda q, k, v: EDGES.to_sparse_csr() @ v + q * k,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_kept_apart(name):
+    torch.manual_seed(0)
+    model, rows = Attends(APART[name]).double(), torch.randn(ROWS, WIDTH).double()
+    got = gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
+
+
+OF_TWO = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]).double()
+EVERY = torch.arange(ROWS).repeat_interleave(ROWS)
+LEAK = OTHERS.clone()
+LEAK[0, -1] = False
+WHOLE = EDGES.clone()
+WHOLE[-1, 0] = 1e-9
+
+MEET = {
+    "no mask": lambda q, k, v: (q @ k.T).softmax(-1) @ v,
+    "a mask with a leak": lambda q, k, v: (q @ k.T).masked_fill(LEAK, -torch.inf).softmax(-1) @ v,
+    "a faint mask": lambda q, k, v: (q @ k.T - 10.0 * OTHERS).softmax(-1) @ v,
+    "a mask after softmax": lambda q, k, v: (q @ k.T).softmax(-1).masked_fill(OTHERS, 0) @ v,
+    "a mask after the norm": lambda q, k, v: (
+        functional.normalize(q @ k.T, dim=-1).masked_fill(OTHERS, 0) @ v
+    ),
+    "a mask after a sum": lambda q, k, v: (
+        (q @ k.T).masked_fill(OTHERS, 0) / (q @ k.T).exp().sum(-1, keepdim=True) @ v
+    ),
+    "the largest score": lambda q, k, v: (q @ k.T).amax(-1, keepdim=True) * v,
+    "transposed scores": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(0).T @ v,
+    "heads": by_heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
+    "summed heads": by_heads(
+        lambda q, k, v: (
+            v * (q @ k.mT).masked_fill(OTHERS, 0).sum(1, True).exp().sum(-1, keepdim=True)
+        )
+    ),
+    "flattened scores": lambda q, k, v: (
+        v * torch.zeros(ROWS, 1).to(v).index_add(0, EVERY, (q @ k.T).exp().view(-1, 1))
+    ),
+    "written scores": lambda q, k, v: (
+        v * torch.zeros(ROWS, ROWS).to(v).copy_(q @ k.T).exp().sum(-1, keepdim=True)
+    ),
+    "attention without a mask": sdpa(),
+    "causal attention": sdpa(is_causal=True),
+    "attention with a faint mask": sdpa(attn_mask=-10.0 * OTHERS),
+    "attention with a leak": sdpa(attn_mask=~LEAK),
+    "an edge between examples": lambda q, k, v: WHOLE @ v + q * k,
+    "an edge between examples for all heads": by_heads(lambda q, k, v: WHOLE @ v + q * k),
+    "a sparse edge between examples": lambda q, k, v: WHOLE.to_sparse() @ v + q * k,
+    "keys normalised over rows": lambda q, k, v: q.softmax(-1) @ (k.softmax(0).T @ v),
+    "pairs": lambda q, k, v: (q[:, None] - k[None]).exp().sum(1) * v,
+    "distances": lambda q, k, v: torch.cdist(q, k) @ v,
+    "mean": lambda q, k, v: v - v.mean(0),
+    "largest": lambda q, k, v: v / v.amax(0),
+    "cumulative": lambda q, k, v: v.cumsum(0),
+    "normalised": lambda q, k, v: functional.normalize(v, dim=0),
+    "a derivative of a root": lambda q, k, v: (
+        torch.autograd.grad((v * k).square().sum().sqrt(), v, create_graph=True)[0] + q
+    ),
+    "a window": lambda q, k, v: functional.avg_pool1d(v.T, 3, 1, 1).T,
+    "moved": lambda q, k, v: v + q.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", MEET)
+@pytest.mark.parametrize("last", [True, False], ids=["before a layer", "in the losses"])
+def test_rows_that_meet_are_refused(name, last):
+    torch.manual_seed(0)
+    model, rows = Attends(MEET[name]).double(), torch.randn(ROWS, WIDTH).double()
+    if not last:
+        model.layers[-1] = nn.Identity()
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+
+
+def test_attention_of_one_example_needs_no_mask():
+    torch.manual_seed(0)
+    model, rows = Attends(APART["masked"]).double(), torch.randn(ROWS, WIDTH).double()
+    for attend in (MEET["no mask"], MEET["attention without a mask"], MEET["causal attention"]):
+        model.attend = attend
+        alone = lambda m, rows: m(rows).sin().sum()[None]  # noqa: E731
+        got = gs.per_example_norms(model, rows, alone, cu_seqlens=torch.tensor([0, ROWS]))
+        assert_sqnorms(got, oracle_sqnorms(model, rows, alone), 1e-9)
+
+
+NONE = torch.zeros(0, dtype=torch.long)
+
+
+def masked(target, rows):
+    """As experts write, of which the first has no rows."""
+    for chosen in (rows[:, 0] > torch.inf, rows[:, 0] <= torch.inf):
+        target[chosen] = rows[chosen].sin()
+    return target
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda target, rows: target.index_add(0, NONE, rows[NONE]) + rows,
+        lambda target, rows: target.index_add_(0, NONE, rows[NONE]) + rows,
+        lambda target, rows: (
+            target.scatter_add(0, NONE[:, None].expand(0, WIDTH), rows[NONE]) + rows
+        ),
+        lambda target, rows: rows.index_add(0, NONE, rows[NONE]),
+        masked,
+    ],
+    ids=["out of place", "in place", "scattered", "into data", "rows of experts"],
+)
+def test_writes_of_nothing(write):
+    """As the messages of a kind of edges of which a batch has none."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+
+    def loss(model, rows):
+        hidden = write(torch.zeros(ROWS, WIDTH).to(rows), model[0](rows))
+        losses = model[1](hidden).sin().sum(1)
+        return torch.zeros(len(LENGTHS)).to(losses).index_add(0, OWNER, losses)
+
+    rows = torch.randn(ROWS, WIDTH).double()
+    got = gs.per_example_norms(model, rows, loss, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(5, 0), (0, 3, 0, 2), (4, 0, 1)], ids=str)
+@pytest.mark.parametrize("form", ["index_add", "stack", "pad_sequence"])
+def test_examples_without_rows(lengths, form):
+    """They have no values, but the layers behind the sum over their rows have gradients."""
+    torch.manual_seed(0)
+    counts = torch.tensor(lengths)
+    owner = torch.arange(len(lengths)).repeat_interleave(counts)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+
+    def loss(model, rows):
+        hidden = model[0](rows).tanh()
+        if form == "index_add":
+            sums = torch.zeros(len(lengths), WIDTH).to(rows).index_add(0, owner, hidden)
+        elif form == "stack":
+            sums = torch.stack([part.sum(0) for part in hidden.split(lengths)])
+        else:
+            sums = nn.utils.rnn.pad_sequence(hidden.split(lengths), batch_first=True).sum(1)
+        return model[1](sums).sin().sum(1)
+
+    rows = torch.randn(int(counts.sum()), WIDTH).double()
+    bounds = functional.pad(counts.cumsum(0), (1, 0))
+    alone = int((counts > 0).sum()) == 1
+    if alone and form != "index_add":
+        # Zeros beside the rows of a single example may be that one's padding.
+        with pytest.raises(gs.ExampleAxisError):
+            gs.per_example_norms(model, rows, loss, cu_seqlens=bounds)
+        return
+    got = gs.per_example_norms(model, rows, loss, cu_seqlens=bounds)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
+
+
+def test_as_many_rows_as_examples_of_which_some_have_none():
+    """Three rows may be those of the batch, or one for each example: only one is right."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+    owner = torch.tensor([0, 2, 2])
+
+    def loss(model, rows):
+        sums = torch.zeros(3, WIDTH).to(rows).index_add(0, owner, model[0](rows))
+        return model[1](sums).sin().sum(1)
+
+    rows, bounds = torch.randn(3, WIDTH).double(), torch.tensor([0, 1, 1, 3])
+    with pytest.raises(gs.ExampleAxisError, match="rows are not assigned to examples"):
+        gs.per_example_norms(model, rows, loss, cu_seqlens=bounds)
+
+    def said(model, rows):
+        sums = torch.zeros(3, WIDTH).to(rows).index_add(0, owner, model[0](rows))
+        return model[1](gs.assign_rows(sums, torch.arange(3))).sin().sum(1)
+
+    got = gs.per_example_norms(model, rows, said, cu_seqlens=bounds)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, said), 1e-9)
+
+
+def test_inputs_counted_through_all_rows():
+    """What has no gradient lets no loss depend on other examples' rows."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Embedding(ROWS + 1, WIDTH), nn.Linear(WIDTH, 2)]).double()
+
+    def loss(model, rows):
+        places = (rows[:, 0] > 0).long().cumsum(0)
+        losses = model[1](rows / rows.amax(0) + model[0](places)).sin().sum(1)
+        return torch.zeros(len(LENGTHS)).to(losses).index_add(0, OWNER, losses)
+
+    rows = torch.randn(ROWS, WIDTH).double()
+    got = gs.per_example_norms(model, rows, loss, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
+
+
+def test_edges_of_one_example_alone():
+    """What they hold belongs to that one as a whole; the other rows are still the others'."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+    source, target, order = torch.tensor([[0, 2, 1], [1, 0, 2], [2, 0, 1]])
+
+    def loss(model, rows):
+        sent = model[0](rows)[source]
+        ordered = torch.empty_like(sent)
+        ordered[order] = sent[order]
+        nodes = torch.zeros(ROWS, WIDTH).to(rows).index_add(0, target, ordered)
+        losses = model[1](nodes).sin().sum(1)
+        return torch.zeros(len(LENGTHS)).to(losses).index_add(0, OWNER, losses)
+
+    rows = torch.randn(ROWS, WIDTH).double()
+    got = gs.per_example_norms(model, rows, loss, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
+
+
+def test_losses_of_one_example_alone_are_refused():
+    model, rows = nn.Linear(WIDTH, 3).double(), torch.randn(5, WIDTH).double()
+    with pytest.raises(gs.ExampleAxisError, match=r"belong to the examples \[0, 0, 0\]"):
+        gs.per_example_norms(
+            model, rows, lambda m, rows: m(rows[0]).sin(), cu_seqlens=torch.tensor([0, 3, 4, 5])
+        )
+
+
+def test_losses_that_cannot_be_followed_may_be_assigned():
+    model, rows = nn.Linear(WIDTH, 1).double(), torch.randn(5, WIDTH).double()
+    bounds = torch.tensor([0, 2, 5])
+
+    def loss(model, rows):
+        return OF_TWO @ model(rows).sin()[:, 0]
+
+    with pytest.raises(gs.ExampleAxisError, match=r"lost at .*matmul.*gs\.assign_rows"):
+        gs.per_example_norms(model, rows, loss, cu_seqlens=bounds)
+    got = gs.per_example_norms(
+        model, rows, lambda m, b: gs.assign_rows(loss(m, b), torch.arange(2)), cu_seqlens=bounds
+    )
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
