@@ -330,7 +330,9 @@ class ConstantTracking(TorchFunctionMode):
         before = tracker.is_data(target)
         after = target if is_in_place(func) else result
         if tracker.packed and writes_nothing(func, args, kwargs):
-            if after is not target:
+            if after is target:
+                tracker.keep_marks(target)
+            else:
                 tracker.place_like(after, target)
             return
         if after is target:

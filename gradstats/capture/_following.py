@@ -286,7 +286,7 @@ class Following(Marks):
         if after is None and layout is not None and decides:
             # Shape can decide after all where no other axis has the batch's size.
             alone = self.is_distinct(source) and self.is_distinct(result)
-            if alone and layout.plain and self.has_example_axis(result):
+            if alone and layout == self.by_contract(source) and self.has_example_axis(result):
                 return UNCHANGED
         return after
 

@@ -242,6 +242,13 @@ class Marks:
         found = self._held(tensor, "_gradstats_filling", writes)
         return tensor._gradstats_filling[2] if found else None  # type: ignore[attr-defined]
 
+    def keep_marks(self, tensor: Tensor) -> None:
+        """Keep what holds of a tensor's values only, after a change of none of them."""
+        for name in MARKS[1:]:
+            if self._held(tensor, name, writes=1):
+                _, _, *more = getattr(tensor, name)
+                setattr(tensor, name, (self.serial, tensor._version, *more))
+
     def _held(self, tensor: Tensor, name: str, writes: int) -> bool:
         # Absent marks first: tensors of inference mode have no version.
         mark = getattr(tensor, name, None)
@@ -316,8 +323,8 @@ class Marks:
         )
 
     def is_distinct(self, tensor: Tensor) -> bool:
-        """Whether exactly one axis has the size of the batch."""
-        return sum(size == self.batch_size for size in tensor.shape) == 1
+        """Whether exactly one axis has the size of the batch, or of all its packed rows."""
+        return sum(size == self._contract.rows for size in tensor.shape) == 1
 
     def is_lost(self, tensor: Tensor) -> bool:
         """Whether it is unknown which examples a computed tensor of data belongs to.

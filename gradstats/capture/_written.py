@@ -245,7 +245,9 @@ class Written(Following):
         """Note where the examples lie in a tensor whose axes were moved in place."""
         plain = not self.is_marked(tensor) and self.is_distinct(tensor)
         sizes = list(tensor.shape)
-        self.place(tensor, self._contract.along(sizes.index(self.batch_size)) if plain else None)
+        self.place(
+            tensor, self._contract.along(sizes.index(self._contract.rows)) if plain else None
+        )
 
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:
