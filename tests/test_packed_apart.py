@@ -159,6 +159,18 @@ def test_rows_that_meet_are_refused(name, last):
         gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
 
 
+@pytest.mark.usefixtures("graphs_run_on_cpus")
+def test_in_graphs():
+    torch._dynamo.reset()
+    model, rows = Attends(APART["masked"]).double(), torch.randn(ROWS, WIDTH).double()
+    compiled = torch.compile(model, backend="aot_eager")
+    got = gs.per_example_norms(compiled, rows, loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
+    model.attend = MEET["no mask"]
+    with pytest.raises(gs.ExampleAxisError):
+        gs.per_example_norms(compiled, rows, loss_fn, cu_seqlens=BOUNDS)
+
+
 def test_attention_of_one_example_needs_no_mask():
     torch.manual_seed(0)
     model, rows = Attends(APART["masked"]).double(), torch.randn(ROWS, WIDTH).double()

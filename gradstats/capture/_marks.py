@@ -89,6 +89,7 @@ class Marks:
         self.maps_examples = self.maps_places = False
         self.seen_by_graphs = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
+        self._behind_one = self._contract.along(batch_dim + 1)
         # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
         self._constants: dict[int, Tensor] = {}
         self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
@@ -191,7 +192,7 @@ class Marks:
         if self.packed and tensor.dim() > axis + 1:
             # Packed examples often keep a batch axis of size 1.
             if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
-                return self._contract.along(axis + 1)
+                return self._behind_one
         return None
 
     def mark_constant(self, tensor: Tensor) -> None:
