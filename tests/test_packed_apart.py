@@ -160,6 +160,7 @@ def test_rows_that_meet_are_refused(name, last):
 
 
 @pytest.mark.usefixtures("graphs_run_on_cpus")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_in_graphs():
     torch._dynamo.reset()
     model, rows = Attends(APART["masked"]).double(), torch.randn(ROWS, WIDTH).double()
