@@ -65,6 +65,12 @@ APART = {
             torch.baddbmm(NEGATIVE.expand(2, ROWS, ROWS), q[0], k[0].mT).softmax(-1), v[0]
         )[None]
     ),
+    "einsum": by_heads(
+        lambda q, k, v: torch.einsum(
+            "hqk,bhkd->bhqd", (torch.einsum("bhqd,bhkd->hqk", q, k) + NEGATIVE).softmax(-1), v
+        )
+    ),
+    "columns first": lambda q, k, v: torch.einsum("kq,kd->qd", EDGES.T * q.detach()[:, 0], v) + k,
     "without softmax": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, 0) @ v,
     "normalised by hand": lambda q, k, v: (
         (w := (q @ k.T).exp() * ~OTHERS) / w.sum(-1, keepdim=True) @ v
@@ -115,6 +121,10 @@ MEET = {
     "the largest score": lambda q, k, v: (q @ k.T).amax(-1, keepdim=True) * v,
     "transposed scores": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(0).T @ v,
     "heads": by_heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
+    "einsum": lambda q, k, v: torch.einsum(
+        "qk,kd->qd", torch.einsum("qd,kd->qk", q, k).softmax(-1), v
+    ),
+    "edges between examples in an einsum": lambda q, k, v: torch.einsum("qk,kd->qd", WHOLE, v) + k,
     "summed heads": by_heads(
         lambda q, k, v: (
             v * (q @ k.mT).masked_fill(OTHERS, 0).sum(1, True).exp().sum(-1, keepdim=True)

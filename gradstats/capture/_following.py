@@ -33,6 +33,7 @@ from gradstats.capture._layout import (
     is_shared,
     leaves,
     may_move,
+    summed_against,
     tensordot,
 )
 from gradstats.capture._marks import Marks
@@ -207,8 +208,9 @@ class Following(Marks):
         return after if alone and after.axis == place else None
 
     def _of_einsum(self, call: Call) -> Layout:
-        operands = operands_of(call.args[1:], {})
-        return contraction(self, operands, partial(contracted, call.args), call.result)
+        operands, lies = operands_of(call.args[1:], {}), partial(contracted, call.args)
+        against = partial(summed_against, call.args)
+        return contraction(self, operands, lies, call.result, against)
 
     def _of_convolution(self, call: Call) -> Layout | Unchanged:
         func, args, kwargs, _, result = call

@@ -181,6 +181,16 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
     return layout.along(out.index(letter)) if letter in out else None
 
 
+def summed_against(args: tuple[Any, ...], layout: Examples) -> int | None:
+    """Return the axis of the first of two operands over which the second's examples are summed."""
+    equation, *operands = args
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    (first, second), out = parse_equation(equation, [operand.dim() for operand in operands])
+    letter = second[layout.axis]
+    return first.index(letter) if letter in first and letter not in out else None
+
+
 def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
     """Axes in front of a result's last one stay where they are in the operands."""
     return layout if layout.axis < result.dim() - 1 else None

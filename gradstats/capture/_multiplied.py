@@ -42,11 +42,9 @@ def multiplied(
             if not (kept and marks.packed):
                 return None
             # As in attention over packed examples, which a mask keeps apart.
-            rows = marks.layout_of(operands[0])
-            if result.requires_grad and rows is not None:
-                if not weights_keep_apart(operands[0], rows, layout):
-                    marks.note_meeting(result)
-                    return None
+            weights = operands[0]
+            if not _sums_own_rows(marks, weights, weights.dim() - 1, layout, result):
+                return None
             break
         if place == 1 and of_rows and axis == 2:
             axis = 1  # rows of the second operand are columns of the product
@@ -61,6 +59,7 @@ def contraction(
     operands: Sequence[Tensor],
     lies: Callable[[int, Examples], Examples | None],
     result: Tensor,
+    against: Callable[[Examples], int | None] | None = None,
 ) -> Examples | None:
     """Return the layout of a contraction.
 
@@ -70,6 +69,8 @@ def contraction(
         lies: called with the position and the layout of an operand, returns where its examples lie
             in the result; None where they are summed.
         result: of the contraction.
+        against: called with the layout of the second operand, whose examples are summed, returns
+            the axis of the first along which they meet it.
     """
     kept = []
     for place, tensor in enumerate(operands):
@@ -79,9 +80,37 @@ def contraction(
         after = None if layout is None else lies(place, layout)
         if after is not None:
             kept.append((tensor, after))
+        elif layout is not None and kept and marks.packed and against is not None:
+            if not _sums_own_rows(marks, operands[0], against(layout), layout, result):
+                return None
         elif layout is not None or marks.is_marked(tensor):
             return None
     return _product(marks, kept, result)
+
+
+def _sums_own_rows(
+    marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
+) -> bool:
+    """Whether weights of packed rows are zero for those of other examples; note where not.
+
+    Args:
+        marks: the context's.
+        weights: what the rows are multiplied with.
+        axis: of the weights, along which they meet the rows.
+        layout: that of the rows.
+        result: the product, in which they are summed.
+    """
+    own = marks.layout_of(weights)
+    if own is None or axis is None:
+        return False
+    if not result.requires_grad:
+        return True
+    rows = own.along(own.axis - (axis < own.axis))
+    last = weights if axis == weights.dim() - 1 else weights.detach().movedim(axis, -1)
+    apart = weights_keep_apart(last, rows, layout)
+    if not apart:
+        marks.note_meeting(result)
+    return apart
 
 
 def _product(
