@@ -46,6 +46,7 @@ from gradstats.capture._layout import (
     may_move,
     stays,
 )
+from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
@@ -76,7 +77,7 @@ from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write, writes_nothing
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -155,7 +156,8 @@ class ConstantTracking(TorchFunctionMode):
         if is_compiling():
             result = func(*args, **kwargs)
             # But not where PyTorch itself inspects the operands of what it traces.
-            if torch.compiler.is_dynamo_compiling() and isinstance(result, (Tensor, tuple, list)):
+            followed = isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func)
+            if torch.compiler.is_dynamo_compiling() and followed:
                 self.follow(IN_GRAPHS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
@@ -327,9 +329,15 @@ class ConstantTracking(TorchFunctionMode):
     def _follow_write(self, func, args, kwargs, data, result) -> None:
         """Follow data that were written into a tensor, which is no constant any more."""
         tracker, target = self.tracker, args[0]
+        moves = func in MOVES_IN_PLACE or func is Tensor.resize_
         before = tracker.is_data(target)
+        if not (is_over_axes(func) or moves or func in CHANGES_IN_PLACE):
+            if torch.compiler.is_dynamo_compiling() and before and len(data) == 1:
+                return  # constants, at constant places of data
+            leave_graph("data that are written into a tensor")
         after = target if is_in_place(func) else result
-        if tracker.packed and writes_nothing(func, args, kwargs):
+        write = WRITES[func](*args, **kwargs)
+        if tracker.packed and write.is_empty:
             if after is target:
                 tracker.keep_marks(target)
             else:
@@ -339,12 +347,12 @@ class ConstantTracking(TorchFunctionMode):
             tracker.mark_data(target)
         if is_over_axes(func):
             tracker.follow_layout(func, args, kwargs, [target], target)
-        elif func in MOVES_IN_PLACE or func is Tensor.resize_:
+        elif moves:
             tracker.follow_move(target)
         elif func in CHANGES_IN_PLACE:
             tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
-        elif not torch.compiler.is_dynamo_compiling():
-            tracker.follow_write(WRITES[func](*args, **kwargs), target, before, after)
+        else:
+            tracker.follow_write(write, target, before, after)
 
 
 def _is_closed(mode: TorchFunctionMode) -> bool:

@@ -125,12 +125,11 @@ class Examples:
                 return Examples(batch, axis, fold)
         return Examples(batch, axis, 1, Segments(owner, batch))
 
-    def in_pieces(self, starts: Tensor, axis: int) -> Examples | None:
-        """Return the layout along ``axis`` of consecutive pieces of the rows.
+    def in_pieces(self, starts: Tensor) -> Examples | None:
+        """Return the layout along axis 0 of consecutive pieces of the rows.
 
         Args:
             starts: where each begins; the last one ends with the rows.
-            axis: of the pieces.
 
         Returns:
             The layout; None unless each piece has rows, and of one example.
@@ -140,7 +139,7 @@ class Examples:
         pieces = owner.split(lengths.tolist())
         if not all(len(piece) and bool((piece == piece[0]).all()) for piece in pieces):
             return None
-        return self.owned_by(owner[starts], axis)
+        return self.owned_by(owner[starts], 0)
 
     def whole(self, row: int) -> Whole:
         """Return the owner of one row of the axis."""

@@ -237,14 +237,14 @@ def _of_batch(dims: int) -> Callable[..., Examples | None]:
     return rule
 
 
-# Operations that select, repeat or reorder rows, with the rule for the examples.
 def _jagged(func, args, kwargs, source, layout, result) -> Examples | None:
     """Rows between bounds become one row of a nested tensor each."""
     if layout.axis != 0 or is_compiling() or argument_of(args, kwargs, 3, "lengths") is not None:
         return None
-    return layout.in_pieces(args[1][:-1], 0)
+    return layout.in_pieces(args[1][:-1])
 
 
+# Operations that select, repeat or reorder rows, with the rule for the examples.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(

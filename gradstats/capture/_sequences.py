@@ -134,7 +134,7 @@ def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -
     starts, layout = starts_of_bags(offsets, last), _layout(tracker, ids)
     if layout is None or not tracker.is_marked(ids):
         return tracker.layout_of(starts)
-    return layout.in_pieces(starts, 0)
+    return layout.in_pieces(starts)
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:

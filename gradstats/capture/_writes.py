@@ -45,6 +45,13 @@ class Write:
     adds: bool = False
     is_part: Callable[[], bool] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no values at all are written, as for examples that have no rows."""
+        return bool(self.values) and all(
+            isinstance(value, Tensor) and not value.numel() for value in self.values
+        )
+
     def agrees(
         self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
     ) -> bool:
@@ -173,13 +180,6 @@ WRITES: dict[Any, Callable[..., Write]] = {
 
 def is_write(func) -> bool:
     return func in WRITES
-
-
-def writes_nothing(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation writes no values at all, as for examples that have no rows."""
-    values = WRITES[func](*args, **kwargs).values
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return 0 < len(values) == len(tensors) and not any(value.numel() for value in tensors)
 
 
 # In-place methods that are followed like the form that returns a new tensor.
