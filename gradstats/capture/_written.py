@@ -83,19 +83,8 @@ class Written(Following):
         layouts = [known] if known else []
         if not (known or lost) or self.was_blank(target, writes=int(after is target)):
             layouts = [*layouts, *self.candidates(target, first)]
-        agreeing = (
-            layout
-            for layout in layouts
-            if all(write.agrees(target, layout, *value) for value in owned)
-        )
-        found = next(agreeing, None)
-        # Of packed examples, places where nothing was written may be one example's or another's.
-        ambiguous = False
-        if packed and found is not None and found is not known:
-            ambiguous = not all(same_layout(found, other) for other in agreeing)
-        if ambiguous:
-            found = None
-        elif found is None:
+        found, ambiguous = self.agreed(write, target, layouts, owned, known)
+        if found is None and not ambiguous:
             # A tensor that held nothing of any example may now belong to one example as a whole.
             empty = not known if write.read is None else not before
             whole = empty and isinstance(first, Whole)
@@ -118,6 +107,37 @@ class Written(Following):
             self.mark_filling(after, filling)
         if after is target and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def agreed(
+        self,
+        write: Write,
+        target: Tensor,
+        layouts: Iterable[Examples],
+        owned: list[tuple[Tensor, Any]],
+        known: Examples | None = None,
+    ) -> tuple[Examples | None, bool]:
+        """Return the layout under which values are written to places of their own examples.
+
+        Args:
+            write, target: as for ``follow_write``.
+            layouts: those that the target may have, the likeliest first.
+            owned: the values, and where their examples lie.
+            known: the layout that the target had before, which decides if it is among these.
+
+        Returns:
+            The layout, or None; and whether there are several, of packed examples: then places
+            where nothing was written may be one example's or another's.
+        """
+        fitting = (
+            layout
+            for layout in layouts
+            if all(write.agrees(target, layout, *value) for value in owned)
+        )
+        found = next(fitting, None)
+        if not self.packed or found is None or found is known:
+            return found, False
+        ambiguous = not all(same_layout(found, other) for other in fitting)
+        return (None, True) if ambiguous else (found, False)
 
     def _place_after(
         self,

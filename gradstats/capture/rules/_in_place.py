@@ -82,10 +82,9 @@ def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
     owned = [(item, tracker.owned(item)) for item in tracker.data_among(write.values)]
     if not owned or any(not isinstance(layout, (Examples, Whole)) for _, layout in owned):
         return None
-    for layout in tracker.candidates(target, owned[0][1]):
-        line = ExampleLayout(target.dim(), layout)
-        if line.serves(target.shape) and all(
-            write.agrees(target, layout, *value) for value in owned
-        ):
-            return layout
-    return None
+    layouts = [
+        layout
+        for layout in tracker.candidates(target, owned[0][1])
+        if ExampleLayout(target.dim(), layout).serves(target.shape)
+    ]
+    return tracker.agreed(write, target, layouts, owned)[0]
