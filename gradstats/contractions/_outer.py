@@ -8,6 +8,7 @@ direct            G_i formed tile by tile, squared at once
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -183,7 +184,7 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
     blocks = count << halvings, positions >> halvings
     a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
     products, others = torch.bmm(a, a.mT), torch.bmm(b, b.mT)
-    sizes = row_sizes(products, others)
+    sizes = _row_sizes(products, others)
     total = products.mul_(others).view(count, -1).sum(1).double()
     if apart is not None:
         total.add_(apart, alpha=2)
@@ -207,13 +208,18 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         here = slice(row, row + block)
         products = torch.bmm(left[:, here], left[:, row:].mT)
         others = torch.bmm(right[:, here], right[:, row:].mT)
-        sizes[:, here] = row_sizes(products, others)
+        sizes[:, here] = _row_sizes(products, others)
         products.mul_(others)
         torch.sum(products, (1, 2), out=whole)
         torch.sum(products[:, :, :block], (1, 2), out=tile)
     # What stands right of the diagonal tile stands for its mirror image too.
     total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
     return total, sizes.sum(1)
+
+
+def _row_sizes(left: Tensor, right: Tensor) -> Tensor:
+    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T)."""
+    return row_sizes(left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2))
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:
@@ -245,7 +251,9 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     alone = _forms_alone(factor)
     each = (alone or chunk == groups == 1) and rows >= p
     if each and batch and not is_compiling():
-        norms, total = _form_each(left[:, 0], right[:, 0], dtype, with_sum, reuse=not alone)
+        norms, total = form_each(
+            left[:, 0].mT.unbind(), right[:, 0].unbind(), dtype, with_sum=with_sum, reuse=not alone
+        )
     elif chunk >= batch and rows >= p and groups * p * q <= SMALL:
         norms, total = _form_at_once(left, right, dtype, with_sum)
     else:
@@ -261,20 +269,28 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     return result, _arrange(total.mT.contiguous() if turned else total, factor)
 
 
-def _form_each(
-    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, *, reuse: bool
+def form_each(
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    with_sum: bool,
+    reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of the rows of each gradient, (B, 1, p), and the sum of them, (1, p, q).
+    """Return the norms of the rows of each left @ right, (B, p), and the sum of them, (1, p, q).
 
     Every gradient is formed by one product of matrices.
 
     Args:
+        left, right: B matrices (p, T) and (T, q), which may differ in T.
+        dtype: the accumulation dtype.
+        with_sum: the sum is wanted too.
         reuse: form them in one piece of memory, as products can that are PyTorch's own.
     """
-    batch, _, p = left.shape
-    norms = left.new_empty(batch, p, dtype=dtype)
+    batch = len(left)
+    norms = left[0].new_empty(batch, len(left[0]), dtype=dtype)
     total = place = None
-    for a, b, norm in zip(left.mT.unbind(), right.unbind(), norms.unbind(), strict=True):
+    for a, b, norm in zip(left, right, norms.unbind(), strict=True):
         formed = multiply(cast(a, dtype), cast(b, dtype), times=batch, out=place)
         torch.linalg.vector_norm(formed, dim=-1, out=norm)
         if with_sum and total is None:
@@ -284,7 +300,7 @@ def _form_each(
             total += formed
         place = formed if reuse else None
         del formed
-    return norms.unsqueeze(1), None if total is None else total.unsqueeze(0)
+    return norms, None if total is None else total.unsqueeze(0)
 
 
 def _form_at_once(
@@ -301,7 +317,7 @@ def _form_at_once(
 def _form_chunks(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``_form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
+    """As ``form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
 
     Args:
         chunk: how many examples.
