@@ -26,6 +26,7 @@ CPU = {
     "crossover": "benchmarks.crossover",
     "scaling": "benchmarks.scaling",
     "monitor": "benchmarks.monitor_overhead",
+    "packed": "benchmarks.packed",
     "influence": "benchmarks.influence --train 512 --rounds 3",
     "products": "benchmarks.matrix_products",
     "pairs": "benchmarks.pair_forms",

@@ -13,22 +13,36 @@ from torch import Tensor
 class Segments:
     """Which example each row of an axis belongs to, where rows of examples differ in number.
 
+    What else is known of them is found when it is first asked for: of the edges of a graph nobody
+    asks in what order they stand.
+
     Attributes:
         owner: (rows,) int64, the example of each row.
-        offsets: (B + 1,) where each example's rows begin and end, once sorted by example.
-        order: (rows,) the rows in that order; None where they stand so already.
+        batch: number of examples B.
     """
 
     def __init__(self, owner: Tensor, batch: int):
-        self.owner = owner
-        self.counts = torch.bincount(owner, minlength=batch)
-        self.offsets = (0, *self.counts.cumsum(0).tolist())
-        ascending = owner.numel() < 2 or bool((owner[1:] >= owner[:-1]).all())
-        self.order = None if ascending else torch.argsort(owner, stable=True)
+        self.owner, self.batch = owner, batch
 
     @property
     def rows(self) -> int:
-        return self.offsets[-1]
+        return len(self.owner)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How many rows each example has: (B,) int64."""
+        return torch.bincount(self.owner, minlength=self.batch)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each example's rows begin and end, once sorted by example: (B + 1,)."""
+        return (0, *self.counts.cumsum(0).tolist())
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """The rows sorted by example, (rows,); None where they stand so already."""
+        ascending = self.rows < 2 or bool((self.owner[1:] >= self.owner[:-1]).all())
+        return None if ascending else torch.argsort(self.owner, stable=True)
 
     @cached_property
     def most(self) -> int:
@@ -63,7 +77,7 @@ class Segments:
 
 
 def padding(
-    offsets: tuple[int, ...], examples: Sequence[int] | slice | Tensor | None = None
+    offsets: tuple[int, ...], examples: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return what pads examples' rows to one length.
 
@@ -78,7 +92,8 @@ def padding(
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]
     if examples is not None:
-        starts, ends = starts[examples], ends[examples]
+        chosen = list(examples)
+        starts, ends = starts[chosen], ends[chosen]
     place = torch.arange(max([1, *(ends - starts).tolist()]))
     index = starts.unsqueeze(1) + place
     missing = index >= ends.unsqueeze(1)

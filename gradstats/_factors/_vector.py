@@ -97,8 +97,8 @@ class Elementwise:
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
         # As many positions for all: rows past the end are zero.
-        chosen = rows.cpu() if isinstance(rows, Tensor) else rows
-        index, missing = padding(self.offsets, chosen)
+        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        index, missing = padding(self.offsets, chosen.tolist())
         grad = filled_up(self.grad, index, missing)
         x = None if self.input is None else filled_up(self.input, index, missing)
         return Elementwise(grad, x, self.shape)

@@ -170,10 +170,9 @@ def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list
     p, q = factor.left.shape[1], factor.right.shape[1]
     widths = (p + q) * factor.left.element_size()
     row = p + q + p * q / PRODUCTS
-    ascending = sorted((e for e in examples if lengths[e]), key=lambda e: lengths[e])
     found: list[list[int]] = []
     rows = 0
-    for example in ascending:
+    for example in sorted((e for e in examples if lengths[e]), key=lambda e: lengths[e]):
         group, longest = found[-1] if found else [], lengths[example]
         filled_up = longest * (len(group) + 1)
         alike = group and longest <= 2 * lengths[group[0]]

@@ -109,7 +109,7 @@ def examples_in(
         return infer_batch_size(batch, batch_dim), None
     segments = packed_segments(cu_seqlens, model)
     check_packed(batch, batch_dim, segments)
-    return len(segments.counts), segments
+    return segments.batch, segments
 
 
 def checked_bounds(cu_seqlens: Tensor) -> Tensor:
