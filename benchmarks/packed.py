@@ -132,15 +132,16 @@ class Case:
     def check(self) -> None:
         """Raise unless what is timed agrees with plain autograd."""
         parameters = list(self.model.parameters())
-        losses = self.losses(self.model, self.batch)
-        gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-        expected = torch.stack(
-            [sum(each.double().square().sum() for each in example) for example in gradients]
-        )
+        chosen = [0, self.packed.batch // 2, self.packed.batch - 1]
+        expected = []
+        for loss in self.losses(self.model, self.batch)[chosen]:
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+            expected.append(torch.stack([each.double().square().sum() for each in gradients]).sum())
         for step in self.steps().values():
             found = step()
             if found is not None:
-                torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)
+                got = found[chosen].double()
+                torch.testing.assert_close(got, torch.stack(expected), rtol=1e-3, atol=0)
 
 
 def plain(model: nn.Module, batch: tuple[Tensor, ...], losses: Losses) -> None:
@@ -230,8 +231,8 @@ def main() -> None:
             )
             rows.append(
                 {
-                    "case": case.name,
-                    "step": step,
+                    "workload": case.name,
+                    "variant": step,
                     "milliseconds": f"{timing.milliseconds:.2f}",
                     "ratio": f"{timing.ratio:.4f}",
                     "low": f"{timing.low:.4f}",

@@ -280,9 +280,8 @@ def influence_table() -> str:
     return by_machine(rows, make)
 
 
-def monitor_table() -> str:
-    """Return what a monitor adds to a training step."""
-    rows = latest(read_csv("monitor_overhead"), "machine", "workload", "variant")
+def ratios(name: str) -> Callable[[], str]:
+    """Return what makes a table of variants, one a row, as multiples of the plain step."""
 
     def make(rows: list[Row]) -> str:
         names = [row["variant"] for row in latest(rows, "variant") if row["variant"] != "plain"]
@@ -296,7 +295,7 @@ def monitor_table() -> str:
             body.append(cells)
         return table(["a step", *(workload for (workload,) in workloads)], body)
 
-    return by_machine(rows, make)
+    return lambda: by_machine(latest(read_csv(name), "machine", "workload", "variant"), make)
 
 
 def kernel_table() -> str:
@@ -368,7 +367,8 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
     "recorded": (recorded_table, "step_overhead --recorded"),
     "kernels": (kernel_table, "gpu"),
     "influence": (influence_table, "influence"),
-    "monitor": (monitor_table, "monitor_overhead"),
+    "monitor": (ratios("monitor_overhead"), "monitor_overhead"),
+    "packed": (ratios("packed"), "packed"),
 }
 
 

@@ -24,6 +24,7 @@ from benchmarks import (
     crossover,
     harness,
     op_overhead,
+    packed,
     pair_forms,
     plots,
     providers,
@@ -421,6 +422,11 @@ def test_products_of_float32_are_chosen_and_recorded(tf32):
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize("case", packed.CASES)
+def test_packed_workloads_are_followed(case):
+    packed.build(case).check()
 
 
 def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
