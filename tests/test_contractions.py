@@ -381,6 +381,7 @@ def test_packed_examples(alone, widths, monkeypatch):
     """Long examples are contracted where they are, short ones side by side; none has no rows."""
     if alone is not None:
         monkeypatch.setattr(_ragged, "ALONE", alone * sum(widths) // 5)
+        monkeypatch.setattr(_ragged, "FORMED_ALONE", alone * sum(widths) // 5)
     lengths = [3, 1, 0, 9, 4, 5, 1]
     factor = ragged(lengths, *widths)
     dense = torch.stack(
@@ -390,10 +391,8 @@ def test_packed_examples(alone, widths, monkeypatch):
         ]
     )
     torch.testing.assert_close(factor.dense(), dense)
-    one_by_one = {0: [0, 3, 4, 5], 25: [3, 5], None: []}[alone]
-    form = "direct" if widths == (3, 2) else "gram"
-    apart = _ragged._apart(factor, WORKSPACE, guarded=True)
-    assert apart == ({form: one_by_one} if one_by_one else {})
+    formed = _ragged.formed_alone(factor, WORKSPACE, guarded=True)
+    assert formed == ({0: [0, 3, 4, 5], 25: [3, 5], None: []}[alone] if sum(widths) < 9 else [])
     for workspace in (WORKSPACE, TINY):
         assert_exact(contractions.sqnorm([factor], workspace), factor)
         result, total = contractions.sqnorm_and_sum(factor, workspace)
@@ -411,21 +410,6 @@ def test_groups_of_packed_examples(monkeypatch):
     assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4, 5], [3]]
     monkeypatch.setattr(_ragged, "ALONE", 25)
     assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4], [5], [3]]
-
-
-def test_packed_examples_that_cancel_are_formed(monkeypatch):
-    monkeypatch.setattr(_ragged, "ALONE", 0)
-    factor = ragged([6, 4, 0, 8], 400, 300)
-    left, right = factor.left.float(), factor.right.float()
-    sign = torch.tensor([1.0, -1.0]).repeat(2)[:, None]
-    left[6:10] = sign * left[6] + 1e-5 * left[6:10]
-    right[6:10] = right[6]
-    small = Ragged(left, right, factor.offsets, factor.shape)
-    assert _ragged._apart(small, WORKSPACE, guarded=True) == {"gram": [0, 1, 3]}
-    result = contractions.sqnorm([small], WORKSPACE)
-    assert_exact(result, Ragged(left.double(), right.double(), factor.offsets, factor.shape),
-                 rtol=2e-3)  # fmt: skip
-    assert (result.bound <= 1e-4 * result.value).all()
 
 
 def experts(counts, p=3, q=2) -> Experts:

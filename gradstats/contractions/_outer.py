@@ -184,7 +184,7 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
     blocks = count << halvings, positions >> halvings
     a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
     products, others = torch.bmm(a, a.mT), torch.bmm(b, b.mT)
-    sizes = _row_sizes(products, others)
+    sizes = row_sizes(products, others)
     total = products.mul_(others).view(count, -1).sum(1).double()
     if apart is not None:
         total.add_(apart, alpha=2)
@@ -208,18 +208,13 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         here = slice(row, row + block)
         products = torch.bmm(left[:, here], left[:, row:].mT)
         others = torch.bmm(right[:, here], right[:, row:].mT)
-        sizes[:, here] = _row_sizes(products, others)
+        sizes[:, here] = row_sizes(products, others)
         products.mul_(others)
         torch.sum(products, (1, 2), out=whole)
         torch.sum(products[:, :, :block], (1, 2), out=tile)
     # What stands right of the diagonal tile stands for its mirror image too.
     total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
     return total, sizes.sum(1)
-
-
-def _row_sizes(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T)."""
-    return row_sizes(left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2))
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradstats import _cost
 from gradstats._compiler import is_compiling
-from gradstats._factors import Ragged, cast, compute_dtype, segment_sum
+from gradstats._factors import Ragged, compute_dtype, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._multiply import WORTH_CALLING, multiply
-from gradstats.contractions._result import (
-    Contraction,
-    product_roundoff,
-    recompute_suspects,
-    row_sizes,
-    well_conditioned,
-)
+from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
 from gradstats.contractions._tensor_cores import cut_off_of
 
 # From so many elements of both operands on, copying an example into a group takes longer than
-# contracting it where it lies adds (two cores of an AMD EPYC).
-ALONE = 20_000
+# contracting it where it lies adds: the first for those whose gradient is formed, in two operations
+# each, the second for all others (two cores of an AMD EPYC).
+FORMED_ALONE, ALONE = 40_000, 100_000
 
 # What a group takes besides its examples, in elements that are copied in that time, and the
 # multiply-adds that take as long as copying an element.
@@ -37,10 +33,9 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     """
     if _triton.serves(factor):
         return _on_chip(factor, guarded=guarded)
-    apart = {} if is_compiling() else _apart(factor, workspace, guarded=guarded)
-    parts = [(examples, FORMS[form](factor, examples)) for form, examples in apart.items()]
-    left = set(range(factor.batch)).difference(*apart.values())
-    for examples in groups(factor, left, workspace):
+    alone = formed_alone(factor, workspace, guarded=guarded)
+    parts = [(alone, _formed(factor, alone))] if alone else []
+    for examples in groups(factor, set(range(factor.batch)).difference(alone), workspace):
         result = _outer.sqnorm(factor.padded(examples), workspace, guarded=guarded)
         parts.append((examples, result))
     value = factor.left.new_zeros(factor.batch, dtype=torch.float64)
@@ -51,44 +46,27 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     return Contraction(value, bound)
 
 
-def _apart(factor: Ragged, workspace: int, *, guarded: bool) -> dict[_cost.Form, list[int]]:
-    """Return the examples that are contracted one by one, in a few operations each, by form."""
-    lengths = factor.lengths
-    forms = {
-        length: _form_alone(factor, length, workspace, guarded=guarded) for length in set(lengths)
-    }
-    found: dict[_cost.Form, list[int]] = {}
-    for example, length in enumerate(lengths):
-        form = forms[length]
-        if form is not None:
-            found.setdefault(form, []).append(example)
-    return found
+def formed_alone(factor: Ragged, workspace: int, *, guarded: bool) -> list[int]:
+    """Return the examples whose gradients are formed one by one, of rows where they lie.
 
-
-def _form_alone(factor: Ragged, length: int, workspace: int, *, guarded: bool) -> _cost.Form | None:
-    """Return the form of an example with so many rows, None where it is better off in a group.
-
-    Of the largest products how they are multiplied matters more than what calling them takes:
+    For the largest products how they are multiplied matters more than what calling them takes:
     those go the way of all others, in groups of one.
     """
     p, q = factor.left.shape[1], factor.right.shape[1]
-    if length * (p + q) < ALONE:
-        return None
     sides = factor.left, factor.right
-    form = _cost.choose_outer_form(
-        length, p, q, guarded=guarded, examples=1, roundoff=product_roundoff(*sides),
-        cut_off=cut_off_of(*sides),
+    if is_compiling() or p * q * compute_dtype(*sides).itemsize > workspace:
+        return []
+    choose = partial(
+        _cost.choose_outer_form, d_left=p, d_right=q, guarded=guarded, examples=1,
+        roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides),
     )  # fmt: skip
-    if form == "rank_one":
-        return None
-    elements, work = p * q, length * p * q
-    if form == "gram":
-        elements, work = 2 * length**2, length**2 * (p + q)
-    fits = elements * compute_dtype(*sides).itemsize <= workspace
-    return form if fits and work < WORTH_CALLING else None
+    least, most = FORMED_ALONE / (p + q), WORTH_CALLING / (p * q)
+    lengths = factor.lengths
+    chosen = {n for n in set(lengths) if least <= n < most and choose(n) == "direct"}
+    return [example for example, length in enumerate(lengths) if length in chosen]
 
 
-def _direct(factor: Ragged, examples: list[int]) -> Contraction:
+def _formed(factor: Ragged, examples: list[int]) -> Contraction:
     """Return ‖Σ_t left_t right_tᵀ‖² of each example, whose gradient is formed."""
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
@@ -100,37 +78,6 @@ def _direct(factor: Ragged, examples: list[int]) -> Contraction:
         [turned[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
     )
     return well_conditioned(norms.double().square_().sum(1), dtype)
-
-
-def _gram(factor: Ragged, examples: list[int]) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) of each example; doubtful ones formed."""
-    dtype = compute_dtype(factor.left, factor.right)
-    total = factor.left.new_empty(len(examples), dtype=dtype)
-    for example, result in zip(examples, total.unbind(), strict=True):
-        own = slice(*factor.offsets[example : example + 2])
-        left, right = cast(factor.left[own], dtype), cast(factor.right[own], dtype)
-        products = torch.mm(left, left.t()).mul_(torch.mm(right, right.t()))
-        torch.sum(products, (0, 1), out=result)
-    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
-    sides = factor.left, factor.right
-    squares = (torch.linalg.vector_norm(side, dim=1, dtype=dtype).square_() for side in sides)
-    size = _sum_of_rows(factor, row_sizes(*squares))[examples]
-    bound = size.square_().mul_(product_roundoff(*sides))
-    return recompute_suspects(
-        Contraction(total.double(), bound),
-        lambda rows: _direct(factor, [examples[row] for row in rows.tolist()]),
-    )
-
-
-def _sum_of_rows(factor: Ragged, values: Tensor) -> Tensor:
-    """Return Σ over each example's rows of values (rows,): (B,) float64."""
-    return segment_sum(values.double(), torch.tensor(factor.lengths, device=values.device))
-
-
-FORMS: dict[_cost.Form, Callable[[Ragged, list[int]], Contraction]] = {
-    "direct": _direct,
-    "gram": _gram,
-}
 
 
 def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]:
@@ -157,7 +104,7 @@ def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:
     """Return Σ_t ‖left_t‖‖right_t‖ of shape (B,); its square bounds Σ|terms| of the Gram form."""
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    return _sum_of_rows(factor, left * right)
+    return segment_sum((left * right).double(), torch.tensor(factor.lengths, device=left.device))
 
 
 def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list[int]]:

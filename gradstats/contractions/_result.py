@@ -260,11 +260,12 @@ def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
 
 
 def row_sizes(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖left_t‖‖right_t‖ of squared norms ‖left_t‖² and ‖right_t‖², for a bound of errors.
+    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
 
     Rows so small that their products fall below the range of normal numbers count for more, so that
     the bound covers what is lost there. Rows of zeros lose nothing and count for nothing.
     """
+    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
     sizes = (left + square).mul_(right + square).add_(product).sqrt_()
     return sizes.mul_(left * right != 0)
