@@ -154,6 +154,17 @@ def test_batch_size_that_does_not_fit():
         gs.track(Tagger(), batch_size=3, cu_seqlens=torch.tensor([0, 4, 9]))
 
 
+def test_data_with_other_rows_are_told_what_is_expected():
+    x, others = torch.randn(9, 4), torch.randn(3, 4)
+    with pytest.raises(
+        gs.ExampleAxisError,
+        match=r"shape \(3, 4\), expected the 9 rows of 3 packed examples along axis 0",
+    ):
+        gs.per_example_norms(
+            nn.Linear(4, 1), x, lambda model, _: model(others)[:, 0], cu_seqlens=[0, 3, 4, 9]
+        )
+
+
 def test_positions_as_parameters_of_packed_rows_are_refused():
     """A slice of the parameter for each row: whose gradient it is cannot be told leanly."""
 

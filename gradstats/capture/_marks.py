@@ -96,6 +96,12 @@ class Marks:
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
 
+    def expected_along(self, axis: int) -> str:
+        """Return what data should have along an axis, for a message."""
+        rows = f"the {self._contract.rows} rows of " if self.packed else ""
+        kind = "packed examples" if self.packed else "examples"
+        return f"{rows}{self.batch_size} {kind} along axis {axis}"
+
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors that the model keeps, on which no mark may be left, as constants."""
         self._constants.update((id(tensor), tensor) for tensor in tensors)

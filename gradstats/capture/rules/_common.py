@@ -104,7 +104,7 @@ def locate(
             )
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
-            f"expected {tracker.batch_size} examples along axis {expected}, and rows are not "
+            f"expected {tracker.expected_along(expected)}, and rows are not "
             f"assigned to examples by guessing.{where_examples_met(tracker, data)} {advice} they "
             "are folded together with positions or moved to another axis, keep the example axis as "
             "it is up to this operation; if single examples are taken out, take them as "
