@@ -199,6 +199,29 @@ def against(reference: str, seconds: Mapping[str, numpy.ndarray]) -> dict[str, T
     }
 
 
+def reported(workload: str, timings: Mapping[str, Timing], rounds: int) -> list[dict[str, object]]:
+    """Print the timings of a workload's variants and return the rows of a table of them."""
+    rows: list[dict[str, object]] = []
+    for variant, timing in timings.items():
+        print(
+            f"  {variant:34} {timing.milliseconds:8.1f} ms   {timing.ratio:6.3f}  "
+            f"[{timing.low:.3f}, {timing.high:.3f}]",
+            flush=True,
+        )
+        rows.append(
+            {
+                "workload": workload,
+                "variant": variant,
+                "milliseconds": f"{timing.milliseconds:.2f}",
+                "ratio": f"{timing.ratio:.4f}",
+                "low": f"{timing.low:.4f}",
+                "high": f"{timing.high:.4f}",
+                "rounds": rounds,
+            }
+        )
+    return rows
+
+
 def lost_by(chosen: str, timings: Mapping[str, Timing]) -> float:
     """Return how much longer a chosen variant takes than the fastest, as a share of that."""
     return timings[chosen].ratio / min(timing.ratio for timing in timings.values()) - 1

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from benchmarks.harness import Timing, against, machine, take_turns, write_csv
+from benchmarks.harness import Timing, against, machine, reported, take_turns, write_csv
 from benchmarks.providers import plain
 from benchmarks.workloads import DEFAULT, Workload, build
 
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     print(f"{machine()}, torch {torch.__version__}")
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in options.workloads or DEFAULT:
         work = build(name)
         print(f"\n{work.name} (bar {work.bar_training or float('nan'):.2f} on each step)")
@@ -170,22 +170,7 @@ def main() -> None:
         idle = timings[IDLE]
         for variant in MEASURED:
             timings[f"{variant}, every = {EVERY}"] = every_fifty(timings[variant], idle)
-        for variant, timing in timings.items():
-            print(
-                f"  {variant:34} {timing.milliseconds:8.1f} ms   {timing.ratio:6.3f}  "
-                f"[{timing.low:.3f}, {timing.high:.3f}]"
-            )
-            rows.append(
-                {
-                    "workload": work.name,
-                    "variant": variant,
-                    "milliseconds": f"{timing.milliseconds:.2f}",
-                    "ratio": f"{timing.ratio:.4f}",
-                    "low": f"{timing.low:.4f}",
-                    "high": f"{timing.high:.4f}",
-                    "rounds": options.rounds,
-                }
-            )
+        rows += reported(work.name, timings, options.rounds)
     if not options.no_csv:
         print(f"\nappended to {write_csv('monitor_overhead', rows, folder=options.out).name}")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradstats as gs
-from benchmarks.harness import against, machine, take_turns, write_csv
+from benchmarks.harness import against, machine, reported, take_turns, write_csv
 
 Losses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 Step = Callable[[], Tensor | None]
@@ -218,28 +218,14 @@ def main() -> None:
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))} is not of {', '.join(CASES)}")
     print(f"{machine()}, torch {torch.__version__}")
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in options.cases or CASES:
         case = build(name)
         case.check()
         print(f"\n{case.name}", flush=True)
         makers = {step: partial(ready, name, step) for step in case.steps()}
-        for step, timing in against("plain", take_turns(makers, options.rounds)).items():
-            print(
-                f"  {step:18} {timing.milliseconds:8.1f} ms   {timing.ratio:6.3f}  "
-                f"[{timing.low:.3f}, {timing.high:.3f}]"
-            )
-            rows.append(
-                {
-                    "workload": case.name,
-                    "variant": step,
-                    "milliseconds": f"{timing.milliseconds:.2f}",
-                    "ratio": f"{timing.ratio:.4f}",
-                    "low": f"{timing.low:.4f}",
-                    "high": f"{timing.high:.4f}",
-                    "rounds": options.rounds,
-                }
-            )
+        timings = against("plain", take_turns(makers, options.rounds))
+        rows += reported(case.name, timings, options.rounds)
     if not options.no_csv:
         print(f"\nappended to {write_csv('packed', rows, folder=options.out).name}")
 

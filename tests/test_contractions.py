@@ -468,3 +468,8 @@ def test_no_packed_examples():
     assert Elementwise(torch.zeros(0, 5), None, (5,), (0,)).dense().shape == (0, 5)
     nothing = Ragged(torch.zeros(0, 2), torch.zeros(0, 3), (0,), (2, 3))
     assert nothing.dense().shape == (0, 2, 3)
+    assert contractions.sqnorm([nothing], WORKSPACE).value.shape == (0,)
+    for widths in ((3, 0), (0, 2), (0, 0)):
+        assert (
+            contractions.sqnorm([ragged([2, 0, 1], *widths)], WORKSPACE).value.tolist() == [0] * 3
+        )

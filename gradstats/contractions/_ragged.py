@@ -29,7 +29,8 @@ ANOTHER_GROUP, PRODUCTS = 600_000, 16
 def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for each example, or each group of short ones.
 
-    Cost: as for examples of one length, and padding that at most doubles a group's rows.
+    Cost: as for examples of one length, and padding that at most doubles a group's rows, or takes
+    less than contracting another group.
     """
     if _triton.serves(factor):
         return _on_chip(factor, guarded=guarded)
@@ -60,9 +61,11 @@ def formed_alone(factor: Ragged, workspace: int, *, guarded: bool) -> list[int]:
         _cost.choose_outer_form, d_left=p, d_right=q, guarded=guarded, examples=1,
         roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides),
     )  # fmt: skip
-    least, most = FORMED_ALONE / (p + q), WORTH_CALLING / (p * q)
     lengths = factor.lengths
-    chosen = {n for n in set(lengths) if least <= n < most and choose(n) == "direct"}
+    chosen = {
+        n for n in set(lengths)
+        if n * (p + q) >= FORMED_ALONE and n * p * q < WORTH_CALLING and choose(n) == "direct"
+    }  # fmt: skip
     return [example for example, length in enumerate(lengths) if length in chosen]
 
 
