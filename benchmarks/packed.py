@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import gradstats as gs
 from benchmarks.harness import against, machine, reported, take_turns, write_csv
-
-Losses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
-Step = Callable[[], Tensor | None]
+from benchmarks.providers import Call, norms, plain, training
+from benchmarks.workloads import Workload
 
 
 class Packed:
@@ -34,7 +31,7 @@ class Packed:
     """
 
     def __init__(self, batch: int, least: int, most: int):
-        self.batch, self.most = batch, most
+        self.batch = batch
         self.lengths = torch.randint(least, most + 1, (batch,))
         self.bounds = functional.pad(self.lengths.cumsum(0), (1, 0))
         self.rows = int(self.bounds[-1])
@@ -89,73 +86,7 @@ class Tagger(nn.Module):
         return self.head(x)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model and packed examples, and what else computes their norms.
-
-    Attributes:
-        name: what a table calls it.
-        packed: where the examples lie.
-        model, batch, losses: as for ``gs.per_example_norms``.
-        padded: another batch and its losses, of the same examples side by side; None without one.
-    """
-
-    name: str
-    packed: Packed
-    model: nn.Module
-    batch: tuple[Tensor, ...]
-    losses: Losses
-    padded: tuple[tuple[Tensor, ...], Losses] | None = None
-
-    def steps(self) -> dict[str, Step]:
-        """Return the steps that are timed: name → a call, which returns squared norms or None."""
-        where = {"cu_seqlens": self.packed.bounds}
-        found: dict[str, Step] = {
-            "plain": partial(plain, self.model, self.batch, self.losses),
-            "norms": partial(norms, self.model, self.batch, self.losses, **where),
-            "norms + training": self.training,
-        }
-        if self.padded is not None:
-            found["padded"] = partial(plain, self.model, *self.padded)
-            found["padded, norms"] = partial(norms, self.model, *self.padded)
-        return found
-
-    def training(self) -> Tensor:
-        """Take the norms beside a training step."""
-        self.model.zero_grad()
-        with gs.track(
-            self.model, batch_size=self.packed.batch, cu_seqlens=self.packed.bounds
-        ) as tracker:
-            self.losses(self.model, self.batch).mean().backward()
-        return tracker.stats.sqnorm
-
-    def check(self) -> None:
-        """Raise unless what is timed agrees with plain autograd."""
-        parameters = list(self.model.parameters())
-        chosen = [0, self.packed.batch // 2, self.packed.batch - 1]
-        expected = []
-        for loss in self.losses(self.model, self.batch)[chosen]:
-            gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
-            expected.append(torch.stack([each.double().square().sum() for each in gradients]).sum())
-        for step in self.steps().values():
-            found = step()
-            if found is not None:
-                got = found[chosen].double()
-                torch.testing.assert_close(got, torch.stack(expected), rtol=1e-3, atol=0)
-
-
-def plain(model: nn.Module, batch: tuple[Tensor, ...], losses: Losses) -> None:
-    """Take a training step without norms."""
-    model.zero_grad()
-    losses(model, batch).mean().backward()
-
-
-def norms(model: nn.Module, batch: tuple[Tensor, ...], losses: Losses, **where) -> Tensor:
-    """Take norms alone."""
-    return gs.per_example_norms(model, batch, losses, **where).sqnorm
-
-
-def graphs() -> Case:
+def graphs() -> tuple[Workload, None]:
     """128 graphs of 10 to 40 nodes, each of which hears of four others of its graph."""
     packed = Packed(128, 10, 40)
     targets = torch.randn(packed.batch)
@@ -169,12 +100,12 @@ def graphs() -> Case:
 
     kinds = torch.randint(16, (packed.rows,))
     name = "graph network, 4×64, 10 to 40 nodes, B=128"
-    return Case(name, packed, GraphNetwork(64), (kinds,), losses)
+    return Workload(name, GraphNetwork(64), (kinds,), losses, cu_seqlens=packed.bounds), None
 
 
-def tokens() -> Case:
+def tokens() -> tuple[Workload, Workload]:
     """32 sequences of 8 to 64 tokens, packed and padded."""
-    packed = Packed(32, 8, 64)
+    packed, model = Packed(32, 8, 64), Tagger(128)
     ids, tags = torch.randint(1000, (packed.rows,)), torch.randint(100, (packed.rows,))
 
     def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -190,21 +121,49 @@ def tokens() -> Case:
     lengths = packed.lengths.tolist()
     padded = pad(ids.split(lengths)), pad(tags.split(lengths), padding_value=-1)
     name = "residual layers, 4×128, 8 to 64 tokens, B=32"
-    return Case(name, packed, Tagger(128), (ids, tags), losses, (padded, padded_losses))
+    return (
+        Workload(name, model, (ids, tags), losses, cu_seqlens=packed.bounds),
+        Workload(name, model, padded, padded_losses),
+    )
 
 
-CASES = {"graphs": graphs, "tokens": tokens}
+CASES: dict[str, Callable[[], tuple[Workload, Workload | None]]] = {
+    "graphs": graphs, "tokens": tokens
+}  # fmt: skip
 
 
-def build(name: str) -> Case:
-    """Return one of ``CASES``, always the same."""
+def build(name: str) -> tuple[Workload, Workload | None]:
+    """Return one of ``CASES``, always the same: packed, and padded if there is such a form."""
     torch.manual_seed(0)
     return CASES[name]()
 
 
-def ready(case: str, step: str) -> Step:
+def steps(work: Workload, padded: Workload | None) -> dict[str, Call]:
+    """Return the steps that are timed: name → call."""
+    found = {"plain": plain(work), "norms": norms(work), "norms + training": training(work)}
+    if padded is not None:
+        found |= {"padded": plain(padded), "padded, norms": norms(padded)}
+    return found
+
+
+def ready(case: str, step: str) -> Call:
     """Return one step of a case of its own."""
-    return build(case).steps()[step]
+    return steps(*build(case))[step]
+
+
+def check(work: Workload, calls: dict[str, Call]) -> None:
+    """Raise unless what is timed agrees with plain autograd."""
+    parameters = list(work.model.parameters())
+    chosen = [0, work.examples // 2, work.examples - 1]
+    expected = []
+    for loss in work.loss_fn(work.model, work.batch)[chosen]:
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        expected.append(torch.stack([each.double().square().sum() for each in gradients]).sum())
+    for call in calls.values():
+        found = call()
+        if found is not None:
+            got = found[chosen].double()
+            torch.testing.assert_close(got, torch.stack(expected), rtol=1e-3, atol=0)
 
 
 def main() -> None:
@@ -220,12 +179,13 @@ def main() -> None:
     print(f"{machine()}, torch {torch.__version__}")
     rows: list[dict[str, object]] = []
     for name in options.cases or CASES:
-        case = build(name)
-        case.check()
-        print(f"\n{case.name}", flush=True)
-        makers = {step: partial(ready, name, step) for step in case.steps()}
+        work, padded = build(name)
+        calls = steps(work, padded)
+        check(work, calls)
+        print(f"\n{work.name}", flush=True)
+        makers = {step: partial(ready, name, step) for step in calls}
         timings = against("plain", take_turns(makers, options.rounds))
-        rows += reported(case.name, timings, options.rounds)
+        rows += reported(work.name, timings, options.rounds)
     if not options.no_csv:
         print(f"\nappended to {write_csv('packed', rows, folder=options.out).name}")
 

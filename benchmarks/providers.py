@@ -80,7 +80,7 @@ def plain(work: Workload) -> Call:
 
 def norms(work: Workload, nonfinite: str = "raise") -> Call:
     """Return gradstats' norms, no weight gradients."""
-    measure = partial(gs.per_example_norms, nonfinite=nonfinite)
+    measure = partial(gs.per_example_norms, nonfinite=nonfinite, cu_seqlens=work.cu_seqlens)
     return lambda: measure(work.model, work.batch, work.loss_fn).sqnorm
 
 
@@ -89,7 +89,7 @@ def training(work: Workload) -> Call:
 
     def step() -> Tensor:
         work.model.zero_grad()
-        with gs.track(work.model, batch_size=len(work.batch[0])) as tracker:
+        with gs.track(work.model, batch_size=work.examples, cu_seqlens=work.cu_seqlens) as tracker:
             tracker.backward(work.loss_fn(work.model, work.batch))
         return tracker.stats.sqnorm
 

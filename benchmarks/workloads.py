@@ -23,6 +23,7 @@ class Workload:
     """A model, a batch, and the per-example loss that ties them.
 
     Attributes:
+        cu_seqlens: (B + 1,) the rows at which the examples begin, of those packed into one row.
         precision: makes the context in which libraries that compute beside the backward need it to
             run; autocast itself is part of ``loss_fn``.
         bar_norms, bar_training: ratios to plain training that are aimed at, if any.
@@ -35,6 +36,12 @@ class Workload:
     bar_norms: float | None = None
     bar_training: float | None = None
     precision: Callable[[], AbstractContextManager] = nullcontext
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def examples(self) -> int:
+        """The number of examples B."""
+        return len(self.batch[0]) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def replace_model(self, model: nn.Module) -> Workload:
         """Return the same work with another model."""

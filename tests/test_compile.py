@@ -453,8 +453,31 @@ def test_a_function_of_data_and_a_parameter_in_a_graph_is_refused():
 ORDER = torch.tensor([2, 0, 5, 1, 3, 4])
 
 
-def assigned(target, rows):
-    target[ORDER] = rows
+class Between(nn.Module):
+    """Two layers, and a function of the values between them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 2), function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x).tanh()))
+
+
+def check_between(function, **options):
+    torch._dynamo.reset()
+    model, x = Between(function).double(), torch.randn(B, 4).double()
+    compiled = torch.compile(model, backend="aot_eager", **options)
+
+    def loss_fn(model, x):
+        return model(x).sin().sum(1)
+
+    stats = gs.per_example_norms(compiled, x, loss_fn)
+    assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), 1e-9)
+
+
+def assigned(target, index, rows):
+    target[index] = rows
     return target
 
 
@@ -463,7 +486,7 @@ def assigned(target, rows):
 @pytest.mark.parametrize(
     "write",
     [
-        assigned,
+        lambda target, rows: assigned(target, ORDER, rows),
         lambda target, rows: target.index_copy(0, ORDER, rows),
         lambda target, rows: target.index_add_(0, ORDER, rows),
         lambda target, rows: target.scatter_add(0, ORDER[:, None].expand(-1, 4), rows),
@@ -472,42 +495,8 @@ def assigned(target, rows):
 )
 def test_rows_that_are_written_in_another_order(write):
     """Whose they are afterwards is not traced: the write ends the graph."""
-
-    class Moves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            hidden = self.first(x).tanh()
-            return self.last(write(hidden.new_zeros(B, 4), hidden))
-
-    def loss_fn(model, x):
-        return model(x).sin().sum(1)
-
-    torch._dynamo.reset()
-    model, x = Moves().double(), torch.randn(B, 4).double()
-    compiled = torch.compile(model, backend="aot_eager")
-    stats = gs.per_example_norms(compiled, x, loss_fn)
-    assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), 1e-9)
+    check_between(lambda hidden: write(hidden.new_zeros(B, 4), hidden))
 
 
 def test_constants_that_are_written_into_data_stay_in_the_graph():
-    class Blanks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            hidden = self.first(x).tanh().clone()
-            hidden[:, 0] = 0.5
-            return self.last(hidden)
-
-    def loss_fn(model, x):
-        return model(x).sin().sum(1)
-
-    torch._dynamo.reset()
-    model, x = Blanks().double(), torch.randn(B, 4).double()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    stats = gs.per_example_norms(compiled, x, loss_fn)
-    assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), 1e-9)
+    check_between(lambda hidden: assigned(hidden.clone(), (slice(None), 0), 0.5), fullgraph=True)

@@ -410,6 +410,8 @@ def test_groups_of_packed_examples(monkeypatch):
     assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4, 5], [3]]
     monkeypatch.setattr(_ragged, "ALONE", 25)
     assert _ragged.groups(factor, every, WORKSPACE) == [[1, 6], [0, 4], [5], [3]]
+    monkeypatch.setattr(_ragged, "ALONE", 0)
+    assert _ragged.groups(factor, every, WORKSPACE) == [[1], [6], [0], [4], [5], [3]]
 
 
 def experts(counts, p=3, q=2) -> Experts:

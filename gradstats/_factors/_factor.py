@@ -40,6 +40,11 @@ class Factor(Protocol):
         """Return the factor of rows start … stop of the parameter, multiples of the granule."""
 
 
+def selected(rows, batch: int) -> Tensor:
+    """Return the examples that ``select`` is asked for, (n,) int64 on the CPU."""
+    return torch.arange(batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+
+
 def elements_of(factor: Factor) -> int:
     """Return how many numbers are written to form the gradient of one example."""
     return getattr(factor, "elements", product(factor.shape))

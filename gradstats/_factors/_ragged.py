@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from gradstats._factors._factor import selected
 from gradstats._factors._outer import Outer
 from gradstats._factors._segments import filled_up, padding
 
@@ -48,7 +49,7 @@ class Ragged:
         return True
 
     def select(self, rows) -> Ragged:
-        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        chosen = selected(rows, self.batch)
         bounds = torch.tensor(self.offsets)
         lengths = bounds.diff()[chosen]
         offsets = (0, *lengths.cumsum(0).tolist())
@@ -119,7 +120,7 @@ class Experts:
         return Ragged(self.pairs.left[own], self.pairs.right[own], relative, self.shape[1:])
 
     def select(self, rows) -> Experts:
-        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
+        chosen = selected(rows, self.batch)
         experts = torch.arange(self.shape[0]).unsqueeze(1) * self.batch
         return Experts(self.pairs.select((experts + chosen).flatten()), len(chosen), self.shape)
 

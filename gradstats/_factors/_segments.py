@@ -92,8 +92,7 @@ def padding(
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]
     if examples is not None:
-        chosen = list(examples)
-        starts, ends = starts[chosen], ends[chosen]
+        starts, ends = starts[examples], ends[examples]
     place = torch.arange(max([1, *(ends - starts).tolist()]))
     index = starts.unsqueeze(1) + place
     missing = index >= ends.unsqueeze(1)

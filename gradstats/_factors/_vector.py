@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors._factor import compute_dtype
+from gradstats._factors._factor import compute_dtype, selected
 from gradstats._factors._segments import filled_up, padding
 
 
@@ -97,8 +97,7 @@ class Elementwise:
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
         # As many positions for all: rows past the end are zero.
-        chosen = torch.arange(self.batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
-        index, missing = padding(self.offsets, chosen.tolist())
+        index, missing = padding(self.offsets, selected(rows, self.batch).tolist())
         grad = filled_up(self.grad, index, missing)
         x = None if self.input is None else filled_up(self.input, index, missing)
         return Elementwise(grad, x, self.shape)

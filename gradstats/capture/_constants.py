@@ -329,9 +329,9 @@ class ConstantTracking(TorchFunctionMode):
     def _follow_write(self, func, args, kwargs, data, result) -> None:
         """Follow data that were written into a tensor, which is no constant any more."""
         tracker, target = self.tracker, args[0]
-        moves = func in MOVES_IN_PLACE or func is Tensor.resize_
+        over_axes, moves = is_over_axes(func), func in MOVES_IN_PLACE or func is Tensor.resize_
         before = tracker.is_data(target)
-        if not (is_over_axes(func) or moves or func in CHANGES_IN_PLACE):
+        if not (over_axes or moves or func in CHANGES_IN_PLACE):
             if torch.compiler.is_dynamo_compiling() and before and len(data) == 1:
                 return  # constants, at constant places of data
             leave_graph("data that are written into a tensor")
@@ -345,7 +345,7 @@ class ConstantTracking(TorchFunctionMode):
             return
         if after is target:
             tracker.mark_data(target)
-        if is_over_axes(func):
+        if over_axes:
             tracker.follow_layout(func, args, kwargs, [target], target)
         elif moves:
             tracker.follow_move(target)
