@@ -10,6 +10,7 @@ Squared norms, and sums from the same pass
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       the definition
+    _formed      gradients of outer products, formed one by one, at once, or a few at a time
     _convolved   PyTorch's own weight gradient of a convolution
 
 Inner products

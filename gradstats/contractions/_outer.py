@@ -8,7 +8,6 @@ direct            G_i formed tile by tile, squared at once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,7 +18,8 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
 from gradstats.contractions import _triton
 from gradstats.contractions._convolved import weight_gradient
-from gradstats.contractions._multiply import SCRATCH, multiply, multiply_groups, pays
+from gradstats.contractions._formed import form_at_once, form_chunks, form_each
+from gradstats.contractions._multiply import SCRATCH, multiply_groups, pays
 from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
@@ -250,9 +250,9 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
             left[:, 0].mT.unbind(), right[:, 0].unbind(), dtype, with_sum=with_sum, reuse=not alone
         )
     elif chunk >= batch and rows >= p and groups * p * q <= SMALL:
-        norms, total = _form_at_once(left, right, dtype, with_sum)
+        norms, total = form_at_once(left, right, dtype, with_sum)
     else:
-        norms, total = _form_chunks(left, right, dtype, with_sum, chunk, rows)
+        norms, total = form_chunks(left, right, dtype, with_sum, chunk, rows)
     result: Contraction
     if norms.dim() == 1:
         result = WellConditioned((norms,), dtype)
@@ -262,93 +262,6 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     if total is None:
         return result, None
     return result, _arrange(total.mT.contiguous() if turned else total, factor)
-
-
-def form_each(
-    left: Sequence[Tensor],
-    right: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    with_sum: bool,
-    reuse: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of the rows of each left @ right, (B, p), and the sum of them, (1, p, q).
-
-    Every gradient is formed by one product of matrices.
-
-    Args:
-        left, right: B matrices (p, T) and (T, q), which may differ in T.
-        dtype: the accumulation dtype.
-        with_sum: the sum is wanted too.
-        reuse: form them in one piece of memory, as products can that are PyTorch's own.
-    """
-    batch = len(left)
-    norms = left[0].new_empty(batch, len(left[0]), dtype=dtype)
-    total = place = None
-    for a, b, norm in zip(left, right, norms.unbind(), strict=True):
-        formed = multiply(cast(a, dtype), cast(b, dtype), times=batch, out=place)
-        torch.linalg.vector_norm(formed, dim=-1, out=norm)
-        if with_sum and total is None:
-            total = formed
-            continue
-        if total is not None:
-            total += formed
-        place = formed if reuse else None
-        del formed
-    return norms, None if total is None else total.unsqueeze(0)
-
-
-def _form_at_once(
-    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of all gradients, (B,), which are small, and the sum of them, (K, p, q)."""
-    (batch, groups, _, p), q = left.shape, right.shape[3]
-    left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
-    formed = torch.bmm(left.mT, right)
-    norms = torch.linalg.vector_norm(formed.view(batch, groups * p * q), dim=1)
-    return norms, formed.view(batch, groups, p, q).sum(0) if with_sum else None
-
-
-def _form_chunks(
-    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
-) -> tuple[Tensor, Tensor | None]:
-    """As ``form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
-
-    Args:
-        chunk: how many examples.
-        rows: how many rows of their gradients.
-    """
-    (batch, groups, _, p), q = left.shape, right.shape[3]
-    # One piece of memory for all tiles: fresh pages would cost more than the products.
-    scratch = None
-    if chunk < batch and rows >= p and not is_compiling():
-        scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
-    norms, total = [], None
-    # Once where there is nothing to form: sums over nothing are zeros.
-    for start in range(0, max(1, batch), chunk):
-        a, b = left, right
-        if chunk < batch:
-            a, b = a[start : start + chunk], b[start : start + chunk]
-        count = len(a)
-        a, b = cast(a, dtype).flatten(0, 1).mT, cast(b, dtype).flatten(0, 1)
-        lengths, sums = [], []
-        for row in range(0, max(1, p), rows):
-            part = a if rows >= p else a[:, row : row + rows]
-            out = None if scratch is None else scratch[: len(b)]
-            tile = torch.bmm(part, b, out=out)
-            tile = tile.view(count, groups, tile.shape[1], q)
-            lengths.append(torch.linalg.vector_norm(tile, dim=-1))
-            if with_sum:
-                sums.append(tile.sum(0))
-        norms.append(_joined(lengths, 2))
-        if with_sum:
-            formed = _joined(sums, 1)
-            total = formed if total is None else total.add_(formed)
-    return _joined(norms, 0), total
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def merge(factors: list[Outer]) -> Outer:

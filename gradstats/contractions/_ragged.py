@@ -12,6 +12,7 @@ from gradstats import _cost
 from gradstats._compiler import is_compiling
 from gradstats._factors import Ragged, compute_dtype, segment_sum
 from gradstats.contractions import _outer, _triton
+from gradstats.contractions._formed import form_each
 from gradstats.contractions._multiply import WORTH_CALLING, multiply
 from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
 from gradstats.contractions._tensor_cores import cut_off_of
@@ -77,7 +78,7 @@ def _formed(factor: Ragged, examples: list[int]) -> Contraction:
         left, right = right, left
     rows = [slice(*factor.offsets[example : example + 2]) for example in examples]
     turned = left.t()
-    norms, _ = _outer.form_each(
+    norms, _ = form_each(
         [turned[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
     )
     return well_conditioned(norms.double().square_().sum(1), dtype)

@@ -1,0 +1,102 @@
+"""Gradients of outer products that are formed: their norms, and the sum of them.
+
+One by one, all at once, or a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import cast
+from gradstats.contractions._multiply import multiply
+
+
+def form_each(
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    with_sum: bool,
+    reuse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norms of the rows of each left @ right, (B, p), and the sum of them, (1, p, q).
+
+    Every gradient is formed by one product of matrices.
+
+    Args:
+        left, right: B matrices (p, T) and (T, q), which may differ in T.
+        dtype: the accumulation dtype.
+        with_sum: the sum is wanted too.
+        reuse: form them in one piece of memory, as products can that are PyTorch's own.
+    """
+    batch = len(left)
+    norms = left[0].new_empty(batch, len(left[0]), dtype=dtype)
+    total = place = None
+    for a, b, norm in zip(left, right, norms.unbind(), strict=True):
+        formed = multiply(cast(a, dtype), cast(b, dtype), times=batch, out=place)
+        torch.linalg.vector_norm(formed, dim=-1, out=norm)
+        if with_sum and total is None:
+            total = formed
+            continue
+        if total is not None:
+            total += formed
+        place = formed if reuse else None
+        del formed
+    return norms, None if total is None else total.unsqueeze(0)
+
+
+def form_at_once(
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norms of all gradients, (B,), which are small, and the sum of them, (K, p, q)."""
+    (batch, groups, _, p), q = left.shape, right.shape[3]
+    left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
+    formed = torch.bmm(left.mT, right)
+    norms = torch.linalg.vector_norm(formed.view(batch, groups * p * q), dim=1)
+    return norms, formed.view(batch, groups, p, q).sum(0) if with_sum else None
+
+
+def form_chunks(
+    left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """As ``form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
+
+    Args:
+        chunk: how many examples.
+        rows: how many rows of their gradients.
+    """
+    (batch, groups, _, p), q = left.shape, right.shape[3]
+    # One piece of memory for all tiles: fresh pages would cost more than the products.
+    scratch = None
+    if chunk < batch and rows >= p and not is_compiling():
+        scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
+    norms, total = [], None
+    # Once where there is nothing to form: sums over nothing are zeros.
+    for start in range(0, max(1, batch), chunk):
+        a, b = left, right
+        if chunk < batch:
+            a, b = a[start : start + chunk], b[start : start + chunk]
+        count = len(a)
+        a, b = cast(a, dtype).flatten(0, 1).mT, cast(b, dtype).flatten(0, 1)
+        lengths, sums = [], []
+        for row in range(0, max(1, p), rows):
+            part = a if rows >= p else a[:, row : row + rows]
+            out = None if scratch is None else scratch[: len(b)]
+            tile = torch.bmm(part, b, out=out)
+            tile = tile.view(count, groups, tile.shape[1], q)
+            lengths.append(torch.linalg.vector_norm(tile, dim=-1))
+            if with_sum:
+                sums.append(tile.sum(0))
+        norms.append(_joined(lengths, 2))
+        if with_sum:
+            formed = _joined(sums, 1)
+            total = formed if total is None else total.add_(formed)
+    return _joined(norms, 0), total
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
