@@ -27,12 +27,13 @@ What is tracked
                  keep factors lean
 
 What is not tracked: constants, and data with the examples in them
-    _constants   the mode that sees every operation; which tensors belong to no example
+    _constants   the mode that sees every operation
     _derivatives backward and torch.autograd.grad inside a context
     _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples
     _marks       what is noted on tensors; _memory what was written into memory that they show
-    _following   where the examples lie in results, family by family, with
+    _results     which results of an operation are constant, which are data
+    _following   where the examples lie in these; _families of operations on several operands; with
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
     _apart       whether packed examples are kept apart where rows meet rows

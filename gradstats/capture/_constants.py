@@ -34,50 +34,27 @@ from gradstats.capture._derivation import Derived
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
-from gradstats.capture._layout import (
-    CHANGES,
-    ON_NESTED,
-    PLAIN_VIEWS,
-    aligned,
-    is_followed,
-    keeps_examples,
-    keeps_rows,
-    leaves,
-    may_move,
-    stays,
-)
-from gradstats.capture._marks import leave_graph
-from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._layout import is_followed, may_move
+from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
-    BLANKS,
-    CALLERS_VALUES,
-    EXTREMES,
-    FACTORIES,
-    MOVES_IN_PLACE,
     OPAQUE,
-    PRODUCTS,
     QUESTIONS,
-    READS_ONLY_FIRST,
-    RESHAPES,
-    SCRAMBLES,
     TRANSPOSING_GETTERS,
     broadcasts,
-    changed_by,
     is_in_place,
     keeps,
     places_changed,
     takes_batch_first,
 )
-from gradstats.capture._reductions import OVER_AXES, axes_of, is_over_axes, runs_over
+from gradstats.capture._reductions import axes_of, is_over_axes
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
-from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
-from gradstats.capture._signatures import by_place, read_signatures
+from gradstats.capture._results import follow_results, is_watched
+from gradstats.capture._signatures import read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
+from gradstats.capture._writes import is_write
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -94,21 +71,8 @@ TRANSPOSES_IN_GRAPHS = (
 )
 IN_GRAPHS = dict(zip(TRANSPOSES_IN_GRAPHS, TRANSPOSING_GETTERS, strict=True))
 
-# Names that operations give their first operand.
-FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
-
 # Operand types without a __torch_function__ of anybody else's.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
-
-# Operations of which ``keeps_examples`` cannot tell.
-WATCHED = (
-    frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES | FACTORIES
-    | BLANKS | {torch.broadcast_tensors, torch.cdist}
-)  # fmt: skip
-
-
-def is_watched(func) -> bool:
-    return func in WATCHED
 
 
 def may_return_nothing(func) -> bool:
@@ -158,7 +122,7 @@ class ConstantTracking(TorchFunctionMode):
             # But not where PyTorch itself inspects the operands of what it traces.
             followed = isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func)
             if torch.compiler.is_dynamo_compiling() and followed:
-                self.follow(IN_GRAPHS.get(func, func), args, kwargs, result)
+                follow_results(self.tracker, IN_GRAPHS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)
@@ -220,139 +184,16 @@ class ConstantTracking(TorchFunctionMode):
         tracker = self.tracker
         alike = tracker.likeness(func, args, kwargs, result)
         if alike is None:
-            self.follow(func, args, kwargs, result)
+            follow_results(tracker, func, args, kwargs, result)
             return
         key, results = alike
         found = NOTED.get(key)
         if found is None:
             before = tracker.noted
-            self.follow(func, args, kwargs, result)
+            follow_results(tracker, func, args, kwargs, result)
             tracker.remember(key, results, before)
         elif found:
             tracker.note_again(results, found)
-
-    def follow(self, func, args, kwargs, result) -> None:
-        tracker = self.tracker
-        if "axis" in kwargs:  # NumPy's name for dim
-            kwargs = {**kwargs, "dim": kwargs["axis"]}
-            del kwargs["axis"]
-        named = False
-        if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
-            if not torch.compiler.is_dynamo_compiling():
-                read_signatures()
-            args, kwargs = by_place(func, args, kwargs)
-            left = [item for item in kwargs.values() if isinstance(item, Tensor)]
-            named = any(node_of(item) is None and tracker.is_data(item) for item in left)
-        if not args and not FIRST_NAMES.isdisjoint(kwargs):
-            kwargs = dict(kwargs)
-            args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
-        if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
-            func = torch.maximum  # of two operands, whichever it is
-        if args and not named and not tracker.follows_layouts and kwargs.get("out") is None:
-            # Almost every operation has data as its first operand, and leaves the examples alone.
-            first = args[0]
-            if isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first):
-                if not is_watched(func) and type(func) not in OPAQUE:
-                    if keeps_examples(func, args, tracker.batch_dim, result):
-                        return
-                elif is_over_axes(func) and not runs_over(func, args, kwargs, tracker.batch_dim):
-                    if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
-                        return
-                elif func in PRODUCTS:
-                    # A tracked operand's rule has checked where the examples lie; but a stack of
-                    # matrices puts axes of its own in front of them.
-                    if node_of(args[-1]) is not None:
-                        if result.dim() <= first.dim():
-                            return
-                    elif keeps_rows(args, tracker.batch_dim):
-                        return
-                if func in PLAIN_VIEWS and not kwargs:
-                    found = (result,) if isinstance(result, Tensor) else result
-                    layout = tracker.by_contract(first)
-                    if layout is None or all(stays(func, first, layout, view) for view in found):
-                        return
-        every = operands_of(args, kwargs)
-        operands = [t for t in every if node_of(t) is None]
-        data = [t for t in operands if tracker.is_data(t)]
-        if len(every) > len(operands):
-            if func in SCRAMBLES or type(func) in OPAQUE:
-                func = None  # a tracked operand's rule has checked where the examples lie
-        if func in FACTORIES:
-            data = []  # the size may come from data, the contents do not
-        elif func in READS_ONLY_FIRST or func in RESHAPES:
-            data = [t for t in data if t is args[0]]
-        results = flatten(result) if isinstance(result, (tuple, list)) else [result]
-        if data:
-            if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
-                for tensor in results:
-                    if isinstance(tensor, Tensor):
-                        tracker.place(tensor, None, function_name(func))
-                return
-            if type(func) in OPAQUE and not torch.is_grad_enabled():
-                return  # inside a compiled graph, which was followed when it was traced
-            for tensor in flatten((kwargs.get("out"),)):
-                if isinstance(tensor, Tensor):
-                    tracker.mark_data(tensor)
-            if is_write(func) and node_of(args[0]) is None:
-                self._follow_write(func, args, kwargs, data, result)
-                return
-            if func is torch.autograd.grad:
-                tracker.follow_gradients(args, kwargs, results)
-                return
-            for target in changed_by(func, args, kwargs):
-                if target.requires_grad and node_of(target) is None:
-                    tracker.mark_data(target)
-                    tracker.follow_change(func, args, kwargs, data, target)
-            own = tracker.registered(func) if func is not None and not is_followed(func) else None
-            if own is not None and torch.is_grad_enabled():
-                own.follow(tracker, args, kwargs, results)
-                return
-            layouts = prescribed_layouts(tracker, func, args, kwargs, results)
-            if layouts is not None:
-                one = tracker.sole_example(data)
-                for tensor, layout in zip(results, layouts, strict=False):
-                    if isinstance(tensor, Tensor):
-                        tracker.place(tensor, one or layout)
-            else:
-                for tensor in results:
-                    if isinstance(tensor, Tensor) and not any(tensor is item for item in data):
-                        tracker.follow_layout(func, args, kwargs, data, tensor)
-            if func in BLANKS:
-                tracker.mark_blank(result)
-            return
-        for tensor in results:
-            if isinstance(tensor, Tensor) and node_of(tensor) is None:
-                if func in CALLERS_VALUES and tracker.takes_for_data(func, tensor):
-                    continue
-                tracker.mark_constant(tensor)
-
-    def _follow_write(self, func, args, kwargs, data, result) -> None:
-        """Follow data that were written into a tensor, which is no constant any more."""
-        tracker, target = self.tracker, args[0]
-        over_axes, moves = is_over_axes(func), func in MOVES_IN_PLACE or func is Tensor.resize_
-        before = tracker.is_data(target)
-        if not (over_axes or moves or func in CHANGES_IN_PLACE):
-            if torch.compiler.is_dynamo_compiling() and before and len(data) == 1:
-                return  # constants, at constant places of data
-            leave_graph("data that are written into a tensor")
-        after = target if is_in_place(func) else result
-        write = WRITES[func](*args, **kwargs)
-        if tracker.packed and write.is_empty:
-            if after is target:
-                tracker.keep_marks(target)
-            else:
-                tracker.place_like(after, target)
-            return
-        if after is target:
-            tracker.mark_data(target)
-        if over_axes:
-            tracker.follow_layout(func, args, kwargs, [target], target)
-        elif moves:
-            tracker.follow_move(target)
-        elif func in CHANGES_IN_PLACE:
-            tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
-        else:
-            tracker.follow_write(write, target, before, after)
 
 
 def _is_closed(mode: TorchFunctionMode) -> bool:
@@ -373,7 +214,7 @@ def _opening(function, *, always: bool) -> Callable[..., Any]:
             with mode:
                 return opened(function)(*args, **kwargs)
         result = run(function, args, kwargs) if any(tracked) else function(*args, **kwargs)
-        mode.follow(function, args, kwargs, result)
+        follow_results(mode.tracker, function, args, kwargs, result)
         return result
 
     return call

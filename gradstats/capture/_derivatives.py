@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gradstats.capture._engine import run_backward
 from gradstats.capture._nodes import Root
+from gradstats.capture._results import follow_results
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._transforms import transform_level
 from gradstats.errors import CoupledExamplesError
@@ -91,7 +92,7 @@ def gradients(
         found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
     if transform_level() is None:
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
-        mode.follow(torch.autograd.grad, (outputs, inputs), told, (*found,))
+        follow_results(mode.tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
     return (*found,)
 
 

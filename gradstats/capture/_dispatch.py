@@ -8,7 +8,7 @@ data, no rule                 refused, naming the operation and the parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,46 +61,19 @@ def dispatch(
             if tracker.seen is not None and not reads_property(func):
                 tracker.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
-        nodes, data, is_complex, is_sparse = [], False, False, False
-        for item in operands:
-            is_complex = is_complex or item.dtype.is_complex
-            is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
-            node = getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
-            if node is None:
-                data = data or tracker.is_data(item)
-                continue
-            nodes.append(node)
-            if isinstance(node, Derived):
-                leave_graph(node.describe)
-            if node.tracker is not tracker:
-                raise TrackingError(
-                    f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
-                    "another tracking context owns. Track both models in turn, not at once."
-                )
+        found = _found_among(tracker, func, operands)
+        nodes, data = found.nodes, found.data
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
-        if transform_level() is not None and (
-            data or any(unwrapped(item) is not item for item in operands)
-        ):
-            names = [root.name for root in unique_roots(nodes)]
-            raise HiddenError(
-                f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
-                "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
-                "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
-                f"or leave the parameter out by name with exclude={names!r}.",
-                names,
-            )
+        if transform_level() is not None:
+            if data or any(unwrapped(item) is not item for item in operands):
+                raise _hidden(nodes)
         if not data:
-            if is_in_place(func) or kwargs.get("inplace"):
-                return change(tracker, func, args, kwargs, nodes[0])
-            changed = changed_by(func, args, kwargs)
-            if not changed:
-                return derive(tracker, func, args, kwargs)
-            return change_any(tracker, func, args, kwargs, nodes[0], changed)
+            return _without_data(tracker, func, args, kwargs, nodes[0])
         rule = rules.get(func)
-        if is_sparse:
+        if found.sparse:
             check_nested(func, operands)
             if func not in OF_SPARSE_DATA:
                 refuse(
@@ -108,13 +81,71 @@ def dispatch(
                 )
             # The result is dense in either case.
             args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
-        if is_complex:
+        if found.complex:
             leave_graph(f"complex numbers with {nodes[0].describe()}")
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
             return rule(tracker, func, *args, **kwargs)
         return _without_rule(func, nodes, args, kwargs)
+
+
+class _Found(NamedTuple):
+    """What stands among the operands of an operation.
+
+    Attributes:
+        nodes: those of the tracked tensors.
+        data, complex, sparse: whether any operand is of that kind.
+    """
+
+    nodes: list[Node]
+    data: bool
+    complex: bool
+    sparse: bool
+
+
+def _found_among(tracker, func, operands: Sequence[Tensor]) -> _Found:
+    """Return what stands among operands; raise where contexts of two models meet."""
+    nodes: list[Node] = []
+    data = is_complex = is_sparse = False
+    for item in operands:
+        is_complex = is_complex or item.dtype.is_complex
+        is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
+        node = getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
+        if node is None:
+            data = data or tracker.is_data(item)
+            continue
+        nodes.append(node)
+        if isinstance(node, Derived):
+            leave_graph(node.describe)
+        if node.tracker is not tracker:
+            raise TrackingError(
+                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
+                "another tracking context owns. Track both models in turn, not at once."
+            )
+    return _Found(nodes, data, is_complex, is_sparse)
+
+
+def _hidden(nodes: Sequence[Node]) -> HiddenError:
+    """Return the error about parameters that meet data inside a transform of torch.func."""
+    names = [root.name for root in unique_roots(nodes)]
+    return HiddenError(
+        f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
+        "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
+        "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+        f"or leave the parameter out by name with exclude={names!r}.",
+        names,
+    )
+
+
+def _without_data(tracker, func, args, kwargs, node: Node):
+    """Run an operation on tracked tensors and constants, whose result belongs to no example."""
+    if is_in_place(func) or kwargs.get("inplace"):
+        return change(tracker, func, args, kwargs, node)
+    changed = changed_by(func, args, kwargs)
+    if not changed:
+        return derive(tracker, func, args, kwargs)
+    return change_any(tracker, func, args, kwargs, node, changed)
 
 
 def _dense(item):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from gradstats.capture._apart import after_scores, attention_keeps_apart
+from gradstats.capture._apart import after_scores
 from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     MIXED,
@@ -20,45 +16,32 @@ from gradstats.capture._examples import (
     same_layout,
     sole_of,
 )
+from gradstats.capture._families import FAMILIES
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
     SHARED,
-    contracted,
-    convolved,
     follow,
-    in_front,
     is_followed,
     is_one,
     is_shared,
     leaves,
     may_move,
-    summed_against,
-    tensordot,
 )
 from gradstats.capture._marks import Marks
-from gradstats.capture._multiplied import contraction, multiplied
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import argument_of, operands_of
+from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (
-    ADDED_PRODUCTS,
-    BROADCASTS,
-    CONVOLUTIONS,
     JOINS,
     LOOKS_AT_FIRST,
     MOVES,
-    OF_ROW_PAIRS,
     OPAQUE,
     PAD_SEQUENCE,
     PRODUCTS,
     READS_ONLY_FIRST,
     RESHAPES,
-    ROW_PRODUCTS,
-    SOLVES,
     SUM_LAST,
-    TENSOR_PRODUCTS,
     UNFOLLOWED,
-    solves_vector,
     takes_batch_first,
 )
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
@@ -156,113 +139,15 @@ class Following(Marks):
         if self.follows_layouts and (whole := self._whole_of(data)) is not None:
             return whole
         family = FAMILIES.get(func)
-        return self._by_first(call) if family is None else family(self, call)
+        return self.by_first(call) if family is None else family(self, call)
 
-    def _of_linear(self, call: Call) -> Layout | Unchanged:
-        """All examples share a layer's weight, unless it was computed from parameters and data."""
-        first = call.args[0]
-        of_data = node_of(first) is None and self.is_data(first)
-        layout = self.layout_of(first) if of_data else None
-        sums = layout is not None and layout.axis == first.dim() - 1
-        if not sums and not any(map(self.is_trained, call.args[1:])):
-            return self._by_first(call)
-        after = self._of_product(call)
-        bias = argument_of(call.args, call.kwargs, 2, "bias")
-        biases = [tensor for tensor in call.data if tensor is bias]
-        if biases and self._broadcast(biases, call.result) != after:
-            self.note_meeting(call.result)
-            return None
-        return after
-
-    def _of_product(self, call: Call) -> Layout:
-        operands = (*call.args, *call.kwargs.values())
-        return multiplied(self, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
-
-    def _of_added_product(self, call: Call) -> Layout:
-        func, args, kwargs, data, result = call
-        named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
-        # In PyTorch's older forms the numbers stand among them.
-        tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
-        first, factors = tensors[0], tensors[1:3]
-        of_data = any(item is tensor for item in factors for tensor in data)
-        after = multiplied(self, factors, result) if of_data else None
-        if any(tensor is first for tensor in data):
-            added = self._broadcast([first], result)
-            same = added is not None and after is not None and same_layout(added, after)
-            return after if same else None if of_data else added
-        return after
-
-    def _of_solution(self, call: Call) -> Layout:
-        func, args, kwargs, data, result = call
-        if solves_vector(func, args):
-            if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
-                return None  # one right-hand side, in which the examples are the unknowns
-            return contraction(self, args[:2], partial(in_front, result), result)
-        after = self._broadcast(data, result)
-        if after is None or after.axis < result.dim() - 2:
-            return after
-        # Right-hand sides are solved one by one, if the examples have no matrices of their own.
-        sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
-        alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
-        place = result.dim() - (1 if kwargs.get("left", True) else 2)
-        return after if alone and after.axis == place else None
-
-    def _of_einsum(self, call: Call) -> Layout:
-        operands, lies = operands_of(call.args[1:], {}), partial(contracted, call.args)
-        against = partial(summed_against, call.args)
-        return contraction(self, operands, lies, call.result, against)
-
-    def _of_convolution(self, call: Call) -> Layout | Unchanged:
-        func, args, kwargs, _, result = call
-        if is_one(func, args[0]):
-            return self._by_first(call)
-        named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
-        lies = partial(convolved, func, args, kwargs, result)
-        return contraction(self, operands_of((*args, *named), {}), lies, result)
-
-    def _of_tensor_product(self, call: Call) -> Layout:
-        func, args, kwargs, _, result = call
-        return contraction(self, args[:2], partial(tensordot, func, args, kwargs), result)
-
-    def _of_row_pairs(self, call: Call) -> Layout | Unchanged:
-        rows = call.data[0]
-        layout = self.layout_of(rows) if rows.requires_grad and self.batch_size > 1 else None
-        if layout is not None and layout.axis == 0 and rows.dim() == 2:
-            # Whether a loss depends on the result shows in the loss's graph.
-            self.coupled[call.result.grad_fn] = "compares every example with every other"
-        return self._by_first(call)
-
-    def _of_attention(self, call: Call) -> Layout | Unchanged:
-        if self.packed and call.result.requires_grad and not attention_keeps_apart(self, call):
-            self.note_meeting(call.result)
-            return None
-        return self._by_first(call)
-
-    def _of_broadcast(self, call: Call) -> Layout | Unchanged:
-        first = call.data[0]
-        if len(call.data) > 1 or self.is_marked(first) or call.result.dim() > first.dim():
-            return self._broadcast(call.data, call.result)
-        return self._by_first(call)
-
-    def _by_first(self, call: Call) -> Layout | Unchanged:
+    def by_first(self, call: Call) -> Layout | Unchanged:
         """Return the layout of a result whose examples follow those of one operand."""
         func, args, kwargs, data, result = call
         # Not ``not args``: the compiler of PyTorch 2.14 cannot negate a tuple.
         constant = len(args) == 0 or not any(tensor is args[0] for tensor in data)
-        lost = (
-            func in UNFOLLOWED
-            or type(func) in OPAQUE
-            or (not is_followed(func) and func is not None and result.requires_grad)
-            or (func in LOOKS_AT_FIRST and constant)
-            or any(
-                tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
-            )
-            or is_one(func, data[0])
-        )
-        changes = lost or may_move(func) or self._is_gone(data, result)
-        moved = is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result)
-        if moved or (takes_batch_first(func) and self.batch_dim != 0):
-            changes = True
+        lost = self._loses(call, constant)
+        changes = lost or self._changes(call)
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides
         elif len(data) > 1 and not self._agree(call):
@@ -291,6 +176,34 @@ class Following(Marks):
             if alone and layout == self.by_contract(source) and self.has_example_axis(result):
                 return UNCHANGED
         return after
+
+    def _loses(self, call: Call, constant: bool) -> bool:
+        """Whether nobody knows where an operation puts the examples of its first operand.
+
+        Args:
+            call: the operation.
+            constant: whether its first operand is none of data.
+        """
+        func, args, kwargs, data, result = call
+        return (
+            func in UNFOLLOWED
+            or type(func) in OPAQUE
+            or (not is_followed(func) and func is not None and result.requires_grad)
+            or (func in LOOKS_AT_FIRST and constant)
+            or any(
+                tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
+            )
+            or is_one(func, data[0])
+        )
+
+    def _changes(self, call: Call) -> bool:
+        """Whether the examples may lie elsewhere in a result than in the first operand of data."""
+        func, _, _, data, result = call
+        if may_move(func) or self._is_gone(data, result):
+            return True
+        if is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result):
+            return True
+        return takes_batch_first(func) and self.batch_dim != 0
 
     def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
@@ -378,7 +291,7 @@ class Following(Marks):
             return first
         return deciding[0]
 
-    def _broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
+    def broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
         """Return the layout of operands that are broadcast against each other."""
         if any(tensor.dim() > result.dim() for tensor in data):
             return None  # a loss function that reduced its result
@@ -411,17 +324,3 @@ class Following(Marks):
 
 # Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
-
-# How results lie, for operations on several operands of data and others that need a rule.
-FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
-    **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, Following._of_product),
-    linear: Following._of_linear,
-    **dict.fromkeys(ADDED_PRODUCTS, Following._of_added_product),
-    **dict.fromkeys(SOLVES, Following._of_solution),
-    torch.einsum: Following._of_einsum,
-    **dict.fromkeys(CONVOLUTIONS, Following._of_convolution),
-    **dict.fromkeys(TENSOR_PRODUCTS, Following._of_tensor_product),
-    **dict.fromkeys(OF_ROW_PAIRS, Following._of_row_pairs),
-    ATTENTION: Following._of_attention,
-    **dict.fromkeys(BROADCASTS, Following._of_broadcast),
-}

@@ -10,6 +10,7 @@ from functools import cache
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._operations import SCRIPTS
+from gradstats.capture._results import follow_results
 from gradstats.capture._transforms import innermost_mode, transform_level
 
 
@@ -26,7 +27,7 @@ def _following(call):
         mode = innermost_mode()
         outside = transform_level() is None and not is_compiling()
         if mode is not None and outside:
-            mode.follow(script, args, kwargs, result)
+            follow_results(mode.tracker, script, args, kwargs, result)
         return result
 
     return run

@@ -10,7 +10,7 @@ is the position of a sequence within a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,23 +32,12 @@ ATTENTION = torch.nn.functional.multi_head_attention_forward
 PADDING_MASK = frozenset({"key_padding_mask", 14})
 FOR_EACH_HEAD = frozenset({"attn_mask", 16, "static_k", 21, "static_v", 22})
 
-RECURRENT_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+RECURRENT_LAYERS = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
-RECURRENT_CELLS = frozenset(
-    {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
-)
+RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
 
-PACK, PAD = torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence
-
-SORTS = frozenset(variants("sort", "argsort", "topk"))
-
-ALIGNMENTS = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
-
-BAGS = torch.nn.functional.embedding_bag
-
-PRESCRIBES = (
-    RECURRENT_LAYERS | RECURRENT_CELLS | SORTS | ALIGNMENTS | {ATTENTION, PACK, PAD, BAGS}
-)  # fmt: skip
+# The layout of each result; None where the operation says nothing of any.
+Layouts = list[Examples | None] | None
 
 
 def prescribed_layouts(
@@ -57,37 +46,52 @@ def prescribed_layouts(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     results: Sequence[Tensor],
-) -> list[Examples | None] | None:
+) -> Layouts:
     """Return the layout of each result; None where the operation prescribes nothing."""
     if func not in PRESCRIBES:
         return None
-    if func is BAGS:
-        offsets = argument_of(args, kwargs, 2, "offsets")
-        if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
-            return None
-        last = bool(argument_of(args, kwargs, 9, "include_last_offset"))
-        return [layout_of_bags(tracker, args[0], offsets, last)]
-    if func in SORTS:
-        return _sorted_layouts(tracker, args[0], results)
-    if func in ALIGNMENTS:
-        # Losses of (steps, B, classes), unless they are reduced or those of one example.
-        own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
-        return [own.along(0)] if own is not None and results[0].dim() == 1 else None
+    return PRESCRIBES[func](tracker, args, kwargs, results)
+
+
+def _of_bags(tracker: Tracker, args, kwargs, results) -> Layouts:
+    offsets = argument_of(args, kwargs, 2, "offsets")
+    if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
+        return None
+    last = bool(argument_of(args, kwargs, 9, "include_last_offset"))
+    return [layout_of_bags(tracker, args[0], offsets, last)]
+
+
+def _of_alignments(tracker: Tracker, args, kwargs, results) -> Layouts:
+    """Losses of (steps, B, classes), unless they are reduced or those of one example."""
+    own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
+    return [own.along(0)] if own is not None and results[0].dim() == 1 else None
+
+
+def _of_attention(tracker: Tracker, args, kwargs, results) -> Layouts:
+    own = _common_along(tracker, args[:3], 1)
+    if not _lie_beside(tracker, own, args, kwargs):
+        return [None] * len(results)
+    return [own, own and own.along(0)][: len(results)]
+
+
+def _of_packing(tracker: Tracker, args, kwargs, results) -> Layouts:
+    source, _, batch_first = args
+    places = _common_along(tracker, (source,), 0 if batch_first else 1)
+    return [places and packed_layout(places, results[1].tolist(), source.device), None]
+
+
+def _of_padding(tracker: Tracker, args, kwargs, results) -> Layouts:
+    return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
+
+
+def _of_cell(tracker: Tracker, args, kwargs, results) -> Layouts:
+    if any(map(tracker.is_trained, args[2:])):
+        return [None] * len(results)
+    return [_common_along(tracker, (args[0], *_states(args[1])), 0)] * len(results)
+
+
+def _of_recurrent_layer(tracker: Tracker, args, kwargs, results) -> Layouts:
     lost: list[Examples | None] = [None] * len(results)
-    if func is ATTENTION:
-        own = _common_along(tracker, args[:3], 1)
-        if not _lie_beside(tracker, own, args, kwargs):
-            return lost
-        return [own, own and own.along(0)][: len(results)]
-    if func is PACK:
-        source, _, batch_first = args
-        places = _common_along(tracker, (source,), 0 if batch_first else 1)
-        return [places and packed_layout(places, results[1].tolist(), source.device), None]
-    if func is PAD:
-        return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
-    if func in RECURRENT_CELLS:
-        own = _common_along(tracker, (args[0], *_states(args[1])), 0)
-        return lost if any(map(tracker.is_trained, args[2:])) else [own] * len(results)
     packed = isinstance(args[3], (list, tuple))
     if any(map(tracker.is_trained, args[3 if packed else 2])):
         return lost
@@ -106,10 +110,9 @@ def prescribed_layouts(
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
 
 
-def _sorted_layouts(
-    tracker: Tracker, source: Tensor, results: Sequence[Tensor]
-) -> list[Examples | None] | None:
-    """Return to which examples the places of sorted rows belong, if each row is one number."""
+def _of_sort(tracker: Tracker, args, kwargs, results) -> Layouts:
+    """To which examples the places of sorted rows belong, if each row is one number."""
+    source = args[0]
     layout = _layout(tracker, source)
     if layout is None or source.dim() != 1 or is_compiling():
         return None
@@ -204,3 +207,16 @@ def _common_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Exa
         if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
             return None
     return first
+
+
+# Called with the context, the operation's arguments, and its results.
+PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
+    ATTENTION: _of_attention,
+    torch.nn.functional.embedding_bag: _of_bags,
+    **dict.fromkeys(variants("sort", "argsort", "topk"), _of_sort),
+    **dict.fromkeys((torch.nn.functional.ctc_loss, torch.ctc_loss), _of_alignments),
+    torch._VF._pack_padded_sequence: _of_packing,
+    torch._VF._pad_packed_sequence: _of_padding,
+    **dict.fromkeys(RECURRENT_CELLS, _of_cell),
+    **dict.fromkeys(RECURRENT_LAYERS, _of_recurrent_layer),
+}

@@ -25,7 +25,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 @cache
 def read_signatures() -> None:
     """Fill ``NAMES``. Apart from looking them up, since the compiler cannot trace this."""
-    for function in FOLLOWED | PRESCRIBES | WRITES.keys():
+    for function in FOLLOWED | PRESCRIBES.keys() | WRITES.keys():
         NAMES[function] = _names_of(function)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,28 +19,45 @@ from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import Write
 
 
+class Change(NamedTuple):
+    """A write into a tensor.
+
+    Attributes:
+        write: what was written, and where.
+        target: the operand.
+        before: whether it held data already.
+        after: what holds the data now: the operand, or a copy of it.
+    """
+
+    write: Write
+    target: Tensor
+    before: bool
+    after: Tensor
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operand itself holds the data now."""
+        return self.after is self.target
+
+
+# Values that were written of which the examples are known, and where these lie.
+Owned = list[tuple[Tensor, Examples | Whole]]
+
+
 class Written(Following):
     """Data of one batch, followed through what is written into them as well."""
 
-    def follow_write(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
-        """Note where the examples lie in a tensor that data were written into.
-
-        Args:
-            write: what was written, and where.
-            target: the operand.
-            before: whether it held data already.
-            after: what holds the data now: the operand, or a copy of it.
-        """
+    def follow_write(self, change: Change) -> None:
+        """Note where the examples lie in a tensor that data were written into."""
+        write, target, before, after = change
         adds = write.adds and target.requires_grad and adds_sums(self, write.values, target, before)
-        self._place_written(write, target, before, after)
+        self._place_written(change)
         if adds and self.is_marked(after) and not isinstance(self.owned(after), Examples):
             self.mark_sum(after)
 
-    def _place_written(self, write: Write, target: Tensor, before: bool, after: Tensor) -> None:
-        given = write.values
-        if write.index is not None and not (before or self.is_distinct(after)):
-            given = (write.index,)  # only the place where a number is put says whose it is
-        values = self.data_among(given) or self.data_among([write.places])
+    def _place_written(self, change: Change) -> None:
+        write, target, before, after = change
+        values = self._written_by(change)
         if before and (one := self.sole_example([target, *values])):
             self.place(after, one)
             return
@@ -48,78 +65,126 @@ class Written(Following):
         if not fresh and write.read is None and not self.follows_layouts:
             if all(value.shape == target.shape for value in values):
                 return
-        owned = []
-        for value in values:
-            layout = self.owned(value)
-            if isinstance(layout, Scores):
-                self.note_meeting(after)  # which of them count for other examples is not followed
-                layout = None
-            if isinstance(layout, (Examples, Whole)):
-                owned.append((value, layout))
-            elif self.is_marked(value):
-                self._place_after(after, layout, target, before)
-                if after is target:
-                    self._note_base(target, None, first=False)
-                return
-        known = self.layout_of(target) if before else None
-        filling = self._continued(write, target, before, after, values, owned)
-        lost = before and known is None and self.is_marked(target)
-        if not owned or (lost and filling is None):
-            if not before and not self.is_distinct(after):
-                self.place(after, None)
-            elif self.is_marked(target):
-                self.place(after, known)
-            if owned and after is target:
-                # Nothing is known of the view itself, but perhaps of the tensor that it shows.
-                first = owned[0][1] if write.read is None else None
-                same = isinstance(first, Whole) and all(own == first for _, own in owned)
-                self._note_base(target, first if same else None, first=False)
-            elif before and fresh and after is target and target.requires_grad:
-                self._note_base(target, known, first=True)
+        owned = self._owned_of(change, values)
+        if owned is None:
             return
-        packed = self.packed
-        found: Examples | Whole | None = None
-        first = owned[0][1]
-        layouts = [known] if known else []
-        if not (known or lost) or self.was_blank(target, writes=int(after is target)):
-            layouts = [*layouts, *self.candidates(target, first)]
-        found, ambiguous = self.agreed(write, target, layouts, owned, known)
-        if found is None and not ambiguous:
-            # A tensor that held nothing of any example may now belong to one example as a whole.
-            empty = not known if write.read is None else not before
-            whole = empty and isinstance(first, Whole)
-            found = first if whole and all(own == first for _, own in owned) else None
-        if found is None and known and not (target.requires_grad or packed):
-            # Inputs of different examples meet, as in CutMix: those written into decide.
-            if all(write.mixes(target, known, *value) for value in owned):
-                found = known
+        known = self.layout_of(target) if before else None
+        lost = before and known is None and self.is_marked(target)
+        filling = self._continued(change, values, owned)
+        if not owned or (lost and filling is None):
+            self._place_unowned(change, owned, known, fresh)
+            return
+        found, ambiguous = self._lies_now(change, owned, known, lost)
         if found is None and filling is not None:
             found = filling.layout(target, self._contract)
             for node in filling.meetings if found else ():
                 self.coupled.pop(node, None)
-        self._place_after(after, found, target, before)
+        self._place_after(change, found)
         trained = any(value.requires_grad for value, _ in owned)
-        if packed and trained and found is None and not ambiguous:
+        if self.packed and trained and found is None and not ambiguous:
             self.note_meeting(after)
             if filling is not None:
                 filling.meetings.append(after.grad_fn)
         if filling is not None:
             self.mark_filling(after, filling)
-        if after is target and (found is None or fresh):
+        if change.in_place and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def _written_by(self, change: Change) -> list[Tensor]:
+        """Return the data that say to which examples what is written belongs."""
+        write, _, before, after = change
+        given = write.values
+        if write.index is not None and not (before or self.is_distinct(after)):
+            given = (write.index,)  # only the place where a number is put says whose it is
+        return self.data_among(given) or self.data_among([write.places])
+
+    def _owned_of(self, change: Change, values: list[Tensor]) -> Owned | None:
+        """Return those of several values of which the examples are known.
+
+        None, and the result has no known examples either, where those of one were lost.
+        """
+        owned: Owned = []
+        for value in values:
+            layout = self.owned(value)
+            if isinstance(layout, Scores):
+                self.note_meeting(change.after)  # which count for other examples is not followed
+                layout = None
+            if isinstance(layout, (Examples, Whole)):
+                owned.append((value, layout))
+            elif self.is_marked(value):
+                self._place_after(change, layout)
+                if change.in_place:
+                    self._note_base(change.target, None, first=False)
+                return None
+        return owned
+
+    def _place_unowned(
+        self, change: Change, owned: Owned, known: Examples | None, fresh: bool
+    ) -> None:
+        """Note where the examples lie where what was written does not say it.
+
+        Args:
+            change: the write.
+            owned: the values, into a tensor whose examples were lost; or none.
+            known: where the examples lay before.
+            fresh: whether nothing was known of the tensor that the operand shows.
+        """
+        write, target, before, after = change
+        if not before and not self.is_distinct(after):
+            self.place(after, None)
+        elif self.is_marked(target):
+            self.place(after, known)
+        if not change.in_place:
+            return
+        if owned:
+            # Nothing is known of the view itself, but perhaps of the tensor that it shows.
+            one = _one_of(owned) if write.read is None else None
+            self._note_base(target, one, first=False)
+        elif before and fresh and target.requires_grad:
+            self._note_base(target, known, first=True)
+
+    def _lies_now(
+        self, change: Change, owned: Owned, known: Examples | None, lost: bool
+    ) -> tuple[Examples | Whole | None, bool]:
+        """Return where the examples lie after a write, as what was written says.
+
+        Args:
+            change: the write.
+            owned: the values.
+            known: where the examples lay before.
+            lost: whether that had been lost.
+
+        Returns:
+            The layout, or None; and whether there are several, as ``agreed`` says.
+        """
+        write, target, before, _ = change
+        layouts = [known] if known else []
+        if not (known or lost) or self.was_blank(target, writes=int(change.in_place)):
+            layouts = [*layouts, *self.candidates(target, owned[0][1])]
+        agreed, ambiguous = self.agreed(write, target, layouts, owned, known)
+        found: Examples | Whole | None = agreed
+        if found is None and not ambiguous:
+            # A tensor that held nothing of any example may now belong to one example as a whole.
+            empty = not known if write.read is None else not before
+            found = _one_of(owned) if empty else None
+        if found is None and known and not (target.requires_grad or self.packed):
+            # Inputs of different examples meet, as in CutMix: those written into decide.
+            if all(write.mixes(target, known, *value) for value in owned):
+                found = known
+        return found, ambiguous
 
     def agreed(
         self,
         write: Write,
         target: Tensor,
         layouts: Iterable[Examples],
-        owned: list[tuple[Tensor, Any]],
+        owned: Owned,
         known: Examples | None = None,
     ) -> tuple[Examples | None, bool]:
         """Return the layout under which values are written to places of their own examples.
 
         Args:
-            write, target: as for ``follow_write``.
+            write, target: what was written, and into what.
             layouts: those that the target may have, the likeliest first.
             owned: the values, and where their examples lie.
             known: the layout that the target had before, which decides if it is among these.
@@ -139,26 +204,27 @@ class Written(Following):
         ambiguous = not all(same_layout(found, other) for other in fitting)
         return (None, True) if ambiguous else (found, False)
 
-    def _place_after(
-        self,
-        after: Tensor,
-        layout: Examples | Whole | Mixed | None,
-        target: Tensor,
-        before: bool,
-        at: str | None = None,
+    def _place_after(self, change: Change, layout: Examples | Whole | Mixed | None) -> None:
+        """Note where the examples lie after a write; None where that is not known."""
+        if change.in_place:
+            self._note_moved(change.target, change.before, layout)
+        self.place(change.after, layout)
+
+    def _note_moved(
+        self, target: Tensor, before: bool, layout: Examples | Whole | Mixed | None
     ) -> None:
-        """Note where the examples lie after a write; if they moved, no other view shows them.
+        """Note that no other view of a tensor shows its examples, if a change in place moved them.
 
         Args:
-            after, target, before: as for ``follow_write``.
-            layout: where they lie now; None where that is not known.
-            at: the name of the operation at which that was lost.
+            target: the tensor.
+            before: whether it held data already.
+            layout: where the examples lie now; None where that is not known.
         """
-        if after is target and self.batch_size > 1:
-            assumed = self.owned(target) if before else self.by_contract(target)
-            if layout is None or assumed is None or not same_layout(layout, assumed):
-                self.note_rearranged(target)
-        self.place(after, layout, at)
+        if self.batch_size == 1:
+            return
+        assumed = self.owned(target) if before else self.by_contract(target)
+        if layout is None or assumed is None or not same_layout(layout, assumed):
+            self.note_rearranged(target)
 
     def data_among(self, items: Iterable[Any]) -> list[Tensor]:
         """Return the tensors of data among what an operation is given."""
@@ -168,31 +234,24 @@ class Written(Following):
             if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
         ]
 
-    def _continued(
-        self,
-        write: Write,
-        target: Tensor,
-        before: bool,
-        after: Tensor,
-        values: list[Tensor],
-        owned: list[tuple[Tensor, Examples | Whole]],
-    ) -> Filling | None:
+    def _continued(self, change: Change, values: list[Tensor], owned: Owned) -> Filling | None:
         """Return all that was written into a tensor, if it was blank at first; None otherwise.
 
         Args:
-            write, target, before, after: as for ``follow_write``.
+            change: the last write.
             values: the data that were written.
-            owned: those of them of which the examples are known, and where they lie.
+            owned: those of them of which the examples are known.
         """
+        write, target, before, _ = change
         if write.read is None or target._base is not None or not len(values) == len(owned) == 1:
             return None
-        writes = int(after is target)
+        writes = int(change.in_place)
         blank = not before or self.was_blank(target, writes)
         filling = Filling() if blank else self.filling_of(target, writes)
         if filling is None:
             return None
         ((value, layout),) = owned
-        filling = filling if after is target else filling.copy()
+        filling = filling if change.in_place else filling.copy()
         filling.pieces.append(Piece(write.read, write.dims - value.dim(), layout))
         filling.size += value.numel()
         return filling
@@ -258,7 +317,8 @@ class Written(Following):
             self.follow_layout(func, args, kwargs, data, target)
         else:
             name = None if func is None else function_name(func)
-            self._place_after(target, None, target, True, name)
+            self._note_moved(target, True, None)
+            self.place(target, None, name)
         self._note_base(target, None, first=False)
 
     def follow_move(self, tensor: Tensor) -> None:
@@ -268,6 +328,12 @@ class Written(Following):
         self.place(
             tensor, self._contract.along(sizes.index(self._contract.rows)) if plain else None
         )
+
+
+def _one_of(owned: Owned) -> Whole | None:
+    """Return the one example to which several values belong as a whole; None if there is none."""
+    first = owned[0][1]
+    return first if isinstance(first, Whole) and all(own == first for _, own in owned) else None
 
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:

@@ -1,0 +1,152 @@
+"""How the examples lie in results of operations on several operands of data, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from gradstats.capture._apart import attention_keeps_apart
+from gradstats.capture._call import Call
+from gradstats.capture._examples import same_layout
+from gradstats.capture._layout import (
+    contracted,
+    convolved,
+    in_front,
+    is_one,
+    summed_against,
+    tensordot,
+)
+from gradstats.capture._multiplied import contraction, multiplied
+from gradstats.capture._nested import argument_of, operands_of
+from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
+    BROADCASTS,
+    CONVOLUTIONS,
+    OF_ROW_PAIRS,
+    PRODUCTS,
+    ROW_PRODUCTS,
+    SOLVES,
+    TENSOR_PRODUCTS,
+    solves_vector,
+)
+from gradstats.capture._reductions import ATTENTION
+from gradstats.capture._tensors import node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._following import Following, Layout, Unchanged
+
+
+def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
+    """All examples share a layer's weight, unless it was computed from parameters and data."""
+    first = call.args[0]
+    of_data = node_of(first) is None and marks.is_data(first)
+    layout = marks.layout_of(first) if of_data else None
+    sums = layout is not None and layout.axis == first.dim() - 1
+    if not sums and not any(map(marks.is_trained, call.args[1:])):
+        return marks.by_first(call)
+    after = _of_product(marks, call)
+    bias = argument_of(call.args, call.kwargs, 2, "bias")
+    biases = [tensor for tensor in call.data if tensor is bias]
+    if biases and marks.broadcast(biases, call.result) != after:
+        marks.note_meeting(call.result)
+        return None
+    return after
+
+
+def _of_product(marks: Following, call: Call) -> Layout:
+    operands = (*call.args, *call.kwargs.values())
+    return multiplied(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
+
+
+def _of_added_product(marks: Following, call: Call) -> Layout:
+    func, args, kwargs, data, result = call
+    named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
+    # In PyTorch's older forms the numbers stand among them.
+    tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
+    first, factors = tensors[0], tensors[1:3]
+    of_data = any(item is tensor for item in factors for tensor in data)
+    after = multiplied(marks, factors, result) if of_data else None
+    if any(tensor is first for tensor in data):
+        added = marks.broadcast([first], result)
+        same = added is not None and after is not None and same_layout(added, after)
+        return after if same else None if of_data else added
+    return after
+
+
+def _of_solution(marks: Following, call: Call) -> Layout:
+    func, args, kwargs, data, result = call
+    if solves_vector(func, args):
+        if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
+            return None  # one right-hand side, in which the examples are the unknowns
+        return contraction(marks, args[:2], partial(in_front, result), result)
+    after = marks.broadcast(data, result)
+    if after is None or after.axis < result.dim() - 2:
+        return after
+    # Right-hand sides are solved one by one, if the examples have no matrices of their own.
+    sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
+    alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
+    place = result.dim() - (1 if kwargs.get("left", True) else 2)
+    return after if alone and after.axis == place else None
+
+
+def _of_einsum(marks: Following, call: Call) -> Layout:
+    operands, lies = operands_of(call.args[1:], {}), partial(contracted, call.args)
+    against = partial(summed_against, call.args)
+    return contraction(marks, operands, lies, call.result, against)
+
+
+def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
+    func, args, kwargs, _, result = call
+    if is_one(func, args[0]):
+        return marks.by_first(call)
+    named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
+    lies = partial(convolved, func, args, kwargs, result)
+    return contraction(marks, operands_of((*args, *named), {}), lies, result)
+
+
+def _of_tensor_product(marks: Following, call: Call) -> Layout:
+    func, args, kwargs, _, result = call
+    return contraction(marks, args[:2], partial(tensordot, func, args, kwargs), result)
+
+
+def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
+    rows = call.data[0]
+    layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
+    if layout is not None and layout.axis == 0 and rows.dim() == 2:
+        # Whether a loss depends on the result shows in the loss's graph.
+        marks.coupled[call.result.grad_fn] = "compares every example with every other"
+    return marks.by_first(call)
+
+
+def _of_attention(marks: Following, call: Call) -> Layout | Unchanged:
+    if marks.packed and call.result.requires_grad and not attention_keeps_apart(marks, call):
+        marks.note_meeting(call.result)
+        return None
+    return marks.by_first(call)
+
+
+def _of_broadcast(marks: Following, call: Call) -> Layout | Unchanged:
+    first = call.data[0]
+    if len(call.data) > 1 or marks.is_marked(first) or call.result.dim() > first.dim():
+        return marks.broadcast(call.data, call.result)
+    return marks.by_first(call)
+
+
+# How results lie, for operations on several operands of data and others that need a rule.
+FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
+    **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, _of_product),
+    linear: _of_linear,
+    **dict.fromkeys(ADDED_PRODUCTS, _of_added_product),
+    **dict.fromkeys(SOLVES, _of_solution),
+    torch.einsum: _of_einsum,
+    **dict.fromkeys(CONVOLUTIONS, _of_convolution),
+    **dict.fromkeys(TENSOR_PRODUCTS, _of_tensor_product),
+    **dict.fromkeys(OF_ROW_PAIRS, _of_row_pairs),
+    ATTENTION: _of_attention,
+    **dict.fromkeys(BROADCASTS, _of_broadcast),
+}

@@ -1,0 +1,223 @@
+"""What an operation of the user's code came to: which of its results are constant, which are data.
+
+Results without data among the operands are constants. Of the others ``_following`` and ``_written``
+tell where the examples lie, unless they lie as in almost every result: as in the first operand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._layout import (
+    CHANGES,
+    ON_NESTED,
+    PLAIN_VIEWS,
+    aligned,
+    is_followed,
+    keeps_examples,
+    keeps_rows,
+    leaves,
+    stays,
+)
+from gradstats.capture._marks import leave_graph
+from gradstats.capture._names import function_name
+from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._operations import (
+    BLANKS,
+    CALLERS_VALUES,
+    EXTREMES,
+    FACTORIES,
+    MOVES_IN_PLACE,
+    OPAQUE,
+    PRODUCTS,
+    READS_ONLY_FIRST,
+    RESHAPES,
+    SCRAMBLES,
+    changed_by,
+    is_in_place,
+)
+from gradstats.capture._reductions import OVER_AXES, is_over_axes, runs_over
+from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
+from gradstats.capture._signatures import by_place, read_signatures
+from gradstats.capture._tensors import node_of
+from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
+from gradstats.capture._written import Change
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+# Names that operations give their first operand.
+FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
+
+# Operations of which ``keeps_examples`` cannot tell.
+WATCHED = (
+    frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
+    | BLANKS | {torch.broadcast_tensors, torch.cdist}
+)  # fmt: skip
+
+
+def is_watched(func) -> bool:
+    return func in WATCHED
+
+
+def follow_results(
+    tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
+) -> None:
+    """Note which results of an operation are constant, and where the examples lie in the others."""
+    func, args, kwargs, named = _by_place(tracker, func, args, kwargs)
+    if args and not named and not tracker.follows_layouts and kwargs.get("out") is None:
+        if _lies_as_first(tracker, func, args, kwargs, result):
+            return
+    every = operands_of(args, kwargs)
+    operands = [t for t in every if node_of(t) is None]
+    data = [t for t in operands if tracker.is_data(t)]
+    if len(every) > len(operands):
+        if func in SCRAMBLES or type(func) in OPAQUE:
+            func = None  # a tracked operand's rule has checked where the examples lie
+    if func in FACTORIES:
+        data = []  # the size may come from data, the contents do not
+    elif func in READS_ONLY_FIRST or func in RESHAPES:
+        data = [t for t in data if t is args[0]]
+    results = flatten(result) if isinstance(result, (tuple, list)) else [result]
+    if data:
+        _follow_data(tracker, func, args, kwargs, data, result, results)
+        return
+    for tensor in results:
+        if isinstance(tensor, Tensor) and node_of(tensor) is None:
+            if func in CALLERS_VALUES and tracker.takes_for_data(func, tensor):
+                continue
+            tracker.mark_constant(tensor)
+
+
+def _by_place(tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Return an operation in one form, whichever of its names and arguments it was called by.
+
+    Returns:
+        The function, positional and named arguments, and whether data are among those still named.
+    """
+    if "axis" in kwargs:  # NumPy's name for dim
+        kwargs = {**kwargs, "dim": kwargs["axis"]}
+        del kwargs["axis"]
+    named = False
+    if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
+        if not torch.compiler.is_dynamo_compiling():
+            read_signatures()
+        args, kwargs = by_place(func, args, kwargs)
+        left = [item for item in kwargs.values() if isinstance(item, Tensor)]
+        named = any(node_of(item) is None and tracker.is_data(item) for item in left)
+    if not args and not FIRST_NAMES.isdisjoint(kwargs):
+        kwargs = dict(kwargs)
+        args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
+    if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
+        func = torch.maximum  # of two operands, whichever it is
+    return func, args, kwargs, named
+
+
+def _lies_as_first(tracker: Tracker, func, args, kwargs, result) -> bool:
+    """Whether the first operand is data and the examples lie in the result as they do there.
+
+    So they do after almost every operation. False wherever that takes longer to find out.
+    """
+    first = args[0]
+    if not (isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first)):
+        return False
+    if not is_watched(func) and type(func) not in OPAQUE:
+        if keeps_examples(func, args, tracker.batch_dim, result):
+            return True
+    elif is_over_axes(func) and not runs_over(func, args, kwargs, tracker.batch_dim):
+        if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
+            return True
+    elif func in PRODUCTS:
+        # A tracked operand's rule has checked where the examples lie; but a stack of matrices puts
+        # axes of its own in front of them.
+        if node_of(args[-1]) is not None:
+            if result.dim() <= first.dim():
+                return True
+        elif keeps_rows(args, tracker.batch_dim):
+            return True
+    if func not in PLAIN_VIEWS or kwargs:
+        return False
+    views = (result,) if isinstance(result, Tensor) else result
+    layout = tracker.by_contract(first)
+    return layout is None or all(stays(func, first, layout, view) for view in views)
+
+
+def _follow_data(
+    tracker: Tracker, func, args, kwargs, data: list[Tensor], result, results: list[Any]
+) -> None:
+    """Note where the examples lie in the results of an operation on data.
+
+    Args:
+        tracker: the context.
+        func, args, kwargs, result: the operation.
+        data: its operands of data.
+        results: the leaves of its result.
+    """
+    tensors = [item for item in results if isinstance(item, Tensor)]
+    if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
+        for tensor in tensors:
+            tracker.place(tensor, None, function_name(func))
+        return
+    if type(func) in OPAQUE and not torch.is_grad_enabled():
+        return  # inside a compiled graph, which was followed when it was traced
+    for tensor in flatten((kwargs.get("out"),)):
+        if isinstance(tensor, Tensor):
+            tracker.mark_data(tensor)
+    if is_write(func) and node_of(args[0]) is None:
+        _follow_write(tracker, func, args, kwargs, data, result)
+        return
+    if func is torch.autograd.grad:
+        tracker.follow_gradients(args, kwargs, results)
+        return
+    for target in changed_by(func, args, kwargs):
+        if target.requires_grad and node_of(target) is None:
+            tracker.mark_data(target)
+            tracker.follow_change(func, args, kwargs, data, target)
+    own = tracker.registered(func) if func is not None and not is_followed(func) else None
+    if own is not None and torch.is_grad_enabled():
+        own.follow(tracker, args, kwargs, results)
+        return
+    layouts = prescribed_layouts(tracker, func, args, kwargs, results)
+    if layouts is not None:
+        one = tracker.sole_example(data)
+        for tensor, layout in zip(results, layouts, strict=False):
+            if isinstance(tensor, Tensor):
+                tracker.place(tensor, one or layout)
+    else:
+        for tensor in tensors:
+            if not any(tensor is item for item in data):
+                tracker.follow_layout(func, args, kwargs, data, tensor)
+    if func in BLANKS:
+        tracker.mark_blank(result)
+
+
+def _follow_write(tracker: Tracker, func, args, kwargs, data: list[Tensor], result) -> None:
+    """Follow data that were written into a tensor, which is no constant any more."""
+    target = args[0]
+    over_axes, moves = is_over_axes(func), func in MOVES_IN_PLACE or func is Tensor.resize_
+    before = tracker.is_data(target)
+    if not (over_axes or moves or func in CHANGES_IN_PLACE):
+        if torch.compiler.is_dynamo_compiling() and before and len(data) == 1:
+            return  # constants, at constant places of data
+        leave_graph("data that are written into a tensor")
+    after = target if is_in_place(func) else result
+    write = WRITES[func](*args, **kwargs)
+    if tracker.packed and write.is_empty:
+        if after is target:
+            tracker.keep_marks(target)
+        else:
+            tracker.place_like(after, target)
+        return
+    if after is target:
+        tracker.mark_data(target)
+    if over_axes:
+        tracker.follow_layout(func, args, kwargs, [target], target)
+    elif moves:
+        tracker.follow_move(target)
+    elif func in CHANGES_IN_PLACE:
+        tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
+    else:
+        tracker.follow_write(Change(write, target, before, after))
