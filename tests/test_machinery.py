@@ -673,6 +673,43 @@ def test_copies_inside_a_context(how):
     assert_unchanged(again, state)
 
 
+class MakesParameters(nn.Module):
+    """A forward that makes a parameter of what was computed from another, as peft's HiRA does."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.weight, self.head, self.made = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 3), made
+
+    def forward(self, x):
+        own = self.made(self.weight)
+        assert type(own) is nn.Parameter and own.is_leaf
+        return self.head(functional.linear(x, own))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        nn.Parameter,
+        lambda weight: nn.Parameter(weight.T),
+        lambda weight: nn.Parameter(data=1 + weight, requires_grad=False),
+    ],
+    ids=["parameter", "view", "computed, frozen"],
+)
+def test_a_parameter_made_of_another_is_a_new_leaf(made):
+    model, batch = MakesParameters(made).double(), vectors()
+    stats = gs.per_example_norms(model, batch, classify)
+    expected = oracle_sqnorms(model, batch, classify)
+    assert_sqnorms(stats, expected, 1e-9)
+    assert not stats.by_parameter["weight"].any()
+    with gs.track(model, batch_size=B) as tracker:
+        tracker.backward(classify(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert model.weight.grad is None
+    shared = nn.Parameter(model.weight)
+    assert type(shared) is nn.Parameter and shared.data_ptr() == model.weight.data_ptr()
+
+
+
 def test_a_moving_average_inside_a_context():
     model, batch = dense().double(), vectors()
     average = torch.optim.swa_utils.AveragedModel(

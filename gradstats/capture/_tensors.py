@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, wraps
 from weakref import ref
 
 import torch
@@ -50,6 +51,22 @@ class DerivedTensor(torch.Tensor):
 
 
 TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor})
+
+
+@cache
+def show_parameters() -> None:
+    """Let a parameter be made of a tracked tensor as of any other: a new leaf, with its numbers.
+
+    PyTorch demands of subclasses that detaching them returns one of their kind. It is never undone,
+    like other changes to PyTorch (see ``_functions``).
+    """
+    made = torch.nn.Parameter.__new__
+
+    @wraps(made)
+    def new(cls, data=None, requires_grad=True):
+        return made(cls, data.detach() if type(data) in TRACKED_TYPES else data, requires_grad)
+
+    torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
 
 
 def run(func, args, kwargs):

@@ -36,7 +36,7 @@ from gradstats.capture._selection import (
     graphs_run_on,
 )
 from gradstats.capture._sharded import ShardedParameters
-from gradstats.capture._tensors import TrackedParameter, release
+from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
 from gradstats.capture._together import Together
 from gradstats.capture._transforms import show_vmap
@@ -161,6 +161,7 @@ class Tracker(Repeated, Threaded):
         show_loaders()
         show_vmap()
         show_scripts()
+        show_parameters()
         self._mode.take_off()
         self._mode.__enter__()
 
