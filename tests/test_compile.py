@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import pkgutil
 import re
 from collections import Counter
@@ -496,6 +497,18 @@ def assigned(target, index, rows):
 def test_rows_that_are_written_in_another_order(write):
     """Whose they are afterwards is not traced: the write ends the graph."""
     check_between(lambda hidden: write(hidden.new_zeros(B, 4), hidden))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.parametrize(
+    "assign",
+    [assigned, lambda target, *place: operator.setitem(target, *place) or target],
+    ids=["statement", "function"],
+)
+def test_rows_assigned_to_those_of_other_examples_are_refused(assign):
+    with pytest.raises(gs.ExampleAxisError, match=r"'last.weight'"):
+        check_between(lambda hidden: assign(hidden.clone(), ORDER, hidden.sin()))
 
 
 def test_constants_that_are_written_into_data_stay_in_the_graph():

@@ -709,7 +709,6 @@ def test_a_parameter_made_of_another_is_a_new_leaf(made):
     assert type(shared) is nn.Parameter and shared.data_ptr() == model.weight.data_ptr()
 
 
-
 def test_a_moving_average_inside_a_context():
     model, batch = dense().double(), vectors()
     average = torch.optim.swa_utils.AveragedModel(

@@ -256,6 +256,25 @@ def prepare_for_compiler() -> None:
     # see: with PyTorch 2.11 torch.arange and most other factories, with any version the others.
     shown = torch._dynamo.variables.torch.get_overridable_functions()
     shown.update(_device_constructors(), HIDDEN_IN_GRAPHS)
+    _show_assignments()
+
+
+def _show_assignments() -> None:
+    """Show modes that are traced what is assigned to places of a tensor, as methods are shown.
+
+    The compiler of PyTorch 2.15 does not: it has a handler of its own for them.
+    """
+    traced = torch._dynamo.variables.TensorVariable
+    own = vars(traced).get("mp_ass_subscript_impl")
+    if own is None:
+        return
+
+    def assign(self, tx, key, value):
+        if value is None:
+            return own(self, tx, key, value)  # to delete it, an error
+        return self.call_method(tx, "__setitem__", [key, value], {})
+
+    traced.mp_ass_subscript_impl = assign  # type: ignore[method-assign]
 
 
 @cache
