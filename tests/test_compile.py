@@ -24,7 +24,11 @@ from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 6
 
-pytestmark = pytest.mark.usefixtures("graphs_run_on_cpus")
+pytestmark = [
+    pytest.mark.usefixtures("graphs_run_on_cpus"),
+    # Dynamo reads it wherever a graph ends.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 class Tokens(nn.Module):
@@ -127,7 +131,6 @@ class Positioned(nn.Module):
 
 
 # torch.compile looks at .grad of what enters a graph and hides the warning, but not from pytest.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
 def test_positions(kind, positions):
@@ -173,7 +176,6 @@ class Made(nn.Module):
         return self.head(hidden.tanh()).mean(1)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_a_graph_makes_belongs_to_no_example(kind):
     torch._dynamo.reset()
@@ -200,7 +202,6 @@ class Asking(nn.Module):
         return self.head(hidden.tanh()).mean(1) if weight.requires_grad else hidden
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_properties_of_parameters_are_read_in_a_graph():
     torch._dynamo.reset()
     model = Asking()
@@ -245,7 +246,6 @@ class Moved(nn.Module):
         return self.head(x).mean(1)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["sequence first", "folded", "heads"])
 def test_moved_examples(kind, positions):
@@ -317,7 +317,6 @@ def test_places_that_are_mapped_stand_in_a_graph():
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("kind", [Recurrent, Computed, Mapped])
 def test_parts_that_cannot_stand_in_a_graph(kind):
     """They end the graph, and run as they do without a compiler."""
@@ -465,9 +464,9 @@ class Between(nn.Module):
         return self.last(self.function(self.first(x).tanh()))
 
 
-def check_between(function, **options):
+def check_between(function, examples=B, **options):
     torch._dynamo.reset()
-    model, x = Between(function).double(), torch.randn(B, 4).double()
+    model, x = Between(function).double(), torch.randn(examples, 4).double()
     compiled = torch.compile(model, backend="aot_eager", **options)
 
     def loss_fn(model, x):
@@ -477,12 +476,18 @@ def check_between(function, **options):
     assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), 1e-9)
 
 
+@pytest.mark.parametrize("name", ["T", "mT", "H", "mH"])
+def test_getters_that_transpose(name):
+    check_between(lambda hidden: getattr(getattr(hidden, name).sin(), name), examples=4)
+    with pytest.raises(gs.ExampleAxisError, match=r"'last.weight'"):
+        check_between(lambda hidden: getattr(hidden, name).sin(), examples=4)
+
+
 def assigned(target, index, rows):
     target[index] = rows
     return target
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize(
     "write",
@@ -499,7 +504,6 @@ def test_rows_that_are_written_in_another_order(write):
     check_between(lambda hidden: write(hidden.new_zeros(B, 4), hidden))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize(
     "assign",

@@ -40,7 +40,6 @@ from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
     OPAQUE,
     QUESTIONS,
-    TRANSPOSING_GETTERS,
     broadcasts,
     is_in_place,
     keeps,
@@ -63,13 +62,13 @@ if TYPE_CHECKING:
 HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
 
 # What the compiler of PyTorch 2.14 shows in place of the getters that transpose.
-TRANSPOSES_IN_GRAPHS = (
-    torch.ops.aten.numpy_T,
-    torch.ops.aten.mT,
-    torch.ops.aten.matrix_H,
-    torch.ops.aten.mH,
-)
-IN_GRAPHS = dict(zip(TRANSPOSES_IN_GRAPHS, TRANSPOSING_GETTERS, strict=True))
+TRANSPOSES_IN_GRAPHS = {
+    "T": torch.ops.aten.numpy_T,
+    "mT": torch.ops.aten.mT,
+    "H": torch.ops.aten.matrix_H,
+    "mH": torch.ops.aten.mH,
+}
+IN_GRAPHS = {shown: getattr(Tensor, name).__get__ for name, shown in TRANSPOSES_IN_GRAPHS.items()}
 
 # Operand types without a __torch_function__ of anybody else's.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -256,7 +255,21 @@ def prepare_for_compiler() -> None:
     # see: with PyTorch 2.11 torch.arange and most other factories, with any version the others.
     shown = torch._dynamo.variables.torch.get_overridable_functions()
     shown.update(_device_constructors(), HIDDEN_IN_GRAPHS)
+    _show_transposes()
     _show_assignments()
+
+
+def _show_transposes() -> None:
+    """Show modes that are traced the getters that transpose, as PyTorch 2.14's compiler does."""
+    traced = torch._dynamo.variables.TensorVariable
+
+    def handler(shown):
+        operation = torch._dynamo.variables.TorchInGraphFunctionVariable(shown)
+        return lambda self, tx: operation.call_function(tx, [self], {})
+
+    for name, shown in TRANSPOSES_IN_GRAPHS.items():
+        if not hasattr(traced, f"method_attr_{name}"):
+            setattr(traced, f"method_attr_{name}", handler(shown))
 
 
 def _show_assignments() -> None:
