@@ -483,6 +483,26 @@ def test_getters_that_transpose(name):
         check_between(lambda hidden: getattr(hidden, name).sin(), examples=4)
 
 
+def unpacked(hidden):
+    first, second, *rest = hidden
+    return [first, second, *rest]
+
+
+def looped(hidden):
+    rows = []
+    for row in hidden:
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("rows_of", [unpacked, looped, list])
+def test_rows_that_are_taken_apart(rows_of):
+    """They are as long as there are examples, and yet none of them holds one number of each."""
+    check_between(lambda hidden: torch.stack(rows_of(hidden)[::-1]), examples=4)
+    with pytest.raises(gs.ExampleAxisError, match=r"'last.weight'"):
+        check_between(lambda hidden: torch.stack(rows_of(hidden), 1), examples=4)
+
+
 def assigned(target, index, rows):
     target[index] = rows
     return target

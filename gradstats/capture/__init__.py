@@ -28,6 +28,7 @@ What is tracked
 
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation
+    _traced      operations that the compiler does not show it, made visible
     _derivatives backward and torch.autograd.grad inside a context
     _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples

@@ -26,7 +26,6 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._device import _device_constructors
 
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
@@ -52,23 +51,12 @@ from gradstats.capture._repeated import NOTED
 from gradstats.capture._results import follow_results, is_watched
 from gradstats.capture._signatures import read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture._traced import GETTERS, show_what_is_traced
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture._writes import is_write
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
-
-# Functions that make tensors and that the compiler does not list as overridable.
-HIDDEN_IN_GRAPHS = (torch.as_strided, torch.fill, torch.vander)
-
-# What the compiler of PyTorch 2.14 shows in place of the getters that transpose.
-TRANSPOSES_IN_GRAPHS = {
-    "T": torch.ops.aten.numpy_T,
-    "mT": torch.ops.aten.mT,
-    "H": torch.ops.aten.matrix_H,
-    "mH": torch.ops.aten.mH,
-}
-IN_GRAPHS = {shown: getattr(Tensor, name).__get__ for name, shown in TRANSPOSES_IN_GRAPHS.items()}
 
 # Operand types without a __torch_function__ of anybody else's.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -117,11 +105,13 @@ class ConstantTracking(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_compiling():
+            if func is Tensor.__iter__:  # PyTorch 2.11 shows the iterator, and none of the rows
+                return iter(self.__torch_function__(Tensor.unbind, types, args))
             result = func(*args, **kwargs)
             # But not where PyTorch itself inspects the operands of what it traces.
             followed = isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func)
             if torch.compiler.is_dynamo_compiling() and followed:
-                follow_results(self.tracker, IN_GRAPHS.get(func, func), args, kwargs, result)
+                follow_results(self.tracker, GETTERS.get(func, func), args, kwargs, result)
             return result
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)
@@ -251,43 +241,7 @@ def prepare_for_compiler() -> None:
         torch._dynamo.eval_frame.skip_code(function.__code__)
     for function in LOOKS_UP:
         torch.compiler.assume_constant_result(function)
-    # While a graph is traced, functions missing in this table make tensors that the mode does not
-    # see: with PyTorch 2.11 torch.arange and most other factories, with any version the others.
-    shown = torch._dynamo.variables.torch.get_overridable_functions()
-    shown.update(_device_constructors(), HIDDEN_IN_GRAPHS)
-    _show_transposes()
-    _show_assignments()
-
-
-def _show_transposes() -> None:
-    """Show modes that are traced the getters that transpose, as PyTorch 2.14's compiler does."""
-    traced = torch._dynamo.variables.TensorVariable
-
-    def handler(shown):
-        operation = torch._dynamo.variables.TorchInGraphFunctionVariable(shown)
-        return lambda self, tx: operation.call_function(tx, [self], {})
-
-    for name, shown in TRANSPOSES_IN_GRAPHS.items():
-        if not hasattr(traced, f"method_attr_{name}"):
-            setattr(traced, f"method_attr_{name}", handler(shown))
-
-
-def _show_assignments() -> None:
-    """Show modes that are traced what is assigned to places of a tensor, as methods are shown.
-
-    The compiler of PyTorch 2.15 does not: it has a handler of its own for them.
-    """
-    traced = torch._dynamo.variables.TensorVariable
-    own = vars(traced).get("mp_ass_subscript_impl")
-    if own is None:
-        return
-
-    def assign(self, tx, key, value):
-        if value is None:
-            return own(self, tx, key, value)  # to delete it, an error
-        return self.call_method(tx, "__setitem__", [key, value], {})
-
-    traced.mp_ass_subscript_impl = assign  # type: ignore[method-assign]
+    show_what_is_traced()
 
 
 @cache
