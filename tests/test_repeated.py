@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture import _repeated
+from gradstats.capture import _constants, _repeated
 from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._tensors import DerivedTensor
@@ -37,11 +37,11 @@ class Followed:
     def __init__(self, monkeypatch, *, check: bool = False):
         self.times = self.again = 0
         self.wrong: list = []
-        follow, repeated = ConstantTracking.follow, ConstantTracking._follow_repeated
+        follow, repeated = _constants.follow_results, ConstantTracking._follow_repeated
 
-        def counted(mode, *call):
+        def counted(tracker, *call):
             self.times += 1
-            follow(mode, *call)
+            follow(tracker, *call)
 
         def checked(mode, func, args, kwargs, result):
             alike = mode.tracker.likeness(func, args, kwargs, result)
@@ -50,12 +50,12 @@ class Followed:
                 return
             self.again += 1
             found, before = NOTED.pop(alike[0]), mode.tracker.noted
-            follow(mode, func, args, kwargs, result)
+            follow(mode.tracker, func, args, kwargs, result)
             mode.tracker.remember(*alike, before)
             if NOTED.get(alike[0]) != found:
                 self.wrong.append(func)
 
-        monkeypatch.setattr(ConstantTracking, "follow", counted)
+        monkeypatch.setattr(_constants, "follow_results", counted)
         if check:
             monkeypatch.setattr(ConstantTracking, "_follow_repeated", checked)
 

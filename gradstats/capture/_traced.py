@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-# Functions that make tensors and that the compiler does not list as overridable.
-HIDDEN = (torch.as_strided, torch.fill, torch.vander)
+# Functions that the compiler of no PyTorch lists as overridable.
+HIDDEN = (torch.as_strided, torch.fill, torch.vander, torch.addmv_)
 
 # What the compiler of PyTorch 2.14 shows in place of the getters that transpose.
 TRANSPOSES = {
@@ -26,17 +26,16 @@ GETTERS = {shown: getattr(Tensor, name).__get__ for name, shown in TRANSPOSES.it
 
 def show_what_is_traced() -> None:
     """Have the compiler show modes all that they are shown of eager code."""
-    _show_factories()
+    _show_functions()
     _show_transposes()
     _show_assignments()
     _show_rows()
 
 
-def _show_factories() -> None:
-    """Show them functions that make tensors.
+def _show_functions() -> None:
+    """Show them functions that are missing in the compiler's table.
 
-    Those missing in the compiler's table are, with PyTorch 2.11, torch.arange and most others of
-    its kind, with any version a few.
+    With PyTorch 2.11 these are torch.arange and most others that make tensors, besides ``HIDDEN``.
     """
     shown = torch._dynamo.variables.torch.get_overridable_functions()
     shown.update(_device_constructors(), HIDDEN)
