@@ -26,7 +26,7 @@ B = 6
 
 pytestmark = [
     pytest.mark.usefixtures("graphs_run_on_cpus"),
-    # Dynamo reads it wherever a graph ends.
+    # torch.compile looks at .grad of what enters a graph; it hides the warning, not from pytest.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
@@ -130,7 +130,6 @@ class Positioned(nn.Module):
         return self.head(hidden.tanh()).mean(1)
 
 
-# torch.compile looks at .grad of what enters a graph and hides the warning, but not from pytest.
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
 def test_positions(kind, positions):

@@ -31,7 +31,7 @@ from gradstats.capture._operations import (
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
-from gradstats.capture._tensors import TRACKED_TYPES, node_of
+from gradstats.capture._tensors import node_of
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError
 
@@ -111,7 +111,7 @@ def _found_among(tracker, func, operands: Sequence[Tensor]) -> _Found:
     for item in operands:
         is_complex = is_complex or item.dtype.is_complex
         is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
-        node = getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
+        node = node_of(item)
         if node is None:
             data = data or tracker.is_data(item)
             continue

@@ -8,8 +8,9 @@ is traced, graphs compute what they did.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.utils._device import _device_constructors
+
+from gradstats.capture._operations import TRANSPOSING_GETTERS
 
 # Functions that the compiler of no PyTorch lists as overridable.
 HIDDEN = (torch.as_strided, torch.fill, torch.vander, torch.addmv_)
@@ -21,7 +22,7 @@ TRANSPOSES = {
     "H": torch.ops.aten.matrix_H,
     "mH": torch.ops.aten.mH,
 }
-GETTERS = {shown: getattr(Tensor, name).__get__ for name, shown in TRANSPOSES.items()}
+GETTERS = dict(zip(TRANSPOSES.values(), TRANSPOSING_GETTERS, strict=True))
 
 
 def show_what_is_traced() -> None:
