@@ -1,5 +1,8 @@
 """Shared settings of the tests: no source of randomness but fixed seeds."""
 
+import gc
+import importlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -15,9 +18,23 @@ settings.register_profile(
 settings.load_profile("gradstats")
 
 
+def pytest_collection_finish(session):
+    """Let collections of garbage pass over what stays to the end: modules and tests."""
+    importlib.import_module("torch._dynamo")  # a third of it all, and most tests need it
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    # For every kind of device that is not there, torch.manual_seed formats the stack.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
