@@ -31,6 +31,7 @@ from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
+from gradstats.capture._following import has_roles
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import is_followed, may_move
@@ -72,7 +73,7 @@ def may_return_nothing(func) -> bool:
 # it is entered, which takes longer than the graph itself.
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
-    is_in_place, is_write, places_changed,
+    is_in_place, is_write, places_changed, has_roles,
 )  # fmt: skip
 
 # Getters that return a tensor which existed before.
@@ -107,6 +108,8 @@ class ConstantTracking(TorchFunctionMode):
         if is_compiling():
             if func is Tensor.__iter__:  # PyTorch 2.11 shows the iterator, and none of the rows
                 return iter(self.__torch_function__(Tensor.unbind, types, args))
+            if func is Tensor.unflatten:  # a function in Python, whose super() cannot be traced
+                func = torch.unflatten
             result = func(*args, **kwargs)
             # But not where PyTorch itself inspects the operands of what it traces.
             followed = isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func)

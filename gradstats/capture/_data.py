@@ -189,9 +189,10 @@ class Data(Written):
                     owned = owned.along(owned.axis + 1)  # gradients along several vectors
                 self.place(result, owned)
                 if joint and result.requires_grad and result.grad_fn is not None:
-                    self.coupled[result.grad_fn] = (
+                    self.couple(
+                        result,
                         "is part of a derivative of values in which several examples met, other "
-                        "than by a sum over them"
+                        "than by a sum over them",
                     )
             else:
                 self.mark_constant(result)  # a parameter's, in which the examples are summed

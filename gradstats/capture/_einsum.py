@@ -11,10 +11,12 @@ def parse_equation(equation: str, dims: list[int]) -> tuple[list[list[str]], lis
     left, _, right = text.partition("->")
     terms = left.split(",")
     free = [c for c in string.ascii_letters if c not in text]
-    longest = max(
-        (dim - len(term.replace("...", "")) for term, dim in zip(terms, dims, strict=True)
-         if "..." in term), default=0,
-    )  # fmt: skip
+    hidden = [
+        dim - len(term.replace("...", ""))
+        for term, dim in zip(terms, dims, strict=True)
+        if "..." in term
+    ]
+    longest = max([0, *hidden])  # not default=0, which the compiler cannot trace
     ellipsis = free[:longest]
 
     def spell(term: str, dim: int | None) -> list[str]:

@@ -119,7 +119,7 @@ def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
     layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
     if layout is not None and layout.axis == 0 and rows.dim() == 2:
         # Whether a loss depends on the result shows in the loss's graph.
-        marks.coupled[call.result.grad_fn] = "compares every example with every other"
+        marks.couple(call.result, "compares every example with every other")
     return marks.by_first(call)
 
 

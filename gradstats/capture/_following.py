@@ -77,7 +77,7 @@ class Following(Marks):
             return
         if isinstance(after, Examples) and not after.fits(result):
             after = None  # for instance where an index takes only some of the rows
-        unclear = not isinstance(after, (Examples, Whole)) or result.grad_fn in self.coupled
+        unclear = not isinstance(after, (Examples, Whole)) or self.is_coupled(result)
         if unclear and (one := self.sole_example(data)) is not None:
             # Whatever is computed from values of one example alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
@@ -134,7 +134,7 @@ class Following(Marks):
             if not result.requires_grad or self.batch_size == 1:
                 return None
             if func not in REDUCES:
-                self.coupled[result.grad_fn] = "runs over the examples"
+                self.couple(result, "runs over the examples")
             return MIXED
         if self.follows_layouts and (whole := self._whole_of(data)) is not None:
             return whole
@@ -153,7 +153,7 @@ class Following(Marks):
         elif len(data) > 1 and not self._agree(call):
             changes = lost = True
         source, layout = self._deciding(data)
-        beside = data if func in ROLES else operands_of(args, kwargs)
+        beside = data if has_roles(func) else operands_of(args, kwargs)
         dims = max(item.dim() for item in beside if node_of(item) is None)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
@@ -256,9 +256,10 @@ class Following(Marks):
         if not any(owned is MIXED for owned in trained) or not result.requires_grad:
             return False
         if any(isinstance(owned, (Examples, Whole)) for owned in trained):
-            self.coupled[result.grad_fn] = (
+            self.couple(
+                result,
                 "brings what was computed over all examples (a sum, a mean or a norm along their "
-                "axis) back to each of them"
+                "axis) back to each of them",
             )
         return True
 
@@ -268,9 +269,9 @@ class Following(Marks):
         A single number without a gradient is nobody's, wherever it comes from.
         """
         marks = [
-            mark
+            self._mark_of(tensor)
             for tensor in data
-            if (mark := self._mark_of(tensor)) or tensor.requires_grad or tensor.numel() != 1
+            if self.is_marked(tensor) or tensor.requires_grad or tensor.numel() != 1
         ]
         first = marks[0] if marks else None
         if first is None or not isinstance(first[0], Whole):
@@ -324,3 +325,7 @@ class Following(Marks):
 
 # Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
+
+
+def has_roles(func) -> bool:
+    return func in ROLES

@@ -46,7 +46,8 @@ def leave_graph(what: str | Callable[[], str]) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         what = what if isinstance(what, str) else what()
-        # The compiler ends the graph here, or reports this error under fullgraph=True.
+        # The user's function stands in no graph then: one that began after this operation would be
+        # traced anew in every context. Under fullgraph=True the compiler reports this error.
         raise RuntimeError(
             f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
             "without fullgraph=True: this part then runs eagerly inside a context."
@@ -318,7 +319,18 @@ class Marks:
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
         if result.requires_grad and self.batch_size > 1:
-            self.coupled[result.grad_fn] = "combines trained values of different examples"
+            self.couple(result, "combines trained values of different examples")
+
+    def couple(self, result: Tensor, how: str) -> None:
+        """Note that several examples meet in the operation that made a tensor; no loss may depend
+        on it."""
+        leave_graph(f"an operation that {how}")
+        self.coupled[result.grad_fn] = how
+
+    def is_coupled(self, result: Tensor) -> bool:
+        """Whether several examples are known to meet in the operation that made a tensor."""
+        # What couples examples stands in no graph.
+        return not torch.compiler.is_dynamo_compiling() and result.grad_fn in self.coupled
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node of ``coupled``."""

@@ -133,9 +133,10 @@ def _product(
     if marks.batch_size > 1 and len(axes) > 1:
         # Every example meets every other. The graph of the losses shows whether they depend on it.
         size = marks.batch_size
-        marks.coupled[result.grad_fn] = (
+        marks.couple(
+            result,
             f"multiplies every example with every other ({size} × {size} products of trained "
-            "values, as contrastive losses form them)"
+            "values, as contrastive losses form them)",
         )
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.note_meeting(result)

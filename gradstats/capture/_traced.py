@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 from gradstats.capture._operations import TRANSPOSING_GETTERS
 
 # Functions that the compiler of no PyTorch lists as overridable.
-HIDDEN = (torch.as_strided, torch.fill, torch.vander, torch.addmv_)
+HIDDEN = (torch.as_strided, torch.fill, torch.vander, torch.addmv_, torch._weight_norm)
 
 # What the compiler of PyTorch 2.14 shows in place of the getters that transpose.
 TRANSPOSES = {
