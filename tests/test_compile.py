@@ -387,7 +387,7 @@ def test_places_that_are_mapped_stand_in_a_graph():
 
 @pytest.mark.parametrize("kind", [Recurrent, Computed, Normalised, Mapped])
 def test_parts_that_cannot_stand_in_a_graph(kind):
-    """They end the graph, and run as they do without a compiler."""
+    """The function that holds them runs as it does without a compiler."""
     torch._dynamo.reset()
     model = kind()
     batch = torch.randn(B, B, 8), torch.randint(3, (B,))

@@ -269,9 +269,9 @@ class Following(Marks):
         A single number without a gradient is nobody's, wherever it comes from.
         """
         marks = [
-            self._mark_of(tensor)
-            for tensor in data
-            if self.is_marked(tensor) or tensor.requires_grad or tensor.numel() != 1
+            mark
+            for tensor, mark in zip(data, map(self._mark_of, data), strict=True)
+            if mark is not None or tensor.requires_grad or tensor.numel() != 1
         ]
         first = marks[0] if marks else None
         if first is None or not isinstance(first[0], Whole):
