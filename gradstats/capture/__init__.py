@@ -27,7 +27,7 @@ What is tracked
                  keep factors lean
 
 What is not tracked: constants, and data with the examples in them
-    _constants   the mode that sees every operation
+    _constants   the mode that sees every operation; _modes on the thread's stack of them
     _traced      operations that the compiler does not show it, made visible
     _derivatives backward and torch.autograd.grad inside a context
     _checkpoints activation checkpoints

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradstats.capture._examples import Examples
 from gradstats.capture._marks import leave_graph
+from gradstats.capture._modes import innermost_mode
 from gradstats.capture._tensors import node_of
-from gradstats.capture._transforms import innermost_mode
 from gradstats.errors import ExampleAxisError
 
 if TYPE_CHECKING:

@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
@@ -35,6 +30,7 @@ from gradstats.capture._following import has_roles
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import is_followed, may_move
+from gradstats.capture._modes import is_closed, take_off
 from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
@@ -95,13 +91,7 @@ class ConstantTracking(TorchFunctionMode):
         Contexts may end in any order, and an interrupt may have left a mode on the stack twice.
         Modes of contexts that another thread closed are removed too.
         """
-        modes = _get_current_function_mode_stack()
-        stays = [mode for mode in modes if not (mode is self or _is_closed(mode))]
-        first = next((n for n, mode in enumerate(modes) if mode not in stays), len(modes))
-        for _ in modes[first:]:
-            _pop_mode()
-        for mode in stays[first:]:
-            _push_mode(mode)
+        take_off(lambda mode: mode is self or is_closed(mode))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -188,10 +178,6 @@ class ConstantTracking(TorchFunctionMode):
             tracker.note_again(results, found)
 
 
-def _is_closed(mode: TorchFunctionMode) -> bool:
-    return isinstance(mode, ConstantTracking) and mode.tracker.closed
-
-
 def _opening(function, *, always: bool) -> Callable[..., Any]:
     """Return what the mode runs in place of a function that can be taken apart.
 
@@ -240,7 +226,8 @@ def prepare_for_compiler() -> None:
     the function in place of ``apply``, and ``is_compiling`` itself.
     """
     read_signatures()
-    for function in (ConstantTracking.__torch_function__, show_function, is_compiling):
+    handler = ConstantTracking.__torch_function__
+    for function in (handler, outside_graphs.__wrapped__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     for function in LOOKS_UP:
         torch.compiler.assume_constant_result(function)

@@ -53,7 +53,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
     uses, hidden = [], False
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
-    coupled, shown_nodes = tracker.coupled, tracker.shown
+    coupled, shown_nodes, roots = tracker.coupled, tracker.shown, {*tracker.roots}
     while stack:
         node = stack.pop()
         kind = type(node)
@@ -76,11 +76,12 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             reporting.append(node)
         if coupled and node in coupled:
             raise tracker.refusal_of_meeting(node)
+        inside: set[int] | None = None
         for child, _ in edges:
             if child is None or child in seen:
                 continue
             shown = shown_nodes.get(child) if shown_nodes else None
-            if shown is not None and not {*tracker.roots}.isdisjoint(shown.roots):
+            if shown is not None and not roots.isdisjoint(shown.roots):
                 raise _unseen(node, shown)
             if type(child) is not ACCUMULATE_GRAD:
                 seen.add(child)
@@ -91,10 +92,12 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             leaf = child.variable  # type: ignore[attr-defined]
             tracker.sharded.check_known(leaf)
             root = node_of(leaf)
-            if not isinstance(root, Root) or root not in tracker.roots:
+            if not isinstance(root, Root) or root not in roots:
                 others.append(leaf)  # not tracked, or not by this context
                 continue
-            if not _reports_inside(node, root):
+            if inside is None:
+                inside = _leaves_of_graph(node)
+            if id(root.probe) not in inside:
                 raise _unseen(node, root)
     tracker.check_known(others)
     for use in uses:
@@ -129,17 +132,18 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
     )
 
 
-def _reports_inside(node, root: Root) -> bool:
-    """Whether a node is a compiled graph that takes a parameter and also reports its use.
+def _leaves_of_graph(node: GraphNode) -> set[int]:
+    """Return the ids of the leaves that a compiled graph takes; none for a node of another kind.
 
     Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
     traced, and report through the parameter's probe. A graph that does not take the probe has a
     use that tracing could not see.
     """
-    inputs = (child for child, _ in node.next_functions if child is not None)
-    return node.name() == "CompiledFunctionBackward" and any(
-        getattr(child, "variable", None) is root.probe for child in inputs
-    )
+    if node.name() != "CompiledFunctionBackward":
+        return set()
+    children = (child for child, _ in node.next_functions)
+    leaves = (child.variable for child in children if type(child) is ACCUMULATE_GRAD)  # type: ignore[attr-defined]
+    return {id(leaf) for leaf in leaves}
 
 
 def leaves_of(total: Tensor) -> list[Tensor]:

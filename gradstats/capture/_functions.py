@@ -22,11 +22,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradstats.capture._checkpoints import run_checkpoint
 from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
+from gradstats.capture._modes import innermost_mode, run_unseen
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import node_of
-from gradstats.capture._transforms import innermost_mode
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
 
+# Where the Functions are defined as which compiled graphs run.
+COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
+
+
 @cache
 def show_functions() -> None:
     """Let custom Functions be seen from now on.
@@ -61,8 +65,12 @@ def show_function(cls, *args, **kwargs):
     Replaces ``Function.apply``.
     """
     inner = super(SHARED_APPLY, cls).apply
+    if not torch._C._len_torch_function_stack():
+        return inner(*args, **kwargs)
+    if cls.__module__ == COMPILED:
+        return run_unseen(inner, args)
     # No mode is on inside a rule, whose own Functions take parameters as they are.
-    if not (torch._C._is_torch_function_enabled() and torch._C._len_torch_function_stack()):
+    if not torch._C._is_torch_function_enabled():
         return inner(*args, **kwargs)
     # Between graphs the compiler would try to trace what is called here too.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import cache
 
 from gradstats._compiler import is_compiling
+from gradstats.capture._modes import innermost_mode
 from gradstats.capture._operations import SCRIPTS
 from gradstats.capture._results import follow_results
-from gradstats.capture._transforms import innermost_mode, transform_level
+from gradstats.capture._transforms import transform_level
 
 
 @cache

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import apis
 from torch._functorch.vmap import _broadcast_to_and_flatten, _process_batched_inputs
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._memory import unwrapped
+from gradstats.capture._modes import innermost_mode
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._tensors import node_of
@@ -62,17 +62,6 @@ def _hidden(what: str) -> HiddenError:
         "which example. Expected plain autograd: write derivatives with "
         "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach the values."
     )
-
-
-def modes_here() -> list[Any]:
-    """Return the modes of the contexts that are open in this thread, the innermost last."""
-    modes = [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "tracker")]
-    return [mode for mode in modes if not mode.tracker.closed]
-
-
-def innermost_mode() -> Any:
-    """Return the mode of the context that watches the code that is running; None without one."""
-    return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
 
 
 @cache

@@ -1,0 +1,77 @@
+"""The function modes of contexts on this thread: which are there, and running without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from gradstats.capture._nested import flatten
+
+
+def is_tracking(mode: Any) -> bool:
+    """Whether a function mode is that of a context."""
+    return hasattr(mode, "tracker")
+
+
+def is_closed(mode: Any) -> bool:
+    """Whether a function mode is that of a context that has ended."""
+    return is_tracking(mode) and mode.tracker.closed
+
+
+def modes_here() -> list[Any]:
+    """Return the modes of the contexts that are open in this thread, the innermost last."""
+    modes = filter(is_tracking, _get_current_function_mode_stack())
+    return [mode for mode in modes if not is_closed(mode)]
+
+
+def innermost_mode() -> Any:
+    """Return the mode of the context that watches the code that is running; None without one."""
+    return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
+
+
+def take_off(goes: Callable[[Any], bool]) -> None:
+    """Remove function modes from this thread's stack, wherever they stand and however often."""
+    modes = _get_current_function_mode_stack()
+    first = next((n for n, mode in enumerate(modes) if goes(mode)), len(modes))
+    _replace(len(modes) - first, [mode for mode in modes[first:] if not goes(mode)])
+
+
+def _replace(count: int, modes: list[Any]) -> None:
+    """Put function modes in the place of the last ``count`` of this thread."""
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a compiled graph without the modes of contexts, and its backward later on.
+
+    What it consists of was followed when it was traced. Not with all of them off: a graph may run
+    functions that have modes of their own.
+    """
+    before = _get_current_function_mode_stack()
+    take_off(is_tracking)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args)
+    finally:
+        _replace(torch._C._len_torch_function_stack(), before)
+    for item in flatten((result,)):
+        if isinstance(item, Tensor) and item.grad_fn is not None:
+            item.grad_fn.register_prehook(_unseen_in_backward)
+            break  # the others have the same node
+    return result
+
+
+def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
+    """Take the modes of contexts off for one node of an autograd graph.
+
+    Before the next node the engine restores what this changes.
+    """
+    take_off(is_tracking)
+    torch._C.DisableTorchFunctionSubclass().__enter__()

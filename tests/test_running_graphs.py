@@ -1,0 +1,110 @@
+"""Compiled graphs that run inside contexts: what they consist of was followed when traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import gradstats as gs
+from gradstats.capture._constants import ConstantTracking
+from tests.losses import losses_of
+from tests.oracle import assert_sqnorms, oracle_sqnorms
+
+B = 6
+
+pytestmark = [
+    pytest.mark.usefixtures("graphs_run_on_cpus"),
+    # torch.compile looks at .grad of what enters a graph; it hides the warning, not from pytest.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Compiled(nn.Module):
+    """Several modules as one graph; ``nn.Sequential.compile`` compiles nothing."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.modules_in_turn = nn.ModuleList(modules)
+        self.compile(backend="aot_eager", fullgraph=True)
+
+    def forward(self, x):
+        for module in self.modules_in_turn:
+            x = module(x)
+        return x
+
+
+class Model(nn.Module):
+    """A compiled part between two that run eagerly, of which the first is computed twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Tanh())
+        self.middle = Compiled(nn.Embedding(11, 8), nn.Linear(8, 8), nn.GELU())
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        first = checkpoint(self.first, ids, use_reentrant=False)
+        return self.last(self.middle(ids) * first).mean(1)
+
+
+class After(nn.Module):
+    """A compiled part whose gradient goes on through one that is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Tanh())
+        self.positions = nn.Parameter(torch.randn(B, 8))
+        self.last = Compiled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, ids):
+        hidden = checkpoint(lambda ids: self.first(ids) + self.positions, ids, use_reentrant=False)
+        return self.last(hidden).mean(1)
+
+
+class Other(TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def batch_of(kind):
+    torch._dynamo.reset()
+    return kind(), (torch.randint(11, (B, B)), torch.randint(3, (B,)))
+
+
+@pytest.mark.parametrize("kind", [Model, After])
+def test_what_a_graph_consists_of_is_not_followed_again(kind, monkeypatch):
+    model, batch = batch_of(kind)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+    followed = []
+
+    def note(mode, func, *rest, follow=ConstantTracking._follow_repeated):
+        followed.append(func)
+        follow(mode, func, *rest)
+
+    monkeypatch.setattr(ConstantTracking, "_follow_repeated", note)
+    with gs.track(model, batch_size=B) as tracker:
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-5)
+    assert torch.tanh in followed  # of the part that runs eagerly
+    parts = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+    assert not [func for func in followed if isinstance(func, parts)]
+
+
+def test_a_graph_that_fails_leaves_the_modes_as_they_were():
+    model, batch = batch_of(Model)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    gs.per_example_norms(model, batch, losses_of)
+    with Other(), gs.track(model, batch_size=B) as tracker, Other():
+        before = _get_current_function_mode_stack()
+        with pytest.raises(IndexError):
+            model.middle(batch[0] + 11)
+        assert _get_current_function_mode_stack() == before
+        tracker.backward(losses_of(model, batch))
+        assert _get_current_function_mode_stack() == before
+    assert_sqnorms(tracker.stats, expected, 1e-5)
