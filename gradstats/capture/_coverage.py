@@ -54,6 +54,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
     coupled, shown_nodes, roots = tracker.coupled, tracker.shown, {*tracker.roots}
+    probes = set(map(id, tracker.probes))
     while stack:
         node = stack.pop()
         kind = type(node)
@@ -90,13 +91,15 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             if tracked:
                 continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
+            if id(leaf) in probes:
+                continue
             tracker.sharded.check_known(leaf)
             root = node_of(leaf)
             if not isinstance(root, Root) or root not in roots:
                 others.append(leaf)  # not tracked, or not by this context
                 continue
             if inside is None:
-                inside = _leaves_of_graph(node)
+                inside = _leaves_of_graph(node, edges)
             if id(root.probe) not in inside:
                 raise _unseen(node, root)
     tracker.check_known(others)
@@ -132,7 +135,7 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
     )
 
 
-def _leaves_of_graph(node: GraphNode) -> set[int]:
+def _leaves_of_graph(node: GraphNode, edges: Any) -> set[int]:
     """Return the ids of the leaves that a compiled graph takes; none for a node of another kind.
 
     Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
@@ -141,7 +144,7 @@ def _leaves_of_graph(node: GraphNode) -> set[int]:
     """
     if node.name() != "CompiledFunctionBackward":
         return set()
-    children = (child for child, _ in node.next_functions)
+    children = (child for child, _ in edges)
     leaves = (child.variable for child in children if type(child) is ACCUMULATE_GRAD)  # type: ignore[attr-defined]
     return {id(leaf) for leaf in leaves}
 

@@ -74,8 +74,8 @@ class Root(Node):
 
     Attributes:
         name, parameter: as the model has them.
-        probe: a leaf whose gradient, (3, B) float64, is the root's report from compiled graphs, in
-            which no Python runs; None where nothing is compiled.
+        probe: a leaf of no particular values whose gradient, (3, B) float64, is the root's report
+            from compiled graphs, in which no Python runs; None where nothing is compiled.
         alias: the parameter as a plain tensor, which operations read; None before the first use.
         alias_nodes: the autograd nodes of all aliases that there were.
         registered: how many uses there have been in the forward.

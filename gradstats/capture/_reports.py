@@ -64,6 +64,8 @@ class Reports:
         self.roots = roots
         self.order: Tensor | None = None
         self.twice: Tensor | bool = False
+        # (B,) what the reports of compiled graphs may be off by, together.
+        self._compiled_bound: Tensor | None = None
         self._settings = settings
         self._batch_size = batch_size
         self._device = roots[0].parameter.device
@@ -154,6 +156,7 @@ class Reports:
         if compiled is not None:
             self._check_compiled(compiled[:, COUNT], wait)
             values = values + compiled[:, VALUE]
+            self._compiled_bound = compiled[:, BOUND].sum(0)
         return values if self.order is None else values[:, self.order]
 
     def error_bound(
@@ -164,11 +167,10 @@ class Reports:
         The bound is relative to the sum. It is computed on demand, since most callers do without.
 
         Args:
-            sqnorm: (parameters, B), as reported.
+            sqnorm: what ``sqnorm_by_parameter`` returned, (parameters, B).
             total: (B,) their sum.
             unit: what both are divided by before they are rounded.
         """
-        compiled = self._compiled_reports()
         return partial(
             relative_error,
             [root.result for root in self.roots],
@@ -176,7 +178,7 @@ class Reports:
             total,
             shapes=[root.parameter.shape for root in self.roots],
             order=self.order,
-            more=None if compiled is None else compiled[:, BOUND].sum(0),
+            more=self._compiled_bound,
             unit=unit,
         )
 
@@ -197,8 +199,10 @@ class Reports:
             count: (parameters, B) how often each parameter reported from compiled graphs.
             wait: as ``sqnorm_by_parameter`` takes it.
         """
+        count = count.amax(1)
         eagerly = [float(root.result is not None) for root in self.roots]
-        count = count.amax(1) + torch.tensor(eagerly).to(count)
+        if any(eagerly):  # or else nothing need be copied to the device
+            count = count + torch.tensor(eagerly).to(count)
         self.twice = (count > 1).any()
         if wait and bool(self.twice):
             counts = count.tolist()

@@ -124,11 +124,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
     visit("", model)
     tied = any(parameter.requires_grad for parameter in repeated)
-    compiled = any(
-        "_orig_mod" in module._modules or module._compiled_call_impl is not None
-        for _, module in modules
-    )
+    compiled = any(is_compiled(module) for _, module in modules)
     return Anatomy(modules, parameters, wrapper_prefix(model), tied, compiled)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, be it in place or by a module around it, which this is."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def select_parameters(
@@ -216,7 +218,7 @@ def runs_graphs(model: nn.Module) -> bool:
     """Whether a context may run compiled graphs of a model."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(map(graphs_run_on, model.parameters())) and anatomy_of(model).compiled
+    return any(map(is_compiled, model.modules())) and any(map(graphs_run_on, model.parameters()))
 
 
 def graphs_run_on(parameter: nn.Parameter) -> bool:

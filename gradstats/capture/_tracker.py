@@ -94,7 +94,7 @@ class Tracker(Repeated, Threaded):
         self.seen_by_graphs = self._runs_graphs
         if self._runs_graphs:
             for root in self.roots:
-                root.probe = torch.zeros(
+                root.probe = torch.empty(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
         self.together = Together(settings)
@@ -132,9 +132,9 @@ class Tracker(Repeated, Threaded):
         """
         if self.settings.consumer is not None or tied:
             return False
-        parameters = [root.parameter for root in self.roots]
-        shared = any(each in SHARED_IN_GRAPHS for each in parameters)
-        return graphs_run_on(parameters[0]) and not shared
+        if SHARED_IN_GRAPHS and any(root.parameter in SHARED_IN_GRAPHS for root in self.roots):
+            return False
+        return graphs_run_on(self.roots[0].parameter)
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""

@@ -51,14 +51,16 @@ class State:
     """
 
     def __init__(self, model: nn.Module):
+        modules = list(model.modules())
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        tensors = (*model.parameters(), *model.buffers())
-        self._numbers = RandomNumbers(tensor.device for tensor in tensors)
+        kept = (each for module in modules for each in (module._parameters, module._buffers))
+        tensors = (tensor for each in kept for tensor in each.values())
+        self._numbers = RandomNumbers(tensor.device for tensor in tensors if tensor is not None)
 
     def restore(self, *, generators: bool = True) -> None:
         """Put everything back, buffers in place; on request all but the random generators."""
