@@ -25,17 +25,18 @@ _STANCES: list[Any] = []
 def is_compiling() -> bool:
     """Whether the code that asks is traced, or runs inside what traces it.
 
-    PyTorch's answer is yes in every thread while one of them compiles.
+    PyTorch's answer is yes in every thread while one of them compiles, and PyTorch 2.11's is no to
+    what runs inside.
     """
-    if not torch.compiler.is_compiling():
-        return False
-    return torch.compiler.is_dynamo_compiling() or _compiles_here()
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and _compiles_here()
 
 
 def _compiles_here() -> bool:
-    """Whether this thread compiles a model, or exports one."""
+    """Whether this thread, in which a dispatch mode is on, compiles a model or exports one."""
     contexts = CompileContext.try_get(), TracingContext.try_get()
-    return contexts != (None, None) or torch._C._len_torch_dispatch_stack() > 0
+    return contexts != (None, None) or torch.compiler.is_compiling()
 
 
 def remembered(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -60,6 +60,8 @@ class After(nn.Module):
         self.last = Compiled(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def forward(self, ids):
+        if self.positions is None:
+            return self.last(self.first(ids)).mean(1)
         hidden = checkpoint(lambda ids: self.first(ids) + self.positions, ids, use_reentrant=False)
         return self.last(hidden).mean(1)
 
@@ -73,6 +75,7 @@ class Other(TorchFunctionMode):
 
 def batch_of(kind):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     return kind(), (torch.randint(11, (B, B)), torch.randint(3, (B,)))
 
 
@@ -94,6 +97,21 @@ def test_what_a_graph_consists_of_is_not_followed_again(kind, monkeypatch):
     assert torch.tanh in followed  # of the part that runs eagerly
     parts = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     assert not [func for func in followed if isinstance(func, parts)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_vary(dynamic):
+    """From the second size on, or from the first, they are symbols; B is one of the lengths."""
+    model, _ = batch_of(After)
+    model.positions = None
+    model.first = Compiled(*model.first, nn.Linear(8, 8))
+    model.first.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    model.last.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch_size, length in ((6, 5), (6, 7), (6, 9), (6, 6), (5, 8)):
+        batch = torch.randint(11, (batch_size, length)), torch.randint(3, (batch_size,))
+        expected = oracle_sqnorms(model, batch, losses_of)
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
 
 
 def test_a_graph_that_fails_leaves_the_modes_as_they_were():

@@ -24,12 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
+from gradstats.capture._convolution import ConvolutionUse
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
 from gradstats.capture._following import has_roles
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import is_followed, may_move
+from gradstats.capture._linear import LinearUse
 from gradstats.capture._modes import is_closed, take_off
 from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
@@ -50,6 +52,8 @@ from gradstats.capture._signatures import read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._traced import GETTERS, show_what_is_traced
 from gradstats.capture._transforms import check_hidden, transform_level
+from gradstats.capture._uses import DescribedTap, is_described
+from gradstats.capture._views import ExampleView
 from gradstats.capture._writes import is_write
 
 if TYPE_CHECKING:
@@ -69,8 +73,12 @@ def may_return_nothing(func) -> bool:
 # it is entered, which takes longer than the graph itself.
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
-    is_in_place, is_write, places_changed, has_roles,
+    is_in_place, is_write, places_changed, has_roles, is_described,
 )  # fmt: skip
+
+# Autograd Functions that to a graph are one operation. What they compute is traced below it, where
+# Python runs as always: tracing what Python does, step by step, takes ten times as long.
+ONE_OPERATION = LinearUse, ConvolutionUse, ExampleView, DescribedTap
 
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
@@ -231,6 +239,8 @@ def prepare_for_compiler() -> None:
         torch._dynamo.eval_frame.skip_code(function.__code__)
     for function in LOOKS_UP:
         torch.compiler.assume_constant_result(function)
+    for function in ONE_OPERATION:
+        torch.compiler.allow_in_graph(function)
     show_what_is_traced()
 
 

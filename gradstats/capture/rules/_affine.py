@@ -53,7 +53,7 @@ class Normalise(Protocol):
         """
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class AffineFactors:
     """The factors of scale and shift.
 

@@ -148,9 +148,12 @@ class Slot:
     tracked: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RecomputedFactors:
-    """Factors of the tracked operands of a cheap operation, found by running it again."""
+    """Factors of the tracked operands of a cheap operation, found by running it again.
+
+    Not frozen, since a graph cannot be given a function that it is to call.
+    """
 
     function: Callable[..., Any]
     call: tuple[Any, Any]
