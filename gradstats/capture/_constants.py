@@ -52,9 +52,10 @@ from gradstats.capture._signatures import read_signatures
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._traced import GETTERS, show_what_is_traced
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._uses import DescribedTap, is_described
+from gradstats.capture._uses import Tap
 from gradstats.capture._views import ExampleView
 from gradstats.capture._writes import is_write
+from gradstats.capture.rules._per_example import number_of
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -73,12 +74,12 @@ def may_return_nothing(func) -> bool:
 # it is entered, which takes longer than the graph itself.
 LOOKS_UP = (
     is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
-    is_in_place, is_write, places_changed, has_roles, is_described,
+    is_in_place, is_write, places_changed, has_roles, number_of,
 )  # fmt: skip
 
 # Autograd Functions that to a graph are one operation. What they compute is traced below it, where
 # Python runs as always: tracing what Python does, step by step, takes ten times as long.
-ONE_OPERATION = LinearUse, ConvolutionUse, ExampleView, DescribedTap
+ONE_OPERATION = LinearUse, ConvolutionUse, ExampleView, Tap
 
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))

@@ -335,16 +335,6 @@ class Tap(torch.autograd.Function):
         return (None, None, None, None, grad, *reports, *(None for _ in saved))
 
 
-class DescribedTap(Tap):
-    """The same in a graph, where what finds the factors can be written into it as it is."""
-
-
-def is_described(kind: type) -> bool:
-    """Whether objects of a class are written into graphs as they are, constants and tensors."""
-    parameters = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen
-
-
 def tap(
     tracker,
     nodes: Sequence[Node],
@@ -373,10 +363,7 @@ def tap(
     if use is not None:
         use.lookup = lookup
     tensors = (result, *probes, *saved)
-    if is_compiling():
-        kind = DescribedTap if is_described(type(factors_of)) else Tap
-        return attach(kind, None, tracker.settings, factors_of, len(probes), *tensors)
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
     # Dispatch modes, such as selective checkpoints, may check that results were not changed.
     with torch.autograd._unsafe_preserve_version_counter(result):

@@ -6,6 +6,7 @@ Symbols: N examples, L queries, S keys, H heads, E features. Sequence first: (L,
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -232,11 +233,12 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     return tap(tracker, [node], logits, factors, None)
 
 
+@dataclass(frozen=True, eq=False)
 class HeadsFactors:
     """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
 
-    def __init__(self, factors: BroadcastFactors, heads: int):
-        self.factors, self.heads = factors, heads
+    factors: BroadcastFactors
+    heads: int
 
     def __call__(self, grad: Tensor, nothing: None) -> list:
         return self.factors(grad.unflatten(0, (-1, self.heads)), None)

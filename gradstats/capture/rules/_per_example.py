@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +131,7 @@ def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
     result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return tap(tracker, nodes, result, RecomputedFactors(func, call, layout), *saved)
+        return tap(tracker, nodes, result, RecomputedFactors(number_of(func), call, layout), *saved)
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:
@@ -148,18 +147,33 @@ class Slot:
     tracked: bool
 
 
-@dataclass(eq=False)
+# Operations that were recomputed. A graph holds numbers, and no functions to be called later.
+OPERATIONS: list[Any] = []
+
+
+def number_of(func) -> int:
+    """Return the place of an operation among ``OPERATIONS``."""
+    if func not in OPERATIONS:
+        OPERATIONS.append(func)
+    return OPERATIONS.index(func)
+
+
+@dataclass(frozen=True, eq=False)
 class RecomputedFactors:
     """Factors of the tracked operands of a cheap operation, found by running it again.
 
-    Not frozen, since a graph cannot be given a function that it is to call.
+    Attributes:
+        number: of the operation.
+        call: its positional and named arguments, with a ``Slot`` for each tensor.
+        layout: where the examples lie.
     """
 
-    function: Callable[..., Any]
+    number: int
     call: tuple[Any, Any]
     layout: ExampleLayout
 
     def __call__(self, grad: Tensor, *saved: Tensor) -> list:
+        function = OPERATIONS[self.number]
         leaves: list[Tensor] = []
         shapes: list[tuple[int, ...]] = []
 
@@ -168,7 +182,7 @@ class RecomputedFactors:
                 return item
             tensor = saved[item.index]
             if not item.tracked:
-                changed = self.function in ELEMENTWISE_IN_PLACE and item.index == 0
+                changed = function in ELEMENTWISE_IN_PLACE and item.index == 0
                 return tensor.clone() if changed else tensor
             leaf = self.layout.view(tensor.detach()).requires_grad_()
             leaves.append(leaf)
@@ -177,7 +191,7 @@ class RecomputedFactors:
 
         with torch.enable_grad():
             args, kwargs = rebuild(self.call, fill)
-            result = self.function(*args, **kwargs)
+            result = function(*args, **kwargs)
             slices = torch.autograd.grad(result, leaves, grad)
         return [
             self.layout.factor(piece, shape) for piece, shape in zip(slices, shapes, strict=True)
