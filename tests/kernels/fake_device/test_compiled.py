@@ -28,8 +28,6 @@ def check(model, compiled, batch):
     assert_sqnorms(tracker.stats, expected, 1e-3)
 
 
-# Whether Triton is there is asked once, through a cache that Dynamo looks through.
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_graphs_on_cuda_tensors():
     torch._dynamo.reset()
     model, batch = case()
