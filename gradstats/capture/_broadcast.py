@@ -17,7 +17,7 @@ from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Broadcast:
     """How the axes of data divide into positions and the channels of a parameter.
 

@@ -25,7 +25,7 @@ from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report
 from gradstats.contractions import Fused, _triton
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class ConvolutionFactors:
     """The factors of a convolution.
 

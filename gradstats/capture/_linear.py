@@ -27,7 +27,7 @@ from gradstats.contractions import Contraction, Fused, _triton, one_position, su
 from gradstats.contractions._multiply import multiply, pays
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class LinearFactors:
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 

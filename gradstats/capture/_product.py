@@ -17,7 +17,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._uses import derived, tap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 

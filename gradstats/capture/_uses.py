@@ -354,8 +354,7 @@ def tap(
             of ``saved``, computed by tracked operations, or None where these do not depend on the
             tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
             norms of factors that need not wait for other uses, one ``Contraction`` for each node,
-            or None. It must compare by identity: PyTorch 2.11's compiler looks up what a graph
-            calls in a set, at a time when there are no values to compare.
+            or None. A frozen dataclass, which the compiler writes into a graph as it is.
         saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """

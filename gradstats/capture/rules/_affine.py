@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Normalise(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class AffineFactors:
     """The factors of scale and shift.
 
@@ -127,10 +127,7 @@ class AffineFactors:
 
     def likeness(self) -> Hashable:
         """Return what joined operations share (see ``_together``)."""
-        kind: Any = type(self.normalise)
-        # By value: what a graph may call compares by identity.
-        how = [getattr(self.normalise, name) for name in kind.__slots__]
-        return kind, *how, self.channel_axis, self.scale, self.shift, self.shape
+        return self.normalise, self.channel_axis, self.scale, self.shift, self.shape
 
     def joined(self, count: int) -> AffineFactors:
         return replace(self, examples=self.examples.times(count))

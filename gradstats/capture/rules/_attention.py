@@ -233,7 +233,7 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     return tap(tracker, [node], logits, factors, None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class HeadsFactors:
     """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
 

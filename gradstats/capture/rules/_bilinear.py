@@ -36,7 +36,7 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     return tap(tracker, nodes, result, factors, input1, input2)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BilinearFactors:
     """The factors of a bilinear layer's weight (d_out, d_1, d_2) and bias."""
 

@@ -99,7 +99,7 @@ def _product_or_sum(
     return hooked(tracker, place, (value,), factors, layout.examples, run)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MultipliedFactors(BroadcastFactors):
     """The factor of a parameter that multiplies data."""
 
@@ -239,7 +239,7 @@ def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
     tap(tracker, [node], input, factors, shown)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MaskedFactors:
     """The factor of a term that stands where a mask says, from the gradient of the whole."""
 

@@ -59,7 +59,7 @@ def embedding(
     return tap(tracker, [node], run(plain(weight)), factors, input, lookup=lookup)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class EmbeddingFactors:
     """The factor of a table that ids of shape (B, *) look up."""
 
@@ -158,7 +158,7 @@ def largest_of_bags(
     return weight[chosen, columns].masked_fill(sizes[: len(chosen), None] == 0, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BagFactors:
     """The factor of a table whose rows are summed into bags with given shares."""
 
@@ -245,7 +245,7 @@ def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return ids
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class IndexFactors:
     """The factor of a parameter whose slices are looked up by ids of shape (B, *).
 

@@ -32,7 +32,7 @@ def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
     return tap(tracker, [node], result, factors, mat_a, offs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ExpertFactors:
     """The factor of the experts' weights (E, d_in, d_out).
 

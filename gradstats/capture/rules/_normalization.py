@@ -93,7 +93,7 @@ def layer_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerNormalise:
     shape: tuple[int, ...]
     eps: float
@@ -126,7 +126,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     return _attach(tracker, run, weight, None, examples, normalise, None, input)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class RootMeanSquareNormalise:
     shape: tuple[int, ...]
     eps: float
@@ -154,7 +154,7 @@ def group_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input, place=place)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class GroupNormalise:
     groups: int
     eps: float
@@ -219,7 +219,7 @@ def batch_norm(
     return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class RunningNormalise:
     eps: float
 

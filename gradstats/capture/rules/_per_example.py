@@ -158,7 +158,7 @@ def number_of(func) -> int:
     return OPERATIONS.index(func)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RecomputedFactors:
     """Factors of the tracked operands of a cheap operation, found by running it again.
 

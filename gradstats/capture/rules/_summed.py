@@ -26,7 +26,7 @@ class Part:
     scale: float = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SumFactors:
     """The factors of a sum of scaled terms."""
 
@@ -41,7 +41,7 @@ class SumFactors:
         ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BroadcastFactors:
     """The factor of a term that was broadcast to the result's shape."""
 
