@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 
 import gradstats as gs
 import gradstats.capture.rules
+from gradstats.capture._described import Described
 from gradstats.capture._linear import LinearFactors
 from tests.functions import Kernel
 from tests.losses import losses_of
@@ -213,7 +215,7 @@ def test_properties_of_parameters_are_read_in_a_graph():
 
 
 def test_what_finds_factors_can_be_written_into_a_graph():
-    """It is a constant there: a frozen dataclass of plain values, tensors and others like it."""
+    """As a constant, for which a graph has no node: it may be split anywhere."""
     rules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(
         gradstats.capture.rules.__path__, "gradstats.capture.rules."
     )]  # fmt: skip
@@ -224,7 +226,21 @@ def test_what_finds_factors_can_be_written_into_a_graph():
         if inspect.isclass(item) and is_dataclass(item) and "__call__" in vars(item)
     }
     assert LinearFactors in found
-    assert [item.__name__ for item in found if not item.__dataclass_params__.frozen] == []
+    assert [item.__name__ for item in found if not issubclass(item, Described)] == []
+    for number in range(3):
+        torch._dynamo.reset()
+        nodes = []
+
+        def keep(graph, inputs, nodes=nodes):
+            nodes += graph.graph.nodes
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        model, batch = list(models())[number]
+        expected = oracle_sqnorms(model, batch, losses_of)
+        compiled = torch.compile(model, backend=keep)
+        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+        assert nodes
+        assert not [node for node in nodes if isinstance(node.target, type)]
 
 
 class Moved(nn.Module):

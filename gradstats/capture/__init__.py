@@ -57,6 +57,7 @@ Where a parameter meets data
     rules/       one file for each family of operations
     _registered  users' own operations
     _uses        what all uses share, and how their factors reach the parameters
+    _described   how compiled graphs hold them
     _hooked      uses as a hook on the node of PyTorch's own operation; small ones are contracted
     _together    together; as autograd Functions:
     _linear      products with a weight matrix

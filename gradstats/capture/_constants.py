@@ -77,9 +77,8 @@ LOOKS_UP = (
     is_in_place, is_write, places_changed, has_roles, number_of,
 )  # fmt: skip
 
-# Autograd Functions that to a graph are one operation. What they compute is traced below it, where
-# Python runs as always: tracing what Python does, step by step, takes ten times as long.
-ONE_OPERATION = LinearUse, ConvolutionUse, ExampleView, Tap
+# What stands in graphs as one call each.
+IN_GRAPHS = LinearUse, ConvolutionUse, ExampleView, Tap
 
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
@@ -240,7 +239,7 @@ def prepare_for_compiler() -> None:
         torch._dynamo.eval_frame.skip_code(function.__code__)
     for function in LOOKS_UP:
         torch.compiler.assume_constant_result(function)
-    for function in ONE_OPERATION:
+    for function in IN_GRAPHS:
         torch.compiler.allow_in_graph(function)
     show_what_is_traced()
 

@@ -18,6 +18,7 @@ from gradstats._factors import (
     Vector,
     compute_dtype,
 )
+from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report, outer_factor
 from gradstats.capture._nodes import Node
@@ -26,7 +27,7 @@ from gradstats.contractions import Fused, _triton
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionFactors:
+class ConvolutionFactors(Described):
     """The factors of a convolution.
 
     Attributes:
@@ -127,7 +128,7 @@ def _channel_sum(grad: Tensor) -> Tensor:
     return grad.sum((0, *range(2, grad.dim())), dtype=compute_dtype(grad))
 
 
-class ConvolutionUse(torch.autograd.Function):
+class ConvolutionUse(InGraph):
     """A convolution whose backward computes weight gradient and squared norms in one pass.
 
     Shapes: x (B, C, *spatial), the weight as ``ConvolutionFactors`` has it.

@@ -19,6 +19,7 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
+from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._together import is_small
@@ -28,7 +29,7 @@ from gradstats.contractions._multiply import multiply, pays
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFactors:
+class LinearFactors(Described):
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
@@ -120,7 +121,7 @@ def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     return found
 
 
-class LinearUse(torch.autograd.Function):
+class LinearUse(InGraph):
     """A linear layer whose backward computes norms together with the weight gradient.
 
     Shapes: x (B, *, d_in), weight (d_out, d_in) or (d_in, d_out), bias (d_out,) or None.

@@ -23,6 +23,7 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._derivation import Derived
+from gradstats.capture._described import Described, InGraph
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Node, Root, unique_roots
@@ -32,7 +33,7 @@ from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Described):
     """What a context asks of its uses.
 
     Attributes:
@@ -182,8 +183,8 @@ def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
 def attach(function: type[torch.autograd.Function], *args):
     """Apply an autograd Function that takes a ``Use``.
 
-    To a graph that is traced it is one operation (see ``prepare_for_compiler``). Eager mode skips
-    PyTorch's support for torch.func transforms, in which there are no uses.
+    To a graph that is traced it is one call. Eager mode skips PyTorch's support for torch.func
+    transforms, in which there are no uses.
     """
     if is_compiling():
         return function.apply(*args)
@@ -303,7 +304,7 @@ def derived(node: Node, function, *args) -> Derived:
     return Derived(node.tracker, value, function, (node, *args), {}, None)
 
 
-class Tap(torch.autograd.Function):
+class Tap(InGraph):
     """Identity on an operation's result that turns its gradient into reports.
 
     The result is marked as changed in place so that it remains an ordinary tensor: returned as a
@@ -354,7 +355,7 @@ def tap(
             of ``saved``, computed by tracked operations, or None where these do not depend on the
             tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
             norms of factors that need not wait for other uses, one ``Contraction`` for each node,
-            or None. A frozen dataclass, which the compiler writes into a graph as it is.
+            or None. It is ``Described``, so that a graph can hold it.
         saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from gradstats._complex import as_real
 from gradstats._factors import Vector, compute_dtype
+from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._uses import attach, report, use_of
 
 
-class ExampleView(torch.autograd.Function):
+class ExampleView(InGraph):
     """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
 
     The operation that follows is PyTorch's own, and so is the gradient that comes back, with one
@@ -43,7 +44,7 @@ class ExampleView(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class ExampleLayout:
+class ExampleLayout(Described):
     """How a tensor of some shape lines up with the examples of an operation's result.
 
     Attributes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
+from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, derived
@@ -54,7 +55,7 @@ class Normalise(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AffineFactors:
+class AffineFactors(Described):
     """The factors of scale and shift.
 
     Attributes:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derived import derive
+from gradstats.capture._described import Described
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
@@ -234,7 +235,7 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadsFactors:
+class HeadsFactors(Described):
     """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
 
     factors: BroadcastFactors

@@ -13,6 +13,7 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._derived import derive
+from gradstats.capture._described import Described
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
@@ -60,7 +61,7 @@ def embedding(
 
 
 @dataclass(frozen=True)
-class EmbeddingFactors:
+class EmbeddingFactors(Described):
     """The factor of a table that ids of shape (B, *) look up."""
 
     examples: Examples
@@ -159,7 +160,7 @@ def largest_of_bags(
 
 
 @dataclass(frozen=True)
-class BagFactors:
+class BagFactors(Described):
     """The factor of a table whose rows are summed into bags with given shares."""
 
     examples: Examples
@@ -246,7 +247,7 @@ def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class IndexFactors:
+class IndexFactors(Described):
     """The factor of a parameter whose slices are looked up by ids of shape (B, *).
 
     Attributes:

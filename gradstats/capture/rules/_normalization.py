@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
+from gradstats.capture._described import Described
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
@@ -94,7 +95,7 @@ def layer_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNormalise:
+class LayerNormalise(Described):
     shape: tuple[int, ...]
     eps: float
 
@@ -127,7 +128,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
 
 
 @dataclass(frozen=True, slots=True)
-class RootMeanSquareNormalise:
+class RootMeanSquareNormalise(Described):
     shape: tuple[int, ...]
     eps: float
 
@@ -155,7 +156,7 @@ def group_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNormalise:
+class GroupNormalise(Described):
     groups: int
     eps: float
 
@@ -220,7 +221,7 @@ def batch_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class RunningNormalise:
+class RunningNormalise(Described):
     eps: float
 
     def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:

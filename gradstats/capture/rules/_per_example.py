@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._derived import derive
+from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
@@ -140,7 +141,7 @@ def _shape_alone(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(Described):
     """Stands for a tensor in a call that will be made again."""
 
     index: int
@@ -159,7 +160,7 @@ def number_of(func) -> int:
 
 
 @dataclass(frozen=True)
-class RecomputedFactors:
+class RecomputedFactors(Described):
     """Factors of the tracked operands of a cheap operation, found by running it again.
 
     Attributes:

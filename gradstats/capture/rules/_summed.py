@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gradstats._factors import compute_dtype
+from gradstats.capture._described import Described
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
@@ -27,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class SumFactors:
+class SumFactors(Described):
     """The factors of a sum of scaled terms."""
 
     factors: tuple[Callable[..., list], ...]
@@ -42,7 +43,7 @@ class SumFactors:
 
 
 @dataclass(frozen=True)
-class BroadcastFactors:
+class BroadcastFactors(Described):
     """The factor of a term that was broadcast to the result's shape."""
 
     layout: ExampleLayout
