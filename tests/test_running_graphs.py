@@ -114,6 +114,22 @@ def test_sizes_that_vary(dynamic):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
 
 
+def test_under_autocast_norms_are_as_precise_as_eagerly():
+    """A graph's backward is traced with the autocast that the forward is called in."""
+
+    def losses_under_autocast(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return losses_of(model, batch)
+
+    model, batch = batch_of(After)
+    model.positions = None
+    eagerly = gs.per_example_norms(model, batch, losses_under_autocast).by_parameter
+    model.first = Compiled(*model.first)
+    found = gs.per_example_norms(model, batch, losses_under_autocast).by_parameter
+    for one, other in zip(eagerly.values(), found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
 def test_a_graph_that_fails_leaves_the_modes_as_they_were():
     model, batch = batch_of(Model)
     expected = oracle_sqnorms(model, batch, losses_of)

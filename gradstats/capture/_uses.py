@@ -29,6 +29,7 @@ from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Node, Root, unique_roots
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
+from gradstats.contractions._precision import without_autocast
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
@@ -246,7 +247,8 @@ def unseen(again):
         def run(ctx, grad):
             saved = ctx.saved_tensors
             if ctx.use is None:
-                return backward(ctx, grad, *saved)
+                with without_autocast():  # a graph's backward is traced in that of its forward
+                    return backward(ctx, grad, *saved)
             if torch.is_grad_enabled():
                 gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
                 check_derivatives(ctx.use, ctx.settings)
