@@ -130,6 +130,17 @@ def test_under_autocast_norms_are_as_precise_as_eagerly():
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
+def test_modes_of_others_may_have_any_attributes():
+    class Tracking(Other):
+        tracker = None
+
+    model, batch = batch_of(Model)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with Tracking(), gs.track(model, batch_size=B) as tracker, Tracking():
+        tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
 def test_a_graph_that_fails_leaves_the_modes_as_they_were():
     model, batch = batch_of(Model)
     expected = oracle_sqnorms(model, batch, losses_of)

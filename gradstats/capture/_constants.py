@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.overrides import TorchFunctionMode
 
 from gradstats._compiler import imported_compiler, is_compiling
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
@@ -32,7 +31,7 @@ from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._layout import is_followed, may_move
 from gradstats.capture._linear import LinearUse
-from gradstats.capture._modes import is_closed, take_off
+from gradstats.capture._modes import ContextMode, is_closed, take_off
 from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import (
@@ -84,12 +83,11 @@ IN_GRAPHS = LinearUse, ConvolutionUse, ExampleView, Tap
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
 
-class ConstantTracking(TorchFunctionMode):
+class ConstantTracking(ContextMode):
     """Marks what is computed from constants alone, and watches for what couples examples."""
 
     def __init__(self, tracker: Tracker):
-        super().__init__()
-        self.tracker = tracker
+        super().__init__(tracker)
         if imported_compiler() is not None:
             prepare_for_compiler()
 

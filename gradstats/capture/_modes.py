@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from gradstats.capture._nested import flatten
 
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
 
-def is_tracking(mode: Any) -> bool:
+
+class ContextMode(TorchFunctionMode):
+    """The function mode of a context."""
+
+    def __init__(self, tracker: Tracker):
+        super().__init__()
+        self.tracker = tracker
+
+
+def is_of_context(mode: TorchFunctionMode) -> bool:
     """Whether a function mode is that of a context."""
-    return hasattr(mode, "tracker")
+    return isinstance(mode, ContextMode)
 
 
-def is_closed(mode: Any) -> bool:
+def is_closed(mode: TorchFunctionMode) -> bool:
     """Whether a function mode is that of a context that has ended."""
-    return is_tracking(mode) and mode.tracker.closed
+    return isinstance(mode, ContextMode) and mode.tracker.closed
 
 
-def modes_here() -> list[Any]:
+def modes_here() -> list[ContextMode]:
     """Return the modes of the contexts that are open in this thread, the innermost last."""
-    modes = filter(is_tracking, _get_current_function_mode_stack())
-    return [mode for mode in modes if not is_closed(mode)]
+    modes = _get_current_function_mode_stack()
+    return [mode for mode in modes if isinstance(mode, ContextMode) and not mode.tracker.closed]
 
 
 def innermost_mode() -> Any:
@@ -33,7 +49,7 @@ def innermost_mode() -> Any:
     return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
 
 
-def take_off(goes: Callable[[Any], bool]) -> None:
+def take_off(goes: Callable[[TorchFunctionMode], bool]) -> None:
     """Remove function modes from this thread's stack, wherever they stand and however often."""
     modes = _get_current_function_mode_stack()
     first = next((n for n, mode in enumerate(modes) if goes(mode)), len(modes))
@@ -55,7 +71,7 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     functions that have modes of their own.
     """
     before = _get_current_function_mode_stack()
-    take_off(is_tracking)
+    take_off(is_of_context)
     try:
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args)
@@ -73,5 +89,5 @@ def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
 
     Before the next node the engine restores what this changes.
     """
-    take_off(is_tracking)
+    take_off(is_of_context)
     torch._C.DisableTorchFunctionSubclass().__enter__()
