@@ -44,7 +44,6 @@ HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 # Those of gradstats report themselves what they do with a parameter.
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
-
 # Where the Functions are defined as which compiled graphs run.
 COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
 

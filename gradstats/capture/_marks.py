@@ -322,8 +322,7 @@ class Marks:
             self.couple(result, "combines trained values of different examples")
 
     def couple(self, result: Tensor, how: str) -> None:
-        """Note that several examples meet in the operation that made a tensor; no loss may depend
-        on it."""
+        """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
         leave_graph(f"an operation that {how}")
         self.coupled[result.grad_fn] = how
 

@@ -40,8 +40,8 @@ def is_closed(mode: TorchFunctionMode) -> bool:
 
 def modes_here() -> list[ContextMode]:
     """Return the modes of the contexts that are open in this thread, the innermost last."""
-    modes = _get_current_function_mode_stack()
-    return [mode for mode in modes if isinstance(mode, ContextMode) and not mode.tracker.closed]
+    modes = filter(is_of_context, _get_current_function_mode_stack())
+    return [mode for mode in modes if not is_closed(mode)]
 
 
 def innermost_mode() -> Any:
