@@ -101,10 +101,13 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
         )  # fmt: skip
     else:
         gram_flops = batch * positions * (positions + 1.0) * (d_in + d_out)
-        yield Provider(
-            "gram", "gradstats", lambda a, g, w: gram.gram_sqnorm(a, g, 1, *ROUNDING),
-            gram_flops, read, squares, lambda out: out[0],
-        )  # fmt: skip
+        # Of more positions, uncorrelated as these are, the guard would form every gradient anew.
+        _, products, _, tolerance = ROUNDING
+        if products * positions <= tolerance:
+            yield Provider(
+                "gram", "gradstats", lambda a, g, w: gram.gram_sqnorm(a, g, 1, *ROUNDING),
+                gram_flops, read, squares, lambda out: out[0],
+            )  # fmt: skip
         yield Provider(
             "gram", "opacus formula",
             lambda a, g, w: ((a @ a.mT) * (g @ g.mT)).sum((1, 2), dtype=torch.float32),
