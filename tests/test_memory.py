@@ -335,6 +335,35 @@ def test_weight_gradients_become_grad_without_a_copy(kind, positions, inputs, ou
     torch.testing.assert_close(got, model.weight.grad)
 
 
+@pytest.mark.parametrize("measured", ["norms", "beside training", "forward alone", "pairs"])
+@pytest.mark.parametrize("work", list(workloads()), ids=lambda work: work[0])
+def test_nothing_is_left_to_the_garbage_collector(work, measured):
+    """A step that left it something would now and then stop for all objects of the program."""
+    _, model, batch, loss_fn, _ = work
+    other = copy.deepcopy(model)
+
+    def step():
+        if measured == "norms":
+            gs.per_example_norms(model, batch, loss_fn)
+        elif measured == "pairs":
+            gs.inner_products(model, batch, other, batch, loss_fn)
+        else:
+            with gs.track(model, batch_size=len(batch[0])) as tracker:
+                losses = loss_fn(model, batch)
+                if measured == "beside training":
+                    tracker.backward(losses)
+        model.zero_grad()
+
+    step()  # what is done once may leave something
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_a_closed_context_is_freed_at_once():
     """Without waiting for the garbage collector: on a GPU that would be memory."""
     model, batch = nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(3, (5,)))

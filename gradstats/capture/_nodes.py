@@ -99,10 +99,17 @@ class Root(Node):
 
     def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
-        self.roots = (self,)
-        self.paths = {self: 1}
         self.name = name
         self.parameter = parameter
+
+    # A root that held itself would be freed by the garbage collector alone.
+    @property
+    def roots(self) -> tuple[Root, ...]:  # type: ignore[override]
+        return (self,)
+
+    @property
+    def paths(self) -> dict[Root, int]:  # type: ignore[override]
+        return {self: 1}
 
     @property
     def value(self) -> Tensor:

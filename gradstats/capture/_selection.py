@@ -103,10 +103,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     seen: set[int] = set()
     repeated: list[nn.Parameter] = []
 
-    def visit(path: str, module: nn.Module) -> None:
+    # The next to visit last, so that modules come in the order of `named_modules`.
+    left: list[tuple[str, nn.Module]] = [("", model)]
+    while left:
+        path, module = left.pop()
         if id(module) in seen:
             repeated.extend(module.parameters())
-            return
+            continue
         seen.add(id(module))
         modules.append((path, module))
         prefix = f"{path}." if path else ""
@@ -118,11 +121,9 @@ def anatomy_of(model: nn.Module) -> Anatomy:
                 continue
             seen.add(id(parameter))
             parameters[prefix + name] = parameter
-        for name, child in module._modules.items():
+        for name, child in reversed(module._modules.items()):
             if child is not None:
-                visit(prefix + name, child)
-
-    visit("", model)
+                left.append((prefix + name, child))
     tied = any(parameter.requires_grad for parameter in repeated)
     compiled = any(is_compiled(module) for _, module in modules)
     return Anatomy(modules, parameters, wrapper_prefix(model), tied, compiled)

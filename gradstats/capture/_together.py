@@ -106,6 +106,11 @@ class Together:
             group.drop()
         self._held = 0
 
+    def close(self) -> None:
+        """Drop what waits, and the groups, which refer back to this."""
+        self.drop()
+        self._groups.clear()
+
 
 class Group:
     """Operations that are alike.

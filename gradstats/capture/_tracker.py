@@ -261,7 +261,7 @@ class Tracker(Repeated, Threaded):
         self.shown.clear()
         self.forget_marks()
         self.followed = None
-        self.together.drop()
+        self.together.close()
         for root in self.roots:
             root.release()
         self.closed = True
