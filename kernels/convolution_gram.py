@@ -140,7 +140,7 @@ def convolution_gram_kernel(
     tl.store(partial_ptr + 2 * stride_output + index, size)
 
 
-@triton.jit(do_not_specialize=["batch", "groups", "pairs", "parts"])
+@triton.jit(do_not_specialize=["batch", "groups", "pairs", "parts", "programs"])
 def convolution_recompute_kernel(
     x_ptr,  # (B, C, D, H, W)
     g_ptr,  # (B, O, T)
@@ -166,6 +166,7 @@ def convolution_recompute_kernel(
     groups,
     pairs,
     parts,  # tiles of all groups of one example
+    programs,  # that share the parts of one example
     adding,
     products,
     cut_off,
@@ -180,34 +181,37 @@ def convolution_recompute_kernel(
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """The square of one tile of one example's weight gradient, if its Gram form is suspect."""
+    """The squares of some tiles of one example's weight gradient, if its Gram form is suspect."""
     TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
     index = tl.program_id(0)
-    example = index // parts
-    part = index - example * parts
+    example = index // programs
+    first_part = index - example * programs
     if is_suspect(
-        scratch_ptr, result_ptr, example, part == 0, batch, groups, pairs, adding, products,
+        scratch_ptr, result_ptr, example, first_part == 0, batch, groups, pairs, adding, products,
         cut_off, tolerance, GROUPS, PAIRS,
     ):  # fmt: skip
         x_base = x_ptr + tl.cast(example, tl.int64) * stride_xb
         g_base = g_ptr + tl.cast(example, tl.int64) * stride_gb
-        group, first_row, tap, first_column = weight_tile(
-            part, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
-        )
-        rows = first_row + tl.arange(0, ROWS)
-        column = first_column + tl.arange(0, COLUMNS)
-        gradient = convolution_gradient(
-            x_base + tl.cast(group, tl.int64) * channels * stride_xc,
-            g_base + tl.cast(group, tl.int64) * outputs * stride_gc,
-            rows, column, tap, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc,
-            stride_gt, depth, height, width, out_height, out_width, positions, channels,
-            outputs, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
-        )  # fmt: skip
-        if BLOCKS > 1:
-            own = in_one_group(rows, column, channels, outputs, BLOCKS)
-            gradient = tl.where(own, gradient, 0.0)
-        sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
-        tl.store(scratch_ptr + sums + index, tl.sum(gradient * gradient))
+        squares = 3 * tl.cast(batch, tl.int64) * groups * pairs
+        squares += tl.cast(example, tl.int64) * parts
+        # what is the same of all tiles is computed for each: registers are what there is least of
+        for part in tl.range(first_part, parts, programs, disable_licm=True):
+            group, first_row, tap, first_column = weight_tile(
+                part, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
+            )
+            rows = first_row + tl.arange(0, ROWS)
+            column = first_column + tl.arange(0, COLUMNS)
+            gradient = convolution_gradient(
+                x_base + tl.cast(group, tl.int64) * channels * stride_xc,
+                g_base + tl.cast(group, tl.int64) * outputs * stride_gc,
+                rows, column, tap, stride_xc, stride_xd, stride_xh, stride_xw, stride_gc,
+                stride_gt, depth, height, width, out_height, out_width, positions, channels,
+                outputs, WINDOW, ONE_TAP, PRECISION, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
+            if BLOCKS > 1:
+                own = in_one_group(rows, column, channels, outputs, BLOCKS)
+                gradient = tl.where(own, gradient, 0.0)
+            tl.store(scratch_ptr + squares + part, tl.sum(gradient * gradient))
 
 
 def convolution_gram_sqnorm(

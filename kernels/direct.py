@@ -143,7 +143,9 @@ def direct_kernel(
     tl.store(partial_ptr + index, tl.sum(first * second) + poison)
 
 
-@triton.jit(do_not_specialize=["positions", "total_rows", "batch", "groups", "pairs", "parts"])
+@triton.jit(
+    do_not_specialize=["positions", "total_rows", "batch", "groups", "pairs", "parts", "programs"]
+)
 def recompute_kernel(
     a_ptr,  # (B * groups, T, d_in) or packed (N, d_in)
     g_ptr,  # (B * groups, T, d_out) or packed (N, d_out)
@@ -164,6 +166,7 @@ def recompute_kernel(
     groups,
     pairs,
     parts,  # tiles of all groups of one example
+    programs,  # that share the parts of one example
     adding,
     products,
     cut_off,
@@ -178,16 +181,16 @@ def recompute_kernel(
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """The square of one tile of one example's weight gradients, if its Gram form is suspect."""
+    """The squares of some tiles of one example's weight gradients, if its Gram form is suspect."""
     if RUN > 1:
         positions = multiple(positions, RUN)
         stride_ab, stride_ad = multiple(stride_ab, RUN), multiple(stride_ad, RUN)
         stride_gb, stride_gd = multiple(stride_gb, RUN), multiple(stride_gd, RUN)
     index = tl.program_id(0)
-    example = index // parts
-    part = index - example * parts
+    example = index // programs
+    first_part = index - example * programs
     if is_suspect(
-        scratch_ptr, result_ptr, example, part == 0, batch, groups, pairs, adding, products,
+        scratch_ptr, result_ptr, example, first_part == 0, batch, groups, pairs, adding, products,
         cut_off, tolerance, GROUPS, PAIRS,
     ):  # fmt: skip
         # bounds that are wrong leave no number, which is not suspect
@@ -195,18 +198,21 @@ def recompute_kernel(
         row_tiles = tl.cdiv(d_out, ROWS)
         column_tiles = tl.cdiv(d_in, COLUMNS)
         tiles = row_tiles * column_tiles
-        factor = example * groups + part // tiles
-        row_tile, column_tile = grouped(part % tiles, row_tiles, column_tiles, GROUP_ROWS)
-        gradient = gradient_tile(
-            example_base(a_ptr, factor, stride_ab, first_row, stride_at),
-            example_base(g_ptr, factor, stride_gb, first_row, stride_gt),
-            row_tile * ROWS + tl.arange(0, ROWS),
-            column_tile * COLUMNS + tl.arange(0, COLUMNS),
-            stride_at, stride_ad, stride_gt, stride_gd, length, d_in, d_out,
-            PRECISION, ROWS, COLUMNS, INNER,
-        )  # fmt: skip
-        sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
-        tl.store(scratch_ptr + sums + index, tl.sum(gradient * gradient))
+        squares = 3 * tl.cast(batch, tl.int64) * groups * pairs
+        squares += tl.cast(example, tl.int64) * parts
+        # what is the same of all tiles is computed for each: registers are what there is least of
+        for part in tl.range(first_part, parts, programs, disable_licm=True):
+            factor = example * groups + part // tiles
+            row_tile, column_tile = grouped(part % tiles, row_tiles, column_tiles, GROUP_ROWS)
+            gradient = gradient_tile(
+                example_base(a_ptr, factor, stride_ab, first_row, stride_at),
+                example_base(g_ptr, factor, stride_gb, first_row, stride_gt),
+                row_tile * ROWS + tl.arange(0, ROWS),
+                column_tile * COLUMNS + tl.arange(0, COLUMNS),
+                stride_at, stride_ad, stride_gt, stride_gd, length, d_in, d_out,
+                PRECISION, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
+            tl.store(scratch_ptr + squares + part, tl.sum(gradient * gradient))
 
 
 def direct_sqnorm(

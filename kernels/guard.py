@@ -16,6 +16,10 @@ from gradstats.kernels._launching import Launch, launch_of
 
 AT_ONCE = 1024  # sums of tiles, or squares of parts, that are read together
 
+# Programs that look after suspects, of all examples together: enough to fill a device. One that
+# finds nothing to do has its multiprocessor for half a microsecond all the same.
+PROGRAMS = 512
+
 
 class Rounding(NamedTuple):
     """What rounding does to a Gram form, and how much of it is accepted.
@@ -155,11 +159,13 @@ class Sums(NamedTuple):
     ) -> Launch:
         """The launch of a kernel that begins with `is_suspect`."""
         pairs = min(AT_ONCE, triton.next_power_of_2(self.pairs))
+        programs = min(self.parts, triton.cdiv(PROGRAMS, self.batch))
         return launch_of(
             kernel,
-            self.batch * self.parts,
+            self.batch * programs,
             *numbers,
             *self,
+            programs,
             *rounding,
             GROUPS=min(AT_ONCE // pairs, triton.next_power_of_2(self.groups)),
             PAIRS=pairs,

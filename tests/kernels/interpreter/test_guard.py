@@ -134,6 +134,28 @@ def test_sums_of_many_tiles_and_groups(monkeypatch, at_once):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("programs", [1, 4, 10])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_however_few_programs_look_after_suspects(monkeypatch, groups, programs):
+    """The same is computed and added up, by fewer programs than an example has tiles."""
+    a, g = some_cancel(4)
+    x, y = a.mT, g.mT
+    if groups == 2:
+        x, y = x.reshape(2, 80, 21), y.reshape(2, 48, 21)
+    layer = (1,), (1,), (0,), (1,), groups
+    tiles = {"config": TILE, "direct_config": TILE}
+
+    def both():
+        linear = form(a, g, groups, tolerance=0.0)
+        numbers = *ROUNDING[:3], 0.0
+        return *linear, *convolution_gram.convolution_gram_sqnorm(x, y, *layer, *numbers, **tiles)
+
+    want = both()
+    monkeypatch.setattr(guard, "PROGRAMS", programs)
+    for one, other in zip(both(), want, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("cut_off, counts", [(1e-5, "magnitude"), (0.0, "size")])
 def test_the_larger_of_two_bounds_counts(cut_off, counts):
     a, g = some_cancel(2)
@@ -175,6 +197,7 @@ BROKEN = {
     "one group": (direct, "example * groups + part // tiles", "example * groups"),
     "another example": (direct, "example * groups + part // tiles", "part // tiles"),
     "one tile": (direct, "grouped(part % tiles, row", "grouped(0 * part, row"),
+    "the first tiles alone": (direct, "(first_part, parts, programs,", "(first_part, 2, 1,"),
     "parts left out": (guard, "squares += tl.load(base + part", "squares = tl.load(base + part"),
     "sums of one group": (guard, "* groups + group) * pairs", "* groups + 0 * group) * pairs"),
     "bound of one group": (guard, "bounds += magnitude", "bounds = magnitude"),
@@ -186,6 +209,7 @@ def test_a_guard_that_is_broken_in_one_line_is_seen(name, tmp_path, monkeypatch)
     module, old, new = BROKEN[name]
     broken = mutant(module, old, new, tmp_path)
     monkeypatch.setattr(guard, "AT_ONCE", 2)
+    monkeypatch.setattr(guard, "PROGRAMS", 4)
     broken.AT_ONCE = 2
     if module is guard:
         monkeypatch.setattr(direct, "is_suspect", broken.is_suspect)
