@@ -101,9 +101,9 @@ CASES = {
 }
 
 
-def cancelling(dtype, block, device):
+def cancelling(dtype, block, device, d_in=24, d_out=40):
     """Second half repeats the first with the gradient's sign turned and a small rest: the terms
     of the Gram form are far larger than their sum."""
-    a, g, _ = dense(2, block + 2, 24, 40)(dtype, block, device)
+    a, g, _ = dense(2, block + 2, d_in, d_out)(dtype, block, device)
     rest = random(g.shape, dtype, device, 11) / 256
     return torch.cat([a, a], 1), torch.cat([g, rest - g], 1), None

@@ -194,6 +194,16 @@ def test_cancelling_halves(dtype):
     assert_close(direct.direct_sqnorm(a, g), want, squares_scale(a, g, None, want), FACTOR)
 
 
+def test_few_programs_form_many_tiles_of_suspects(dtype, monkeypatch):
+    from gradstats.kernels import gram, guard
+
+    monkeypatch.setattr(guard, "PROGRAMS", 4)
+    a, g, _ = cancelling(dtype, BLOCK, DEVICE, 700, 600)  # of this size no plan is remembered
+    want = reference.sqnorm_reference(a, g)
+    guarded, _ = twice(lambda: gram.gram_sqnorm(a, g, 1, *reference.ROUNDING))
+    assert_close(guarded, want, squares_scale(a, g, None, want), FACTOR)
+
+
 def shipped(architecture, kind, aligned):
     """(operation, configuration) of the table's part for one class of inputs."""
     from gradstats.kernels import _config
