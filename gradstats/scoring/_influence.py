@@ -174,20 +174,23 @@ def influence(
         TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):
         Hammoudeh and Lowd, arXiv 2201.10055.
     """
-    check_checkpoints(checkpoints)
-    check_normalize(normalize)
-    check_flags(resume=resume, progress=progress)
-    number = integer(budget)
-    if number is None or number < 1:
-        raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
-    k = None if top_k is None else check_k(top_k)
-    work = Work.of(
-        model, loss_fn, nonfinite=nonfinite, progress=progress,
-        layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
-        workspace=workspace,
-    )  # fmt: skip
-    folder = folder_path(out)
-    pairs = Pairs(checkpoints, query_checkpoints, work)
+
+    def checked() -> tuple[Work, Pairs, int, int | None, Path | None]:
+        check_checkpoints(checkpoints)
+        check_normalize(normalize)
+        check_flags(resume=resume, progress=progress)
+        number = integer(budget)
+        if number is None or number < 1:
+            raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
+        k = None if top_k is None else check_k(top_k)
+        work = Work.of(
+            model, loss_fn, nonfinite=nonfinite, progress=progress,
+            layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
+            workspace=workspace,
+        )  # fmt: skip
+        return work, Pairs(checkpoints, query_checkpoints, work), number, k, folder_path(out)
+
+    work, pairs, number, k, folder = _ranks.together(checked)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
         train = read_data(train_loader, "train", train_ids, work.layout)

@@ -105,14 +105,18 @@ def self_influence(
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
     """
-    check_checkpoints(checkpoints)
-    check_flags(resume=resume, progress=progress)
-    work = Work.of(
-        model, loss_fn, nonfinite=nonfinite, progress=progress,
-        layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
-        workspace=workspace,
-    )  # fmt: skip
-    path = folder_path(out)
+
+    def checked() -> tuple[Work, Path | None]:
+        check_checkpoints(checkpoints)
+        check_flags(resume=resume, progress=progress)
+        work = Work.of(
+            model, loss_fn, nonfinite=nonfinite, progress=progress,
+            layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
+            workspace=workspace,
+        )  # fmt: skip
+        return work, folder_path(out)
+
+    work, path = _ranks.together(checked)
     with random_numbers_kept(work.device):
         return _scored(work, loader, ids, checkpoints, path, resume)
 

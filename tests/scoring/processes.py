@@ -195,6 +195,12 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", None, loss=failing)
     except (ValueError, gs.GradStatsError) as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+    # An argument that is wrong in one process.
+    for kind in CALLS:
+        try:
+            call(kind, None, **({"parameters": "nowhere"} if rank == size - 1 else {}))
+        except gs.GradStatsError as error:
+            (folder / f"argument-{kind}-{rank}").write_text(f"{type(error).__name__}: {error}")
     # A file that one process does not see.
     missing = folder / f"missing-{rank}.pt"
     torch.save(setting.states[0], missing)
