@@ -20,7 +20,7 @@ from gradstats.kernels._patches import (
 from gradstats.kernels._tile import dot, triangle
 from gradstats.kernels.convolution import choose_tiles, convolution_gradient, in_one_group
 from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes
-from gradstats.kernels.guard import is_suspect
+from gradstats.kernels.guard import first_square, is_suspect
 
 
 @triton.jit
@@ -192,8 +192,7 @@ def convolution_recompute_kernel(
     ):  # fmt: skip
         x_base = x_ptr + tl.cast(example, tl.int64) * stride_xb
         g_base = g_ptr + tl.cast(example, tl.int64) * stride_gb
-        squares = 3 * tl.cast(batch, tl.int64) * groups * pairs
-        squares += tl.cast(example, tl.int64) * parts
+        squares = first_square(example, batch, groups, pairs, parts)
         # what is the same of all tiles is computed for each: registers are what there is least of
         for part in tl.range(first_part, parts, programs, disable_licm=True):
             group, first_row, tap, first_column = weight_tile(

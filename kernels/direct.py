@@ -11,7 +11,6 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, multiple, segment
-from gradstats.kernels.guard import Rounding, Sums, is_suspect
 
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 
@@ -141,78 +140,6 @@ def direct_kernel(
             INNER,
         )
     tl.store(partial_ptr + index, tl.sum(first * second) + poison)
-
-
-@triton.jit(
-    do_not_specialize=["positions", "total_rows", "batch", "groups", "pairs", "parts", "programs"]
-)
-def recompute_kernel(
-    a_ptr,  # (B * groups, T, d_in) or packed (N, d_in)
-    g_ptr,  # (B * groups, T, d_out) or packed (N, d_out)
-    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED, of one group
-    scratch_ptr,  # fp64: the sums that `is_suspect` reads, then squares (B, parts) of suspects
-    result_ptr,  # fp64 (2, B), as `is_suspect` leaves it
-    stride_ab,
-    stride_at,
-    stride_ad,
-    stride_gb,
-    stride_gt,
-    stride_gd,
-    positions,
-    total_rows,
-    d_in,
-    d_out,
-    batch,
-    groups,
-    pairs,
-    parts,  # tiles of all groups of one example
-    programs,  # that share the parts of one example
-    adding,
-    products,
-    cut_off,
-    tolerance,
-    RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """The squares of some tiles of one example's weight gradients, if its Gram form is suspect."""
-    if RUN > 1:
-        positions = multiple(positions, RUN)
-        stride_ab, stride_ad = multiple(stride_ab, RUN), multiple(stride_ad, RUN)
-        stride_gb, stride_gd = multiple(stride_gb, RUN), multiple(stride_gd, RUN)
-    index = tl.program_id(0)
-    example = index // programs
-    first_part = index - example * programs
-    if is_suspect(
-        scratch_ptr, result_ptr, example, first_part == 0, batch, groups, pairs, adding, products,
-        cut_off, tolerance, GROUPS, PAIRS,
-    ):  # fmt: skip
-        # bounds that are wrong leave no number, which is not suspect
-        first_row, length, _ = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
-        row_tiles = tl.cdiv(d_out, ROWS)
-        column_tiles = tl.cdiv(d_in, COLUMNS)
-        tiles = row_tiles * column_tiles
-        squares = 3 * tl.cast(batch, tl.int64) * groups * pairs
-        squares += tl.cast(example, tl.int64) * parts
-        # what is the same of all tiles is computed for each: registers are what there is least of
-        for part in tl.range(first_part, parts, programs, disable_licm=True):
-            factor = example * groups + part // tiles
-            row_tile, column_tile = grouped(part % tiles, row_tiles, column_tiles, GROUP_ROWS)
-            gradient = gradient_tile(
-                example_base(a_ptr, factor, stride_ab, first_row, stride_at),
-                example_base(g_ptr, factor, stride_gb, first_row, stride_gt),
-                row_tile * ROWS + tl.arange(0, ROWS),
-                column_tile * COLUMNS + tl.arange(0, COLUMNS),
-                stride_at, stride_ad, stride_gt, stride_gd, length, d_in, d_out,
-                PRECISION, ROWS, COLUMNS, INNER,
-            )  # fmt: skip
-            tl.store(scratch_ptr + squares + part, tl.sum(gradient * gradient))
 
 
 def direct_sqnorm(
@@ -352,45 +279,6 @@ def _plan(
         )
     bounds = (segments1.cu_seqlens, segments2.cu_seqlens)
     return _Plan(bounds, (segments1.batch, tiles), launch)
-
-
-def recompute(
-    sums: Sums,
-    rounding: Rounding,
-    segments: _check.Segments,
-    a: torch.Tensor,
-    g: torch.Tensor,
-    run: int,
-    config: _config.TileConfig,
-) -> Launch:
-    """The launch that computes suspects of a Gram form again.
-
-    Args:
-        sums: what the form leaves.
-        rounding: what makes an example suspect.
-        segments, a, g: what is contracted.
-        run: positions that are adjacent in both.
-        config: as of `direct_sqnorm`.
-    """
-    return sums.recompute(
-        recompute_kernel,
-        *segments.strides(a),
-        *segments.strides(g),
-        segments.positions,
-        segments.total_rows,
-        a.shape[-1],
-        g.shape[-1],
-        rounding=rounding,
-        RAGGED=segments.ragged,
-        RUN=run,
-        PRECISION=config.precision,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        INNER=config.inner,
-        GROUP_ROWS=GROUP,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
 
 
 def _direct(

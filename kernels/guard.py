@@ -94,6 +94,13 @@ def is_suspect(
     return exceeds(value, bound, tolerance)
 
 
+@triton.jit
+def first_square(example, batch, groups, pairs, parts):
+    """Where the squares of an example's parts begin in scratch: behind the sums of all examples."""
+    sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
+    return sums + tl.cast(example, tl.int64) * parts
+
+
 @triton.jit(do_not_specialize=["batch", "sums", "parts"])
 def replace_kernel(
     scratch_ptr,  # fp64: `sums` numbers, then squares (B, parts) of suspects

@@ -39,9 +39,8 @@ ALLOWED_SPILLS = {
 }
 
 # Of kernels that have work for suspects of Gram forms alone, with tiles of those that always have:
-# a few words in a step, which of them differs from compiler to compiler, and more around each tile,
-# of which one program forms several.
-RARE = Local(once=80, outer=124, inner=44)
+# a few words in a step, which of them differs from compiler to compiler.
+RARE = Local(once=44, inner=44)
 
 # Outside the loop over positions, of kernels that wait for memory: the assembler keeps them to at
 # most half of the registers, so that several programs run side by side.

@@ -5,7 +5,7 @@ Whatever no program wrote is NaN here, so that nothing is read of examples that 
 
 import pytest
 import torch
-from gradstats.kernels import _reference, convolution_gram, direct, gram, guard
+from gradstats.kernels import _reference, convolution_gram, gram, guard
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import reference
@@ -194,10 +194,10 @@ def test_convolutions(groups, channels):
 
 
 BROKEN = {
-    "one group": (direct, "example * groups + part // tiles", "example * groups"),
-    "another example": (direct, "example * groups + part // tiles", "part // tiles"),
-    "one tile": (direct, "grouped(part % tiles, row", "grouped(0 * part, row"),
-    "the first tiles alone": (direct, "(first_part, parts, programs,", "(first_part, 2, 1,"),
+    "one group": (gram, "example * groups + part // tiles", "example * groups"),
+    "another example": (gram, "example * groups + part // tiles", "part // tiles"),
+    "one tile": (gram, "grouped(part % tiles, row", "grouped(0 * part, row"),
+    "the first tiles alone": (gram, "(first_part, parts, programs,", "(first_part, 2, 1,"),
     "parts left out": (guard, "squares += tl.load(base + part", "squares = tl.load(base + part"),
     "sums of one group": (guard, "* groups + group) * pairs", "* groups + 0 * group) * pairs"),
     "bound of one group": (guard, "bounds += magnitude", "bounds = magnitude"),
@@ -212,10 +212,10 @@ def test_a_guard_that_is_broken_in_one_line_is_seen(name, tmp_path, monkeypatch)
     monkeypatch.setattr(guard, "PROGRAMS", 4)
     broken.AT_ONCE = 2
     if module is guard:
-        monkeypatch.setattr(direct, "is_suspect", broken.is_suspect)
+        monkeypatch.setattr(gram, "is_suspect", broken.is_suspect)
         monkeypatch.setattr(guard, "replace_kernel", broken.replace_kernel)
     else:
-        monkeypatch.setattr(direct, "recompute_kernel", broken.recompute_kernel)
+        monkeypatch.setattr(gram, "recompute_kernel", broken.recompute_kernel)
     a, g = (
         random((6, 40, 40), torch.float32, "cpu", 1),
         random((6, 40, 24), torch.float32, "cpu", 2),
