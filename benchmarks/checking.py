@@ -116,7 +116,7 @@ def prepare(
         warnings.simplefilter("ignore")
         try:
             call = provider.make(work)
-            compiles = provider.compiled or provider.ours  # graphs, and kernels on a GPU
+            compiles = provider.form or provider.ours  # graphs, and kernels on a GPU
             with time_limit(COMPILING if compiles else PATIENCE):
                 found = call()
         except ImportError as error:

@@ -35,8 +35,8 @@ class Provider:
         package: the distribution that it needs beside PyTorch and gradstats.
         gradients: whether ``param.grad`` is left as a training step leaves it.
         held: elements of per-example gradients that it holds at once.
-        compiled: whether torch.compile is used.
-        recorded: whether the step is a CUDA graph.
+        form: how it runs where not eagerly: "compiled", "reduced" (compiled, with launches reduced
+            to those of CUDA graphs), or "recorded", the whole step as one CUDA graph.
     """
 
     label: str
@@ -44,8 +44,7 @@ class Provider:
     package: str | None = None
     gradients: bool = False
     held: Callable[[Workload], int] = lambda work: 0
-    compiled: bool = False
-    recorded: bool = False
+    form: str = ""
 
     @property
     def ours(self) -> bool:
@@ -96,10 +95,12 @@ def training(work: Workload) -> Call:
     return step
 
 
-def compiled(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
-    """Return the same provider with the model compiled."""
+def compiled(
+    make: Callable[[Workload], Call], mode: str | None = None
+) -> Callable[[Workload], Call]:
+    """Return the same provider with the model compiled, in one of PyTorch's modes."""
 
-    return lambda work: make(work.replace_model(torch.compile(work.model)))
+    return lambda work: make(work.replace_model(torch.compile(work.model, mode=mode)))
 
 
 def recorded(make: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
@@ -275,22 +276,37 @@ def one_module(work: Workload) -> int:
     return 2 * len(work.batch[0]) * max(each.numel() for each in trainable(work.model))
 
 
+# The mode of torch.compile in which it makes CUDA graphs of what it compiles.
+REDUCED = "reduce-overhead"
+
 PROVIDERS = {
     "plain": Provider("plain", plain, gradients=True),
     "norms": Provider("norms", norms),
     "training": Provider("norms and gradients", training, gradients=True),
-    "plain-compiled": Provider("plain, compiled", compiled(plain), gradients=True, compiled=True),
-    "norms-compiled": Provider("norms, compiled", compiled(norms), compiled=True),
+    "plain-compiled": Provider("plain, compiled", compiled(plain), gradients=True, form="compiled"),
+    "norms-compiled": Provider("norms, compiled", compiled(norms), form="compiled"),
     "training-compiled": Provider(
-        "norms and gradients, compiled", compiled(training), gradients=True, compiled=True
+        "norms and gradients, compiled", compiled(training), gradients=True, form="compiled"
     ),
-    "plain-recorded": Provider("plain, CUDA graph", recorded(plain), gradients=True, recorded=True),
+    "plain-reduced": Provider(
+        "plain, reduce-overhead", compiled(plain, REDUCED), gradients=True, form="reduced"
+    ),
+    "norms-reduced": Provider("norms, reduce-overhead", compiled(norms, REDUCED), form="reduced"),
+    "training-reduced": Provider(
+        "norms and gradients, reduce-overhead",
+        compiled(training, REDUCED),
+        gradients=True,
+        form="reduced",
+    ),
+    "plain-recorded": Provider(
+        "plain, CUDA graph", recorded(plain), gradients=True, form="recorded"
+    ),
     # Nothing that is recorded can ask whether all norms are finite, and wait for the answer.
     "norms-recorded": Provider(
-        "norms, CUDA graph", recorded(partial(norms, nonfinite="keep")), recorded=True
+        "norms, CUDA graph", recorded(partial(norms, nonfinite="keep")), form="recorded"
     ),
     "training-recorded": Provider(
-        "norms and gradients, CUDA graph", recorded(training), gradients=True, recorded=True
+        "norms and gradients, CUDA graph", recorded(training), gradients=True, form="recorded"
     ),
     "loop": Provider("loop", loop, held=elements),
     "vmap": Provider("vmap(grad)", vmap, held=whole_batch),
@@ -314,9 +330,11 @@ PROVIDERS = {
     "torchjd": Provider("TorchJD Gramian", torchjd, "torchjd", held=one_module),
 }
 OURS = ("plain", "norms", "training")
-COMPILED = tuple(name for name in PROVIDERS if PROVIDERS[name].compiled)
-RECORDED = tuple(name for name in PROVIDERS if PROVIDERS[name].recorded)
-PEERS = tuple(name for name in PROVIDERS if name not in (*OURS, *COMPILED, *RECORDED))
+COMPILED, REDUCED_LAUNCHES, RECORDED = (
+    tuple(name for name, each in PROVIDERS.items() if each.form == form)
+    for form in ("compiled", "reduced", "recorded")
+)
+PEERS = tuple(name for name, each in PROVIDERS.items() if not each.form and name not in OURS)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -9,12 +9,12 @@ of the same case on the same machine the last one counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.harness import read_csv
-from benchmarks.providers import COMPILED, PROVIDERS, RECORDED
+from benchmarks.providers import PROVIDERS, RECORDED, REDUCED_LAUNCHES
 
 README = Path(__file__).parents[1] / "README.md"
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,7 +43,7 @@ TITLES = {each.label: each.title for each in PROVIDERS.values()}
 # What says of a step's timing which case it is of, beside the provider.
 CASE = ("machine", "dtype", "float32_products", "workload")
 # Ours in other forms than those that are compared with other libraries.
-OTHER_FORMS = tuple(PROVIDERS[name].label for name in (*COMPILED, *RECORDED))
+OTHER_FORMS = tuple(each.label for each in PROVIDERS.values() if each.form)
 
 
 def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
@@ -146,25 +146,49 @@ def step_table() -> str:
 def recorded_table() -> str:
     """Return steps as CUDA graphs beside eager ones, where both were measured."""
     plain, norms, training = (PROVIDERS[name].label for name in RECORDED)
-    wanted = ("plain", NORMS, TRAINING, plain, norms, training)
-    rows = [row for row in measured_with(RECORDED[-1]) if row["variant"] in wanted]
+
+    def cells(named: dict[str, Row]) -> list[str]:
+        least = float(named[plain]["milliseconds"])
+        own = [float(named[each]["milliseconds"]) / least for each in (norms, training)]
+        return [f"{least:.2f} ms", *(f"{each:.2f}" for each in own)]
+
+    header = ["plain step as a graph", "norms as a graph", "both as a graph"]
+    return beside_eager(RECORDED, header, cells)
+
+
+def reduced_table() -> str:
+    """Return compiled steps with CUDA graphs inside beside eager ones, where both were measured."""
+    labels = [PROVIDERS[name].label for name in REDUCED_LAUNCHES]
+
+    def cells(named: dict[str, Row]) -> list[str]:
+        return [f"{float(named[each]['ratio']):.2f}" for each in labels]
+
+    return beside_eager(REDUCED_LAUNCHES, ["plain, compiled", "norms", "both"], cells)
+
+
+def beside_eager(
+    names: Sequence[str], header: list[str], cells: Callable[[dict[str, Row]], list[str]]
+) -> str:
+    """Return a table of steps in another form beside eager ones, where both were measured.
+
+    Args:
+        names: keys of ``PROVIDERS``, all of which a row needs.
+        header: of the columns behind those of eager steps.
+        cells: a workload's rows by variant → what stands in these columns.
+    """
+    wanted = ("plain", NORMS, TRAINING, *(PROVIDERS[name].label for name in names))
+    rows = [row for row in measured_with(names[-1]) if row["variant"] in wanted]
     cases = grouped((row for row in rows if row["milliseconds"]), *CASE).values()
 
     def make(rows: list[Row]) -> str:
         body = []
         for (workload,), group in grouped(rows, "workload").items():
             named = {row["variant"]: row for row in group}
-            least = float(named[plain]["milliseconds"])
-            cells = [workload, f"{float(named['plain']['milliseconds']):.1f} ms"]
-            cells += [f"{float(named[each]['ratio']):.2f}" for each in (NORMS, TRAINING)]
-            cells.append(f"{least:.2f} ms")
-            cells += [
-                f"{float(named[each]['milliseconds']) / least:.2f}" for each in (norms, training)
-            ]
-            body.append(cells)
+            own = [workload, f"{float(named['plain']['milliseconds']):.1f} ms"]
+            own += [f"{float(named[each]['ratio']):.2f}" for each in (NORMS, TRAINING)]
+            body.append([*own, *cells(named)])
         eager = ["eager plain step", "norms", "norms and gradients"]
-        graphs = ["plain step as a graph", "norms as a graph", "both as a graph"]
-        return table(["model", *eager, *graphs], body)
+        return table(["model", *eager, *header], body)
 
     return by_machine([row for case in cases if len(case) == len(wanted) for row in case], make)
 
@@ -365,6 +389,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
         "crossover",
     ),
     "recorded": (recorded_table, "step_overhead --recorded"),
+    "reduced": (reduced_table, "step_overhead --reduced"),
     "kernels": (kernel_table, "gpu"),
     "influence": (influence_table, "influence"),
     "monitor": (ratios("monitor_overhead"), "monitor_overhead"),

@@ -1,8 +1,8 @@
 """What do per-example norms cost beside a plain training step, in time and in memory?
 
     python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
-        [--providers norms vmap ...] [--device cuda] [--recorded] [--dtype bfloat16] [--tf32]
-        [--trim] [--no-csv]
+        [--providers norms vmap ...] [--device cuda] [--reduced] [--recorded] [--dtype bfloat16]
+        [--tf32] [--trim] [--no-csv]
 
 The reference is a plain forward and backward of the same model in the same precision, interleaved
 with ours, with ours compiled or recorded, and with each other library; each of these is written
@@ -37,7 +37,15 @@ from benchmarks.harness import (
     write_csv,
 )
 from benchmarks.ledger import peak_memory
-from benchmarks.providers import COMPILED, OURS, PEERS, PROVIDERS, RECORDED, Call
+from benchmarks.providers import (
+    COMPILED,
+    OURS,
+    PEERS,
+    PROVIDERS,
+    RECORDED,
+    REDUCED_LAUNCHES,
+    Call,
+)
 from benchmarks.workloads import DEFAULT, DTYPES, WORKLOADS, Workload, build
 
 # What takes longer than this many plain steps is timed in fewer rounds.
@@ -78,11 +86,10 @@ def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
     is of the first.
     """
     names = tuple(dict.fromkeys(name for name in names if name != "plain"))
-    ours, compiled, recorded = (
-        tuple(name for name in names if name in kind) for kind in (OURS, COMPILED, RECORDED)
-    )
-    others = [(name,) for name in names if name not in (*ours, *compiled, *recorded)]
-    groups = [group for group in (compiled, recorded, *others) if group]
+    kinds = OURS, COMPILED, REDUCED_LAUNCHES, RECORDED
+    ours, *forms = (tuple(name for name in names if name in kind) for kind in kinds)
+    others = [(name,) for name in names if not any(name in kind for kind in kinds)]
+    groups = [group for group in (*forms, *others) if group]
     return [("plain", *ours), *(("plain", *group) for group in groups)]
 
 
@@ -178,9 +185,9 @@ def row_of(
         row["milliseconds"] = f"{timing[0].milliseconds:.3f}"
         for part in ("ratio", "low", "high"):
             row[part] = f"{getattr(timing[0], part):.3f}"
-        # The ledger sees the operations that PyTorch dispatches, not those inside a graph; a CUDA
-        # graph has its memory before it is called.
-        if not provider.recorded and (device == "cuda" or not provider.compiled):
+        # The ledger sees the operations that PyTorch dispatches, not those inside a graph; CUDA
+        # graphs have their memory before they are called.
+        if not provider.form or (provider.form == "compiled" and device == "cuda"):
             row["peak_bytes"] = peak_bytes(prepared.call, device)
         row["rounds"] = timing[1]
     return row
@@ -270,6 +277,7 @@ def report(name: str, options: argparse.Namespace) -> None:
     names = (
         *options.providers,
         *(COMPILED if options.compiled else ()),
+        *(REDUCED_LAUNCHES if options.reduced else ()),
         *(RECORDED if options.recorded else ()),
         *(PEERS if options.peers else ()),
     )
@@ -305,6 +313,9 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="and all other libraries")
     parser.add_argument("--compiled", action="store_true", help="and ours under torch.compile")
     parser.add_argument(
+        "--reduced", action="store_true", help="and ours compiled in the mode reduce-overhead"
+    )
+    parser.add_argument(
         "--recorded", action="store_true", help="and ours as CUDA graphs, which one launch replays"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -326,8 +337,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.tf32 and options.device != "cuda":
         parser.error("--tf32 is a GPU's: give --device cuda with it")
-    if options.recorded and options.device != "cuda":
-        parser.error("--recorded is a GPU's: give --device cuda with it")
+    for name in ("reduced", "recorded"):
+        if getattr(options, name) and options.device != "cuda":
+            parser.error(f"--{name} is a GPU's: give --device cuda with it")
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")

@@ -39,7 +39,7 @@ from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, ne
 from tests.oracle import oracle_gradients, oracle_sqnorms
 
 B = 6
-EAGER = [name for name, each in PROVIDERS.items() if not (each.compiled or each.recorded)]
+EAGER = [name for name, each in PROVIDERS.items() if not each.form]
 
 
 def layers() -> Workload:
@@ -376,11 +376,13 @@ def test_calls_are_warm_before_they_are_called_slow():
 
 def test_compiled_providers_keep_each_other_s_code(monkeypatch):
     monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("forgets what was compiled"))
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode) or model)
     work = layers()
     expected = oracle(work)
-    for name in providers.COMPILED:
+    for name in (*providers.COMPILED, *providers.REDUCED_LAUNCHES):
         assert prepare(PROVIDERS[name], work, expected).note == ""
+    assert modes == [None] * 3 + ["reduce-overhead"] * 3
 
 
 def test_gradients_are_let_go_before_memory_is_measured(monkeypatch):
