@@ -173,8 +173,8 @@ def choose_outer_form(
         d_right: width of ``right`` (q).
         with_sum: the weight gradient Σ_i G_i is wanted too. The direct form yields it for one more
             pass; the Gram form needs a separate product.
-        guarded: results whose error bound is too large can be recomputed. Where they cannot (inside
-            a compiled graph), only the forms that need no guard are chosen.
+        guarded: results whose error bound is too large can be recomputed. Where they cannot (by
+            PyTorch inside a compiled graph), only the forms that need no guard are chosen.
         on_chip: tiles are squared where they are made, so that only the products cost anything.
         alone: gradients are formed one at a time, by products that take less time than those of
             positions.

@@ -23,7 +23,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report, outer_factor
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
-from gradstats.contractions import Fused, _triton
+from gradstats.contractions import Fused, _triton, on_chip
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class ConvolutionUse(InGraph):
         grad_weight = grad_bias = None
         if layer.weight:
             patches = convolution_factor(layer.examples, grad, x, layer.shape, layer.call)
-            sole = use is not None and use.is_sole(0)
+            sole = on_chip(patches) if use is None else use.is_sole(0)
             if sole and want_weight and settings.fused:
                 fused = fuse(patches, settings, want_sum=True)
                 assert fused.total is not None

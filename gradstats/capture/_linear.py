@@ -24,7 +24,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._together import is_small
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
-from gradstats.contractions import Contraction, Fused, _triton, one_position, summed
+from gradstats.contractions import Contraction, Fused, _triton, on_chip, one_position, summed
 from gradstats.contractions._multiply import multiply, pays
 
 
@@ -213,10 +213,13 @@ def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
 def _is_contracted_here(
     use: Use | None, settings: Settings, factor: Outer | Ragged, want_sum: bool
 ) -> bool:
-    """Whether the norms of a weight's factor are computed in the backward of its layer."""
-    if use is None:
-        return False
+    """Whether the norms of a weight's factor are computed in the backward of its layer.
+
+    In a graph they are where a kernel gives both: loops over the examples would be unrolled there.
+    """
     with_sum = want_sum and settings.fused
+    if use is None:
+        return with_sum and on_chip(factor)
     # A consumer that wants no sum has its own way to norms and products.
     if use.is_sole(0):
         return with_sum or settings.consumer is None
@@ -277,7 +280,7 @@ def bias_report(
         wanted: the dtype in which the bias's gradient is wanted, though it may come in another;
             None where it is not wanted.
     """
-    sole = use is not None and settings.consumer is None and use.is_sole(place)
+    sole = use is None or (settings.consumer is None and use.is_sole(place))
     if sole and isinstance(factor, Elementwise):
         fused = fuse(factor, settings, wanted is not None, wanted)
         return fused, fused.total

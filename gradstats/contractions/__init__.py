@@ -128,7 +128,8 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
         factors: one factor for each use, all of the same parameter and batch.
         workspace: bytes of scratch memory that may be allocated at once.
         guarded: results that rounding may have spoilt can be recomputed. This reads results back,
-            which a compiled graph cannot do: there only forms that need no guard are used.
+            which a compiled graph cannot do: there only forms that need no guard are used, and
+            kernels, which guard themselves.
 
     Returns:
         Squared norms and their absolute error bounds, float64 of shape (B,).

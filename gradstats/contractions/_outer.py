@@ -38,7 +38,8 @@ SMALL = 4096
 def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     on_chip = _triton.serves(factor)
-    form = cheapest_form(factor, guarded=guarded, on_chip=on_chip)
+    # Kernels guard themselves: they compute suspects again where they find them.
+    form = cheapest_form(factor, guarded=guarded or on_chip, on_chip=on_chip)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":

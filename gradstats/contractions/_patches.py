@@ -31,7 +31,7 @@ from gradstats.contractions._tiles import chunks
 def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     if _triton.convolves(factor):
-        return _by_kernels(factor, guarded=guarded)
+        return _by_kernels(factor)
     if _form(factor, guarded=guarded) == "direct" and not factor.cheap:
         return _direct(factor, workspace, with_sum=False)[0]
     return _joined(
@@ -49,7 +49,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         # layers are depthwise, and two to twenty times as long where they are not.
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
-        return _by_kernels(factor, guarded=True), _total(factor)
+        return _by_kernels(factor), _total(factor)
     form = _form(factor, with_sum=True)
     if form == "direct" and not factor.cheap:
         result, total = _direct(factor, workspace, with_sum=True)
@@ -89,8 +89,8 @@ def _joined(parts: Sequence[Contraction]) -> Contraction:
     return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
 
 
-def _by_kernels(factor: Patches, *, guarded: bool) -> Contraction:
-    if _form(factor, guarded=guarded, on_chip=True) != "gram":
+def _by_kernels(factor: Patches) -> Contraction:
+    if _form(factor, on_chip=True) != "gram":
         return _triton_layers.convolution(factor)
     return _triton_layers.convolution_gram(factor)
 

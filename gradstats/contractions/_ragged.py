@@ -34,7 +34,7 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     less than contracting another group.
     """
     if _triton.serves(factor):
-        return _on_chip(factor, guarded=guarded)
+        return _on_chip(factor)
     alone = formed_alone(factor, workspace, guarded=guarded)
     parts = [(alone, _formed(factor, alone))] if alone else []
     for examples in groups(factor, set(range(factor.batch)).difference(alone), workspace):
@@ -92,11 +92,11 @@ def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]
     return sqnorm(factor, workspace, guarded=True), total
 
 
-def _on_chip(factor: Ragged, *, guarded: bool) -> Contraction:
+def _on_chip(factor: Ragged) -> Contraction:
     widths = factor.left.shape[1], factor.right.shape[1]
     roundoff = product_roundoff(factor.left, factor.right)
     form = _cost.choose_outer_form(
-        factor.longest, *widths, guarded=guarded, on_chip=True, roundoff=roundoff,
+        factor.longest, *widths, on_chip=True, roundoff=roundoff,
         cut_off=cut_off_of(factor.left, factor.right),
     )  # fmt: skip
     if form == "direct":

@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from gradstats.kernels import operators
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import gradstats as gs
 from gradstats.contractions import _triton
@@ -33,6 +35,55 @@ def test_graphs_on_cuda_tensors():
     model, batch = case()
     model, batch = model.cuda(), tuple(part.cuda() for part in batch)
     check(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batch)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "alone", "beside"),
+    [
+        (nn.Linear(64, 96), (B, 4, 64), {"gram_sqnorm"}, {"gram_sqnorm"}),
+        (nn.Linear(16, 16), (B, 64, 16), {"direct_sqnorm"}, {"weight_gradient_sqnorm"}),
+        (
+            nn.Conv2d(6, 6, 3, groups=6),
+            (B, 6, 8, 8),
+            {"convolution_sqnorm"},
+            {"convolution_weight_gradient_sqnorm"},
+        ),
+        (
+            nn.Conv2d(8, 16, 3),
+            (B, 8, 4, 4),
+            {"convolution_gram_sqnorm"},
+            {"convolution_gram_sqnorm"},
+        ),
+    ],
+    ids=["short", "long", "depthwise", "convolution"],
+)
+def test_graphs_contract_with_kernels_that_guard_themselves(layer, shape, alone, beside):
+    """Also those that give the weight gradient too."""
+    found = set()
+
+    def note(graph, inputs):
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        names = [getattr(target, "_opname", "") for target in targets]
+        found.update(name for name in names if hasattr(torch.ops.gradstats, name))
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    layer.bias = None
+    model, x = layer.cuda(), torch.randn(shape).cuda()
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+    batch = (x,)
+
+    def losses_of(model, batch):
+        return model(batch[0]).square().flatten(1).sum(1)
+
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-3)
+    assert found == alone
+    found.clear()
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses_of(compiled, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+    assert found == beside
 
 
 @pytest.fixture
