@@ -64,7 +64,8 @@ Where a parameter meets data
     _convolution convolutions
     _normalization, _broadcast   normalisation layers, scales and shifts on chip
     _views, _product             everything that broadcasts; products index by index
-    _recomputed, _recurrence     operations that backward takes apart; recurrent layers
+    _recomputed  operations that backward takes apart: recurrent layers, whose gates have their
+    _recurrence, _gates          gradients step by step, or on a GPU from one call
     _opened, _grafted            functions of PyTorch's taken apart; operations beside others
     _graph       nodes of autograd graphs that are known by their type
     _engine      the autograd engine

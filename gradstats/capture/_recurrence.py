@@ -2,7 +2,8 @@
 
 A layer's hidden states are its output. Given these, the gates of all steps are computed at once,
 and each gate's gradient is that of its state times a factor that is known beforehand: only what
-takes a gradient to the previous step has to go step by step (Werbos 1990).
+takes a gradient to the previous step has to go step by step (Werbos 1990). On a GPU all of it is
+one call of PyTorch's own (see ``_gates``).
 
     Elman  h' = tanh(gate) or max(0, gate)
     Lstm   i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import cast, compute_dtype
+from gradstats.capture._gates import are_found_at_once, find_at_once
 from gradstats.contractions._multiply import linear, multiply
 
 # grad, y → grad · y (1 − y) and grad · (1 − y²)
@@ -41,6 +43,11 @@ class Steps:
 
     sizes: tuple[int, ...]
     reverse: bool
+
+    @property
+    def even(self) -> bool:
+        """Whether all sequences have as many steps."""
+        return self.sizes[0] == self.sizes[-1]
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of each step."""
@@ -91,11 +98,15 @@ class Cell(Protocol):
     """The gates of all steps, and how gradients pass them.
 
     Attributes:
+        layer: PyTorch's function for layers of such cells.
+        resets: whether the first gate scales what the hidden state contributes to the last.
         hidden: what the cell computes, before it is projected: (rows, H).
         inner, outer: once gradients have been passed back through every step, the gradients of
             what input and hidden state contributed to the gates: (rows, gates · H).
     """
 
+    layer: Callable[..., tuple[Tensor, ...]]
+    resets: bool
     hidden: Tensor
     inner: Tensor
     outer: Tensor
@@ -131,6 +142,9 @@ class Cell(Protocol):
 class Elman:
     """One gate: h' = tanh(gate)."""
 
+    layer = staticmethod(torch.rnn_tanh)
+    resets = False
+
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
         [self.hidden] = self.forward(inner, outer, [])
         self.inner = self.outer = self._slope()
@@ -150,6 +164,8 @@ class Elman:
 class Rectified(Elman):
     """One gate: h' = max(0, gate)."""
 
+    layer = staticmethod(torch.rnn_relu)
+
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
         return [(inner + outer).relu_()]
@@ -160,6 +176,9 @@ class Rectified(Elman):
 
 class Lstm:
     """i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')."""
+
+    layer = staticmethod(torch.lstm)
+    resets = False
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
         gates = inner + outer
@@ -206,6 +225,9 @@ class Lstm:
 
 class Gru:
     """r, z, n = gates;  n = tanh(n_x + σ(r)·n_h);  h' = n + σ(z)·(h − n)."""
+
+    layer = staticmethod(torch.gru)
+    resets = True
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
         (r, z, n), (r_h, z_h, n_h) = inner.chunk(3, 1), outer.chunk(3, 1)
@@ -306,16 +328,25 @@ class Sweep:
         return torch.cat(found)
 
     def pass_back(
-        self, rows: Tensor, starts: States, after: Tensor, grad: Tensor | None, ends: States
+        self, rows: Tensor, starts: States, after: Tensor | None, grad: Tensor | None, ends: States
     ) -> Passed:
         """Return the gradients of the gates of all steps.
 
         Args:
             rows, starts: as ``run`` takes them.
-            after: what ``run`` returns.
+            after: what ``run`` returns; None where that is not known.
             grad: the gradient of ``after``; None where it has none.
             ends: gradients of the final states, (sequences, width) each.
         """
+        if are_found_at_once(self, rows):
+            inner = linear(cast(rows, self.from_input.dtype), self.from_input, self.input_bias)
+            output, found, first = find_at_once(self, inner, starts, grad, ends)
+            before = self.steps.before(output if after is None else after, starts[0])
+            return Passed(
+                found, self._outer_gradient(found, inner, before), before, None, None, first
+            )
+        if after is None:
+            after = self.run(rows, starts)
         steps, projection = self.steps, self.projection
         before = steps.before(after, starts[0])
         cell = self.cell(steps, self._inner(rows), self._outer(before), before, starts)
@@ -341,6 +372,15 @@ class Sweep:
     def data_gradient(self, passed: Passed) -> Tensor:
         """Return the gradient of the rows, (rows, d_in)."""
         return _product(passed.inner, self.from_input, multiply)
+
+    def _outer_gradient(self, grad: Tensor, inner: Tensor, before: Tensor) -> Tensor:
+        """Return the gradients of what the hidden state contributed, from those of the gates."""
+        if not self.cell.resets:
+            return grad
+        width = before.shape[1]
+        bias = None if self.state_bias is None else self.state_bias[:width]
+        reset = (inner[:, :width] + _linear(before, self.from_state[:width], bias)).sigmoid_()
+        return torch.cat([grad[:, :-width], grad[:, -width:] * reset], 1)
 
     def _inner(self, rows: Tensor) -> Tensor:
         return _linear(rows, self.from_input, self.input_bias)

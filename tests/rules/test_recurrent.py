@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture import _gates, _recurrence
 from gradstats.capture._recomputed import Kept
 from gradstats.capture.rules import _recurrent
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
@@ -49,6 +50,20 @@ def final_state(result):
     """Return the last layer's final hidden state, (B, width)."""
     state = result[1]
     return state[0][-1] if isinstance(state, tuple) else state[-1]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Have gates' gradients found by one call, as on a GPU; holds how many calls there were."""
+    calls = []
+
+    def spy(*args):
+        calls.append(args)
+        return _gates.find_at_once(*args)
+
+    monkeypatch.setattr(_gates, "AT_ONCE_ON", {"cpu"})
+    monkeypatch.setattr(_recurrence, "find_at_once", spy)
+    return calls
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -136,6 +151,50 @@ def test_results_changed_in_place(kind, form):
     """Backward needs the hidden states, which are the output: it computes them again."""
     layer = LAYERS[kind](batch_first=True, **form)
     check(lambda m, x: m.layer(x)[0].mul_(0.5), {"layer": layer}, normal(BATCH, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gates_at_once(kind, at_once):
+    """Two directions and layers, with and without biases, and all their results."""
+    for bias in (True, False):
+        layer = LAYERS[kind](batch_first=True, num_layers=2, bidirectional=True, bias=bias)
+
+        def function(m, x):
+            output, states = m.layer(x)
+            states = torch.stack(states) if kind == "lstm" else states
+            return torch.cat([output.flatten(1), states.transpose(-2, 0).flatten(1)], 1)
+
+        at_once.clear()
+        check(function, {"layer": layer}, normal(BATCH, 4, WIDTH))
+        assert at_once and len(at_once) % 4 == 0
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gates_at_once_without_the_output(kind, at_once):
+    """Where it was changed in place, or the loss leaves it out; weights frozen in turn."""
+    layer = LAYERS[kind](batch_first=True)
+    check(lambda m, x: m.layer(x)[0].mul_(0.5), {"layer": layer}, normal(BATCH, 4, WIDTH))
+    check(lambda m, x: final_state(m.layer(x)), {"layer": layer}, normal(BATCH, 4, WIDTH))
+    check_operation(lambda m, x: m.layer(x)[0], {"layer": layer}, normal(BATCH, 2, WIDTH))
+    assert at_once
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gates_at_once_of_packed_sequences(kind, at_once):
+    """Those read from the first step on; the other direction goes step by step."""
+    layer = LAYERS[kind](bidirectional=True)
+    states = 2 if kind == "lstm" else 1
+
+    def function(m, x):
+        packed = pack_padded_sequence(x, torch.tensor([1, 4, 3]), True, enforce_sorted=False)
+        starts = [m.start(x[:, 0]).view(BATCH, 2, -1).transpose(0, 1)] * states
+        output, state = m.layer(packed, tuple(starts) if states > 1 else starts[0])
+        output, _ = pad_packed_sequence(output, batch_first=True)
+        return torch.cat([output.flatten(1), final_state((output, state))], 1)
+
+    parameters = {"layer": layer, "start": nn.Linear(WIDTH, 2 * HIDDEN)}
+    check(function, parameters, normal(BATCH, 4, WIDTH))
+    assert at_once and not any(sweep.steps.reverse for sweep, *_ in at_once)
 
 
 def test_projections_changed_in_place():
@@ -407,7 +466,10 @@ def test_packed_rows_of_unknown_examples_have_a_fallback():
     assert_sqnorms(stats, oracle_sqnorms(model, data, uneven_loss), 1e-9)
 
 
-def test_autocast(lstm_under_autocast):
+@pytest.mark.parametrize("how", ["step by step", "at once"])
+def test_autocast(lstm_under_autocast, how, request):
+    if how == "at once":
+        request.getfixturevalue("at_once")
     layer = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
     x = torch.randn(BATCH, 4, WIDTH)
 

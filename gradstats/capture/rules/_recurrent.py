@@ -112,7 +112,7 @@ class Recurrence:
         sites: list[Site] = []
         for side in range(self.directions):
             sweep, own = self._sweep(tensors, side), self._of_side(states, side)
-            after = sweep.run(rows, own) if output is None else self._half(self._rows(output), side)
+            after = None if output is None else self._half(self._rows(output), side)
             grad = None if from_output is None else self._half(from_output, side)
             passed = sweep.pass_back(rows, own, after, grad, self._of_side(ends, side))
             starts.append(passed.starts)
