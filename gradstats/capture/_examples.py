@@ -110,10 +110,16 @@ class Examples(Described):
         # As unflatten does, in a third of the time.
         return tensor.view(self.batch, self.fold, *tensor.shape[1:])
 
+    def on(self, device: torch.device) -> Examples:
+        """Return the same for a tensor on a device."""
+        if self.segments is None or self.segments.owner.device == device:
+            return self
+        return replace(self, segments=Segments(self.owner(device), self.batch))
+
     def owner(self, device: torch.device) -> Tensor:
         """Return the example of each row, (rows,) int64."""
         if self.segments is not None:
-            return self.segments.owner
+            return self.segments.owner.to(device)
         return torch.arange(self.batch, device=device).repeat_interleave(self.fold)
 
     def owned_by(self, owner: Tensor, axis: int) -> Examples:

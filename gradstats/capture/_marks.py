@@ -381,6 +381,8 @@ class Marks:
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
         leave_graph("data whose examples do not lie along batch_dim")
+        if isinstance(layout, Examples):
+            layout = layout.on(tensor.device)  # it may be the copy of a tensor on another device
         mark = self.serial, layout, at, self._rearranged.count
         tensor._gradstats_layout = mark  # type: ignore[attr-defined]
         self._marked.append(ref(tensor))
