@@ -12,7 +12,6 @@ from dataclasses import is_dataclass
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
@@ -62,18 +61,14 @@ def models():
     yield Tokens(), (torch.randint(11, (B, 5)), labels)
 
 
-# Inductor compiles C++ for half a minute, without vector instructions in two thirds of that: the
-# smallest model shows that it takes the graph.
-@torch._inductor.config.patch({"cpp.simdlen": 1})
-@pytest.mark.parametrize(
-    ("number", "backend"), [(0, "inductor"), (1, "aot_eager"), (2, "aot_eager")]
-)
-def test_fullgraph(number, backend):
+# That Inductor takes such graphs is shown beside the kernels, on the fake device.
+@pytest.mark.parametrize("number", range(3))
+def test_fullgraph(number):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, batch = list(models())[number]
     expected = oracle_sqnorms(model, batch, losses_of)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(3):
         batch = tuple(part.clone() for part in batch)
         stats = gs.per_example_norms(compiled, batch, losses_of)

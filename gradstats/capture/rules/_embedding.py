@@ -198,9 +198,11 @@ def index(tracker, func, input, indices):
     examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
     result = func(plain(input), indices)
     table = leading_axes(tracker, input, places)
+    # PyTorch takes indices on the host too.
+    chosen = [index.to(input.device) for index in chosen]
     ids = numbered(chosen, [input.shape[place] for place in places])
     before, _ = found_at(items)
-    factors = IndexFactors(examples, tuple(table.shape), before)
+    factors = IndexFactors(examples.on(input.device), tuple(table.shape), before)
     return tap(tracker, [first_node(table)], result, factors, ids)
 
 

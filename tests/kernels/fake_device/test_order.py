@@ -51,3 +51,19 @@ def losses_of(model, batch):
 def test_uneven_sequences(run):
     batch = torch.randn(B, 4, 6).cuda(), torch.tensor([2, 4, 1, 4, 3]).cuda()
     check_model(Model(run).cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+class Tables(nn.Module):
+    """Rows of parameters picked by ids that lie on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.pairs = nn.Parameter(torch.randn(7, 3)), nn.Parameter(torch.randn(4, 7, 3))
+
+    def forward(self, x, ids):
+        return self.table[ids] * x + self.pairs[(x[..., 0] > 0).long(), ids] + self.table[2]
+
+
+def test_ids_on_the_host():
+    batch = torch.randn(B, 4, 3).cuda(), torch.randint(7, (B, 4))
+    check_model(Tables().cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
