@@ -34,13 +34,15 @@ CPU = {
 }
 CUDA = {
     "operations": "benchmarks.op_overhead --device cuda",
-    "steps": "benchmarks.step_overhead mlp cnn gpt gpt-expanded small --peers --compiled"
+    "steps": "benchmarks.step_overhead mlp cnn gpt gpt-expanded small --peers --compiled --reduced"
     " --device cuda",
     "models": "benchmarks.step_overhead lstm resnet convnext vit gpt2 --peers --device cuda",
     "autocast": "benchmarks.step_overhead gpt2 vit --peers --compiled --device cuda"
     " --dtype autocast",
     "bfloat16": "benchmarks.step_overhead gpt2 llama --peers --compiled --device cuda"
     " --dtype bfloat16 --rounds 15",
+    "graphs": "benchmarks.step_overhead vit resnet convnext --reduced --recorded --device cuda"
+    " --dtype bfloat16 --rounds 11",
     "scaling": "benchmarks.scaling --device cuda --limit 16",
 }
 REPORT = "benchmarks.report"

@@ -76,7 +76,13 @@ def steps() -> list[Step]:
             None,
             [*times, "small", "--out", "{out}"],
         ),
-        Step("kernels", ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"], 180),
+        Step(
+            "kernels",
+            ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"],
+            180,
+            None,
+            ["-m", kernels, "--help"],
+        ),
         Step("layers", ["-m", layers, "--seconds", "100", "--out", "{out}/layers.csv"], 150),
         Step("tests", [*tests, *parallel], SECONDS, None, found),
     ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
@@ -201,6 +202,65 @@ def other_data(batch):
     """Another batch of the same shapes: examples in another order, tokens and images changed."""
     x, y = batch
     return (x.flip(0, 1) if x.dtype == torch.int64 else 1.5 * x.flip(0)), y.flip(0)
+
+
+class Sequences(nn.Module):
+    """A recurrent layer in both directions on sequences of uneven length, packed or padded."""
+
+    def __init__(self, kind, packed):
+        super().__init__()
+        self.packed = packed
+        self.before, self.layer = (
+            nn.Linear(12, 10),
+            kind(10, 24, 2, batch_first=True, bidirectional=True),
+        )
+        self.after = nn.Linear(48, 5)
+
+    def forward(self, x):
+        x = self.before(x)
+        if self.packed:
+            x = pack_padded_sequence(x, torch.tensor([9, 17, 1, 17]), True, enforce_sorted=False)
+        output, states = self.layer(x)
+        if self.packed:
+            output, _ = pad_packed_sequence(output, batch_first=True)
+        state = states[0] if isinstance(states, tuple) else states
+        return self.after(output).flatten(1).sin() + state.sum((0, 2)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, packed):
+    model, x = Sequences(kind, packed).to(DEVICE), torch.randn(4, 17, 12, device=DEVICE)
+
+    def losses(model, x):
+        return model(x).square().mean(1)
+
+    check_model(model, x, losses, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+    first, second = (gs.per_example_norms(model, x, losses).sqnorm for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+def test_graphs_that_the_compiler_records_keep_no_result_of_a_step():
+    torch._dynamo.reset()
+    model, batch, losses = perceptron()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    found, expected = [], []
+    for _ in range(6):
+        batch = tuple(part.roll(7, 0) for part in batch)
+        expected.append(oracle_sqnorms(model, batch, losses))
+        model.zero_grad()
+        with gs.track(compiled, batch_size=len(batch[0])) as tracker:
+            tracker.backward(losses(compiled, batch))
+        found += [tracker.stats, gs.per_example_norms(compiled, batch, losses)]
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        losses(model, batch).mean().backward()
+        for got, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-6)
+    for number, stats in enumerate(found):
+        assert_sqnorms(stats, expected[number // 2], 1e-3)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
