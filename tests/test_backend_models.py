@@ -157,13 +157,16 @@ def perturbed_on_device(model):
     return moved.to(device)
 
 
-def test_packed_examples():
-    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 30))
-    model = model.to(DEVICE)
+@pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
+def test_packed_examples(tokens):
+    first = nn.Embedding(50, 64) if tokens else nn.Linear(40, 64)
+    model = nn.Sequential(first, nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 30)).to(DEVICE)
     lengths = torch.tensor([30, 1, 0, 55])
     bounds = functional.pad(lengths.cumsum(0), (1, 0))
     owner = torch.arange(4).repeat_interleave(lengths).to(DEVICE)
-    x = torch.randn(int(bounds[-1]), 40, device=DEVICE)
+    count = int(bounds[-1])
+    x = torch.randint(50, (count,)) if tokens else torch.randn(count, 40)
+    x = x.to(DEVICE)
 
     def losses(model, x):
         values = model(x).square().sum(1)

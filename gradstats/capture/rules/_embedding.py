@@ -169,6 +169,9 @@ class BagFactors(Described):
     def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
         rows = grad[bag] * share.unsqueeze(1)
         owner = bag if self.examples.plain else self.examples.owner(bag.device)[bag]
+        if self.examples.order is not None:
+            owner, order = owner.sort(stable=True)
+            ids, rows = ids[order], rows[order]
         return [Rows(ids.long(), rows, owner, self.examples.batch, self.shape)]
 
 
@@ -285,7 +288,13 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
     ids, grad = (segments.sorted(examples.lead(tensor)) for tensor in (ids, grad))
     rows = embedding_rows(ids, grad, shape, padding_idx)
     owner = segments.sorted(segments.owner)
-    return replace(rows, example=owner[rows.example], examples=examples.batch)
+    assert rows.longest is not None
+    return replace(
+        rows,
+        example=owner[rows.example],
+        examples=examples.batch,
+        longest=rows.longest * segments.most,
+    )
 
 
 def norms_of_few(

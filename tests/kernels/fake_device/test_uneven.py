@@ -1,0 +1,144 @@
+"""Examples of uneven length on the device, and their order and lengths found on the host."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import gradstats as gs
+from tests.oracle import (
+    assert_products,
+    assert_sqnorms,
+    check_model,
+    flat,
+    oracle_gradients,
+    oracle_sqnorms,
+)
+
+B = 5
+
+
+def in_order(layer, x, lengths):
+    order = lengths.cpu().argsort(descending=True).to(x.device)
+    return layer(x[order])[0][order.argsort()]
+
+
+def indexed_on_the_host(layer, x, lengths):
+    order = lengths.cpu().argsort()
+    return layer(x[order])[0][order.argsort()]
+
+
+def packed(layer, x, lengths):
+    rows = pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
+    return pad_packed_sequence(layer(rows)[0], True)[0]
+
+
+def taken_out_of_padding(layer, x, lengths):
+    mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    result = x.new_zeros(*x.shape[:2], layer.hidden_size)
+    result[mask] = layer(x[mask][:, None])[0][:, 0]
+    return result
+
+
+class Model(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.before, self.after = nn.Linear(6, 4), nn.Linear(3, 2)
+        self.layer = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x, lengths):
+        return self.after(self.run(self.layer, self.before(x), lengths))
+
+
+def losses_of(model, batch):
+    return model(*batch).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("run", [in_order, indexed_on_the_host, packed, taken_out_of_padding])
+def test_uneven_sequences(run):
+    batch = torch.randn(B, 4, 6).cuda(), torch.tensor([2, 4, 1, 4, 3]).cuda()
+    check_model(Model(run).cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+class Tables(nn.Module):
+    """Rows of parameters picked by ids that lie on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.pairs = nn.Parameter(torch.randn(7, 3)), nn.Parameter(torch.randn(4, 7, 3))
+
+    def forward(self, x, ids):
+        return self.table[ids] * x + self.pairs[(x[..., 0] > 0).long(), ids] + self.table[2]
+
+
+def test_ids_on_the_host():
+    batch = torch.randn(B, 4, 3).cuda(), torch.randint(7, (B, 4))
+    check_model(Tables().cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+class Tokens(nn.Module):
+    """Tokens of examples of uneven length, taken out of their padding before they are looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.after = nn.Embedding(7, 3), nn.Linear(3, 2)
+
+    def forward(self, ids, lengths):
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        rows = self.after(self.table(ids[mask]).tanh())
+        result = rows.new_zeros(*ids.shape, 2)
+        result[mask] = rows
+        return result
+
+
+def test_tokens_taken_out_of_their_padding():
+    batch = torch.randint(7, (B, 4)).cuda(), torch.tensor([2, 4, 1, 4, 3]).cuda()
+    check_model(Tokens().cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+class Bags(nn.Module):
+    """Bags of tokens of examples in another order, as many for each or not."""
+
+    def __init__(self, even):
+        super().__init__()
+        self.even = even
+        self.table, self.after = nn.EmbeddingBag(7, 3), nn.Linear(3, 2)
+
+    def forward(self, ids, lengths):
+        order = torch.tensor([3, 1, 4, 0, 2], device=ids.device)
+        ids, lengths = ids[order], lengths[order]
+        if self.even:
+            bags = self.table(ids)
+        else:
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            bags = self.table(ids[mask], lengths.cumsum(0) - lengths)
+        return self.after(bags)[order.argsort()]
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_bags_of_tokens_in_another_order(even):
+    batch = torch.randint(7, (B, 4)).cuda(), torch.tensor([2, 4, 1, 4, 3]).cuda()
+    check_model(Bags(even).cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
+
+
+def test_packed_tokens():
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 2)).cuda()
+    lengths = torch.tensor([2, 4, 0, 1, 4])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).cuda()
+    owner = torch.arange(B).repeat_interleave(lengths).cuda()
+    ids = torch.randint(7, (11,)).cuda()
+
+    def losses(model, ids):
+        values = model(ids).square().sum(1)
+        return values.new_zeros(B).index_add(0, owner, values)
+
+    expected = oracle_sqnorms(model, ids, losses)
+    rows = flat(oracle_gradients(model, ids, losses))
+    stats = gs.per_example_norms(model, ids, losses, cu_seqlens=bounds, gram=True, alignment=True)
+    assert_sqnorms(stats, expected, 1e-3)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+    with gs.track(model, batch_size=B, cu_seqlens=bounds) as tracker:
+        tracker.backward(losses(model, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
