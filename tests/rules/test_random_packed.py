@@ -28,7 +28,8 @@ PROGRAMS, FOLLOWED = 350, {False: 195, True: 125}
 class Packed:
     """Examples in one row, and edges inside each of them."""
 
-    def __init__(self, draw: random.Random):
+    def __init__(self, draw: random.Random, dtype: torch.dtype = torch.float64):
+        self.dtype = dtype
         self.lengths = draw.choice(LENGTHS)
         self.count, self.most, self.size = len(self.lengths), max(self.lengths), sum(self.lengths)
         counts = torch.tensor(self.lengths)
@@ -42,7 +43,7 @@ class Packed:
         self.apart = self.owner[:, None] != self.owner
 
     def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, WIDTH, dtype=torch.float64)
+        return torch.zeros(*shape, WIDTH, dtype=self.dtype)
 
 
 def attended(p: Packed, rows: Tensor, others: Tensor) -> Tensor:
