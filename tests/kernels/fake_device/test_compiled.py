@@ -102,9 +102,11 @@ def launchers_on_the_cpu(monkeypatch):
 
 @pytest.mark.usefixtures("launchers_on_the_cpu", "graphs_run_on_cpus")
 def test_outputs_are_as_aligned_as_code_for_cuda_expects(monkeypatch):
+    from torch._inductor import graph
+
     # No code is made for the fake device: everything here lies on the CPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch._inductor.graph, "should_assume_input_aligned", lambda example: True)
+    monkeypatch.setattr(graph, "should_assume_input_aligned", lambda example: True)
     torch._dynamo.reset()
     model, batch = case()
     check(model, torch.compile(model), batch)
