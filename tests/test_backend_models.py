@@ -213,10 +213,8 @@ class Sequences(nn.Module):
     def __init__(self, kind, packed):
         super().__init__()
         self.packed = packed
-        self.before, self.layer = (
-            nn.Linear(12, 10),
-            kind(10, 24, 2, batch_first=True, bidirectional=True),
-        )
+        self.before = nn.Linear(12, 10)
+        self.layer = kind(10, 24, 2, batch_first=True, bidirectional=True)
         self.after = nn.Linear(48, 5)
 
     def forward(self, x):

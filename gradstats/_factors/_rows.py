@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -94,6 +94,11 @@ class Rows:
     @property
     def granule(self) -> int:
         return 1
+
+    def in_order(self) -> Rows:
+        """Return rows of examples in any order as a factor has them."""
+        example, order = self.example.sort(stable=True)
+        return replace(self, ids=self.ids[order], grad=self.grad[order], example=example)
 
     def narrow(self, start: int, stop: int) -> Rows:
         keep = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)

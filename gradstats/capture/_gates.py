@@ -9,6 +9,8 @@ forward and half a backward of the layer, in place of several kernels for each s
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +33,19 @@ def are_found_at_once(sweep: Sweep, rows: Tensor) -> bool:
 
 
 def find_at_once(
-    sweep: Sweep, inner: Tensor, starts: States, grad: Tensor | None, ends: States
+    sweep: Sweep,
+    inner: Tensor,
+    starts: States,
+    after: Tensor | None,
+    grad: Tensor | None,
+    ends: States,
 ) -> tuple[Tensor, Tensor, States]:
     """Return a layer's output, the gradients of its gates, and those of its initial states.
 
     Args:
         sweep: the layer.
         inner: what the input contributes to the gates, (rows, gates · H).
-        starts, grad, ends: as ``Sweep.pass_back`` takes them.
+        starts, after, grad, ends: as ``Sweep.pass_back`` takes them.
 
     Returns:
         (rows, H), (rows, gates · H) and (sequences, H) each; gradients of gates are those of what
@@ -60,19 +67,31 @@ def find_at_once(
     if grad is not None:
         results, grads = [output, *finals], [_laid_out(steps, cast(grad, weight.dtype)), *of_finals]
     of_read, *of_states = torch.autograd.grad(results, [read, *states], grads)
-    return _in_rows(steps, output.detach()), _in_rows(steps, of_read), [s[0] for s in of_states]
+    if after is None:
+        after = _in_rows(steps, output.detach())
+    return after, _in_rows(steps, of_read), [state[0] for state in of_states]
 
 
 def _run(sweep: Sweep, steps: Steps, read: Tensor, states: States, weights: list[Tensor]) -> Any:
     """Run PyTorch's layer, in training mode: cuDNN keeps what its backward needs in no other."""
     sizes = () if steps.even else (torch.tensor(steps.sizes),)
     layout = (False,) if steps.even else ()
-    given: Any = states if len(states) > 1 else states[0]
     options = sweep.state_bias is not None, 1, 0.0, True, False, *layout
+    with weights_apart():
+        return sweep.cell.layer(read, *sizes, as_given(states), weights, *options)
+
+
+@contextmanager
+def weights_apart() -> Iterator[None]:
+    """Have PyTorch not warn of weights that do not lie in memory as those of a whole module do."""
     with warnings.catch_warnings():
-        # The weights do not lie in memory as those of a module do.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single")
-        return sweep.cell.layer(read, *sizes, given, weights, *options)
+        yield
+
+
+def as_given(states: Sequence[Tensor]) -> Any:
+    """Return a layer's states as PyTorch takes them: a single one stands alone."""
+    return states if len(states) > 1 else states[0]
 
 
 def _laid_out(steps: Steps, rows: Tensor) -> Tensor:

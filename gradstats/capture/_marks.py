@@ -24,7 +24,6 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 
 SERIALS = itertools.count()
 
-
 # Constants found by any context, by id, for as long as they live: what a model computed without
 # data and kept is still constant in later contexts. They are listed here rather than marked on the
 # tensors, which the user may save.

@@ -340,8 +340,8 @@ class Sweep:
         """
         if are_found_at_once(self, rows):
             inner = linear(cast(rows, self.from_input.dtype), self.from_input, self.input_bias)
-            output, found, first = find_at_once(self, inner, starts, grad, ends)
-            before = self.steps.before(output if after is None else after, starts[0])
+            after, found, first = find_at_once(self, inner, starts, after, grad, ends)
+            before = self.steps.before(after, starts[0])
             return Passed(
                 found, self._outer_gradient(found, inner, before), before, None, None, first
             )

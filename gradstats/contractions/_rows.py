@@ -89,10 +89,9 @@ def _sums_of_equals(ids: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
 def merge(factors: list[Rows]) -> Rows:
     """Return the sum of several uses as one, rows in ascending order of example."""
     example = torch.cat([factor.example for factor in factors])
-    order = torch.argsort(example, stable=True)
     ids = torch.cat([factor.ids for factor in factors])
     grad = torch.cat([factor.grad for factor in factors])
     first = factors[0]
     lengths = [factor.longest for factor in factors if factor.longest is not None]
     longest = sum(lengths) if len(lengths) == len(factors) else None
-    return Rows(ids[order], grad[order], example[order], first.examples, first.shape, longest)
+    return Rows(ids, grad, example, first.examples, first.shape, longest).in_order()

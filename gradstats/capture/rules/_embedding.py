@@ -169,10 +169,8 @@ class BagFactors(Described):
     def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
         rows = grad[bag] * share.unsqueeze(1)
         owner = bag if self.examples.plain else self.examples.owner(bag.device)[bag]
-        if self.examples.order is not None:
-            owner, order = owner.sort(stable=True)
-            ids, rows = ids[order], rows[order]
-        return [Rows(ids.long(), rows, owner, self.examples.batch, self.shape)]
+        factor = Rows(ids.long(), rows, owner, self.examples.batch, self.shape)
+        return [factor if self.examples.order is None else factor.in_order()]
 
 
 def index(tracker, func, input, indices):

@@ -9,7 +9,6 @@ step, and so on. Packed sequences are rows already, of which later steps have fe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from gradstats._factors import Factor, cast, compute_dtype
 from gradstats.capture._examples import same_rows
+from gradstats.capture._gates import as_given, weights_apart
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
@@ -262,11 +262,10 @@ def _stack(
     def call(trains, data, states, weights):
         options = (bias, 1, 0.0, trains, bidirectional, *layout)
         if count == 1 or not data.is_cuda:
-            return func(data, *rows, _unlisted(states), weights, *options)
-        with warnings.catch_warnings():
-            # PyTorch warns that these weights lie between those of other layers.
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single")
-            return func(data, *rows, _unlisted(states), weights, *options)
+            return func(data, *rows, as_given(states), weights, *options)
+        with weights_apart():
+            # These lie between those of the other layers.
+            return func(data, *rows, as_given(states), weights, *options)
 
     finals = []
     for number in range(count):
@@ -305,7 +304,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     data, *states = (as_data(tracker, func, node, item, examples) for item in (input, *states))
 
     def call(data, states, weights):
-        result = func(data, _unlisted(states), *weights)
+        result = func(data, as_given(states), *weights)
         return result if isinstance(result, tuple) else (result,)
 
     operation = Recurrence(
@@ -352,10 +351,6 @@ def _product_dtype(data: Tensor) -> torch.dtype:
 
 def _listed(hx) -> list[Tensor]:
     return list(hx) if isinstance(hx, (list, tuple)) else [hx]
-
-
-def _unlisted(states: list[Tensor]):
-    return states if len(states) > 1 else states[0]
 
 
 RULES = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gradstats as gs
@@ -122,23 +123,25 @@ def test_bags_of_tokens_in_another_order(even):
     check_model(Bags(even).cuda(), batch, losses_of, rtol=1e-3, gradient_rtol=1e-4, fusing=(True,))
 
 
-def test_packed_tokens():
-    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 2)).cuda()
-    lengths = torch.tensor([2, 4, 0, 1, 4])
-    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).cuda()
-    owner = torch.arange(B).repeat_interleave(lengths).cuda()
-    ids = torch.randint(7, (11,)).cuda()
+@pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
+def test_packed_examples(tokens):
+    first = nn.Embedding(7, 6) if tokens else nn.Linear(4, 6)
+    model = nn.Sequential(first, nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)).cuda()
+    lengths = torch.tensor([3, 1, 0, 4])
+    bounds = functional.pad(lengths.cumsum(0), (1, 0)).cuda()
+    owner = torch.arange(4).repeat_interleave(lengths).cuda()
+    x = (torch.randint(7, (8,)) if tokens else torch.randn(8, 4)).cuda()
 
-    def losses(model, ids):
-        values = model(ids).square().sum(1)
-        return values.new_zeros(B).index_add(0, owner, values)
+    def losses(model, x):
+        values = model(x).square().sum(1)
+        return values.new_zeros(4).index_add(0, owner, values)
 
-    expected = oracle_sqnorms(model, ids, losses)
-    rows = flat(oracle_gradients(model, ids, losses))
-    stats = gs.per_example_norms(model, ids, losses, cu_seqlens=bounds, gram=True, alignment=True)
+    expected = oracle_sqnorms(model, x, losses)
+    rows = flat(oracle_gradients(model, x, losses))
+    stats = gs.per_example_norms(model, x, losses, cu_seqlens=bounds, gram=True, alignment=True)
     assert_sqnorms(stats, expected, 1e-3)
     assert_products(stats.gram, rows, rows, 1e-4)
     assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
-    with gs.track(model, batch_size=B, cu_seqlens=bounds) as tracker:
-        tracker.backward(losses(model, ids))
+    with gs.track(model, batch_size=4, cu_seqlens=bounds) as tracker:
+        tracker.backward(losses(model, x))
     assert_sqnorms(tracker.stats, expected, 1e-3)
