@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -120,17 +119,19 @@ class Patches:
         x = torch.nn.functional.pad(self.input, pad) if any(pad) else self.input
         examples, channels = x.shape[:2]
         groups, positions = geometry.groups, self.grad.shape[2:]
-        apart, between, *steps = x.stride()
         sizes = (channels // groups, *kernel)
-        strides = (between, *map(mul, steps, geometry.dilation))
-        jumps = tuple(map(mul, steps, geometry.stride))
+        # Not by strides: a compiled graph may keep its operands with others than it is traced with.
+        windows = x.unflatten(1, (groups, -1))
+        steps = zip(kernel, geometry.dilation, geometry.stride, positions, strict=True)
+        for axis, (size, apart, step, count) in enumerate(steps, 3):
+            windows = windows.unfold(axis, (size - 1) * apart + 1, step).narrow(axis, 0, count)
+            windows = windows[..., ::apart]
         # What is copied in one go is longer along the longer of the two last axes.
         rows_last = positions[-1] > kernel[-1]
-        order = (sizes, positions) if rows_last else (positions, sizes)
-        step = (*strides, *jumps) if rows_last else (*jumps, *strides)
-        windows = x.as_strided(
-            (examples, groups, *order[0], *order[1]), (apart, between * sizes[0], *step)
-        )
-        right = windows.reshape(examples, groups, product(order[0]), product(order[1]))
+        inner = 3 + len(positions)
+        places, offsets = range(3, inner), range(inner, windows.dim())
+        order = (2, *offsets, *places) if rows_last else (*places, 2, *offsets)
+        shape = (sizes, positions) if rows_last else (positions, sizes)
+        right = windows.permute(0, 1, *order).reshape(examples, groups, *map(product, shape))
         left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
         return Outer(left, right.mT if rows_last else right, self.shape)
