@@ -39,6 +39,21 @@ def _compiles_here() -> bool:
     return contexts != (None, None) or torch.compiler.is_compiling()
 
 
+def leave_graph(what: str) -> None:
+    """Stop recording a graph: what follows has to run in Python.
+
+    Args:
+        what: what cannot be part of a graph, for the message.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        # The user's function stands in no graph then. Under fullgraph=True the compiler reports
+        # this error.
+        raise RuntimeError(
+            f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
+            "without fullgraph=True: this part then runs eagerly inside a context."
+        )
+
+
 def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
     """Make a pure function of plain values remember its results, except where code is traced.
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import logging
 import operator
-import pkgutil
 import re
 from collections import Counter
-from dataclasses import is_dataclass
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 
 import gradstats as gs
-import gradstats.capture.rules
-from gradstats.capture._described import Described
-from gradstats.capture._linear import LinearFactors
+from gradstats.capture import _graphs
 from tests.functions import Kernel
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
@@ -32,6 +26,15 @@ pytestmark = [
     # torch.compile looks at .grad of what enters a graph; it hides the warning, not from pytest.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+
+
+@pytest.fixture
+def all_is_compiled(caplog):
+    """Raise for a graph that runs operation by operation."""
+    caplog.set_level(logging.INFO, _graphs.LOG.name)
+    yield
+    records = caplog.get_records("call")
+    assert [each.message for each in records if each.name == _graphs.LOG.name] == []
 
 
 class Tokens(nn.Module):
@@ -62,6 +65,7 @@ def models():
 
 
 # That Inductor takes such graphs is shown beside the kernels, on the fake device.
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("number", range(3))
 def test_fullgraph(number):
     torch._dynamo.reset()
@@ -131,8 +135,10 @@ class Positioned(nn.Module):
 
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
-def test_positions(kind, positions):
+def test_positions(kind, positions, request):
     """What meets no data inside a graph belongs to no example there either, T = B included."""
+    if kind != "expanded":  # which is looked up anew, and compared
+        request.getfixturevalue("all_is_compiled")
     torch._dynamo.reset()
     model = Positioned(kind, positions)
     batch = torch.randint(11, (B, positions)), torch.randint(3, (B,))
@@ -174,6 +180,7 @@ class Made(nn.Module):
         return self.head(hidden.tanh()).mean(1)
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_a_graph_makes_belongs_to_no_example(kind):
     torch._dynamo.reset()
@@ -209,35 +216,6 @@ def test_properties_of_parameters_are_read_in_a_graph():
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 
-def test_what_finds_factors_can_be_written_into_a_graph():
-    """As a constant, for which a graph has no node: it may be split anywhere."""
-    rules = [importlib.import_module(m.name) for m in pkgutil.iter_modules(
-        gradstats.capture.rules.__path__, "gradstats.capture.rules."
-    )]  # fmt: skip
-    found = {
-        item
-        for module in rules
-        for item in vars(module).values()
-        if inspect.isclass(item) and is_dataclass(item) and "__call__" in vars(item)
-    }
-    assert LinearFactors in found
-    assert [item.__name__ for item in found if not issubclass(item, Described)] == []
-    for number in range(3):
-        torch._dynamo.reset()
-        nodes = []
-
-        def keep(graph, inputs, nodes=nodes):
-            nodes += graph.graph.nodes
-            return lookup_backend("aot_eager")(graph, inputs)
-
-        model, batch = list(models())[number]
-        expected = oracle_sqnorms(model, batch, losses_of)
-        compiled = torch.compile(model, backend=keep)
-        assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
-        assert nodes
-        assert not [node for node in nodes if isinstance(node.target, type)]
-
-
 class Moved(nn.Module):
     """Examples that leave their axis inside the model and come back to it."""
 
@@ -258,6 +236,7 @@ class Moved(nn.Module):
         return self.head(x).mean(1)
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["sequence first", "folded", "heads"])
 def test_moved_examples(kind, positions):
@@ -303,6 +282,7 @@ class Rotary(nn.Module):
         return self.head(torch.cat((gate.sigmoid() * up, up), -1)).mean(1)
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("positions", [B, 5])
 def test_what_attention_is_made_of_stands_in_one_graph(positions):
     torch._dynamo.reset()
@@ -315,9 +295,12 @@ def test_what_attention_is_made_of_stands_in_one_graph(positions):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_language_model_of_hugging_face_is_one_graph():
+@pytest.mark.usefixtures("all_is_compiled")
+@pytest.mark.parametrize("name", ["GPT-2", "Qwen3", "ViT"])
+def test_models_of_hugging_face_are_one_graph(name):
+    """A tied table, positions that belong to no example, examples folded into rows: all of it."""
     pytest.importorskip("transformers")
-    (case,) = (case for case in hugging_face.CASES if case.name == "Qwen3")
+    (case,) = (case for case in hugging_face.CASES if case.name == name)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, batch = case.prepare()
@@ -389,6 +372,7 @@ class Masked(nn.Module):
         return self.head(mixed).mean(1)
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 def test_places_that_are_mapped_stand_in_a_graph():
     torch._dynamo.reset()
     model, batch = Masked(), (torch.randn(B, B, 8), torch.randint(3, (B,)))
@@ -412,14 +396,6 @@ def test_parts_that_cannot_stand_in_a_graph(kind):
         assert_sqnorms(tracker.stats, expected, 1e-5)
 
 
-def test_what_cannot_stand_in_a_graph_says_so_where_one_graph_is_demanded():
-    torch._dynamo.reset()
-    compiled = torch.compile(Computed(), backend="aot_eager", fullgraph=True)
-    batch = torch.randn(B, 5, 8), torch.randint(3, (B,))
-    with pytest.raises(Exception, match=r"matrix.*Compile without fullgraph=True"):
-        gs.per_example_norms(compiled, batch, losses_of)
-
-
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -440,10 +416,24 @@ class Tied(nn.Module):
         return self.head(self.embed(ids).tanh().mean(1))
 
 
-@pytest.mark.parametrize("model", [Reused, Tied])
-def test_shared_parameters(model):
-    """A model whose graph would hold several uses of a parameter runs without its graph."""
+class Slices(nn.Module):
+    """A parameter of which each use takes a part, computed from it first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x):
+        first, second = self.weights.exp().unbind()
+        return (x @ first).tanh() @ second.t()
+
+
+@pytest.mark.parametrize("model", [Reused, Tied, Slices])
+def test_a_graph_adds_up_all_uses_of_a_parameter(model, request):
+    if model is not Slices:  # which are computed anew, and compared
+        request.getfixturevalue("all_is_compiled")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = model()
     batch = torch.randn(B, 4), torch.randint(4, (B,))
     if isinstance(model, Tied):
@@ -455,28 +445,57 @@ def test_shared_parameters(model):
         with gs.track(compiled, batch_size=B) as tracker:
             losses_of(compiled, batch).mean().backward()
         assert_sqnorms(tracker.stats, expected, 1e-5)
-    # Outside a context the model is compiled as ever.
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    losses_of(compiled, batch)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_reused_module_in_the_first_graph_is_refused():
-    """A training step cannot be run again: the first one says what the next will do."""
+class Part(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+class Outside(nn.Module):
+    """A layer that is used inside a graph and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.part = Part(self.layer)
+
+    def forward(self, x):
+        return self.layer(self.part(x))
+
+
+def outside():
     torch._dynamo.reset()
-    model = Reused()
-    batch = torch.randn(B, 4), torch.randint(4, (B,))
+    model, batch = Outside(), (torch.randn(B, 4), torch.randint(4, (B,)))
     expected = oracle_sqnorms(model, batch, losses_of)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.part.compile(backend="aot_eager")
+    return model, batch, expected
+
+
+def test_uses_in_a_graph_and_outside_of_it():
+    model, batch, expected = outside()
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+
+
+def test_uses_in_a_graph_and_outside_of_it_are_refused_in_the_first_step():
+    """A training step cannot be run again: the first one says what the next will do."""
+    model, batch, expected = outside()
 
     def step():
-        with gs.track(compiled, batch_size=B) as tracker:
-            losses_of(compiled, batch).mean().backward()
+        with gs.track(model, batch_size=B) as tracker:
+            losses_of(model, batch).mean().backward()
         return tracker.stats
 
     with pytest.raises(gs.CoverageError, match=r"'layer.weight', 'layer.bias'.*more than once"):
         step()
-    assert_sqnorms(step(), expected, 1e-5)
+    for _ in range(2):
+        assert_sqnorms(step(), expected, 1e-5)
 
 
 class Halved(torch.autograd.Function):
@@ -519,6 +538,15 @@ def test_a_function_of_a_parameter_in_a_graph(twice, derived):
         assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 
+def test_what_cannot_stand_in_a_graph_says_so_where_one_graph_is_demanded():
+    torch._dynamo.reset()
+    model = UsesFunction(lambda layer, x: layer(x) * Halved.apply(layer.bias))
+    batch = torch.randn(B, 5), torch.randint(5, (B,))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"contains .*apply\. Compile without fullgraph=True"):
+        gs.per_example_norms(compiled, batch, losses_of)
+
+
 def test_a_function_of_data_and_a_parameter_in_a_graph_is_refused():
     """The graph takes the parameter, and reports its other use alone."""
     torch._dynamo.reset()
@@ -559,6 +587,7 @@ def check_between(function, examples=B, **options):
 GETTERS = ["T", "mT", "H", "mH"]
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 def test_getters_that_transpose():
     def there_and_back(hidden):
         for name in GETTERS:
@@ -638,5 +667,6 @@ def test_rows_assigned_to_those_of_other_examples_are_refused(assign):
         check_between(lambda hidden: assign(hidden.clone(), ORDER, hidden.sin()))
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 def test_constants_that_are_written_into_data_stay_in_the_graph():
     check_between(lambda hidden: assigned(hidden.clone(), (slice(None), 0), 0.5), fullgraph=True)

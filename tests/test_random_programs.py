@@ -17,6 +17,8 @@ import gradstats as gs
 from tests.oracle import oracle_sqnorms
 
 PROGRAMS = 300
+# Compiling one takes as long as running hundreds.
+COMPILED = 40
 
 
 def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
@@ -306,3 +308,36 @@ def test_norms_are_right_or_refused(start, batch_dim):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, msg=message)
         right += 1
     assert right > PROGRAMS / 10  # most others mix their examples
+
+
+@pytest.mark.usefixtures("graphs_run_on_cpus")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_graphs_are_followed_as_eager_code_is():
+    """What is right eagerly is right when compiled, and what is refused is refused."""
+    right = 0
+    for seed in range(COMPILED):
+        model = Program(seed, batch_dim=0)
+        if model.axis is None:
+            continue
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        found = []
+        for each in (model, compiled):
+            try:
+                found.append(gs.per_example_norms(each, model.batch, losses).sqnorm)
+            except gs.GradStatsError as error:
+                found.append(type(error))
+            except torch._dynamo.exc.TorchDynamoException as error:
+                with pytest.raises(type(error)):
+                    losses(compiled, model.batch)  # outside of contexts too
+                break
+        else:
+            eagerly, in_graphs = found
+            if not isinstance(eagerly, torch.Tensor):
+                assert isinstance(in_graphs, type), f"seed {seed}"
+                continue
+            assert isinstance(in_graphs, torch.Tensor), f"seed {seed}: {in_graphs}"
+            torch.testing.assert_close(in_graphs, eagerly, rtol=1e-7, atol=1e-9, msg=f"seed {seed}")
+            right += 1
+    assert right > COMPILED / 10

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -153,3 +156,147 @@ def test_a_graph_that_fails_leaves_the_modes_as_they_were():
         tracker.backward(losses_of(model, batch))
         assert _get_current_function_mode_stack() == before
     assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
+class Weighted(Compiled):
+    """Takes what it weights its values by from outside of its graph."""
+
+    def forward(self, x, weights):
+        return super().forward(x) * weights
+
+
+class Choosing(nn.Module):
+    """Calls one graph with operands of several kinds, all of one shape, B positions long."""
+
+    def __init__(self):
+        super().__init__()
+        self.graph = Weighted(nn.Linear(8, 8), nn.Tanh())
+        self.embed, self.last = nn.Embedding(11, 8), nn.Linear(8, 3)
+        self.trained = nn.Parameter(torch.randn(B, 8))
+        self.register_buffer("kept", torch.randn(B, 8))
+        self.kind = ""
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        weights = {
+            "constant": lambda: self.kept.cos(),
+            "derived": lambda: self.trained.sin(),
+            "data": lambda: self.embed(ids[:, 0]),
+            "turned": lambda: self.embed(ids[:, :B]).mean(1).flip(0),
+        }[self.kind]()
+        pooled = hidden.mean(1)
+        return self.last(self.graph(pooled, weights) if self.kind != "constant" else
+                         self.graph(hidden, weights).mean(1))  # fmt: skip
+
+
+def test_a_graph_is_given_other_operands_than_it_was_traced_with():
+    """Shapes and types agree, so that the compiler takes the graph that it has."""
+    model, batch = batch_of(Choosing)
+    for kind in ("data", "derived", "data", "constant", "data"):
+        model.kind = kind
+        expected = oracle_sqnorms(model, batch, losses_of)
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+    model.kind = "turned"
+    with pytest.raises(gs.ExampleAxisError, match="MulBackward0 combines"):
+        gs.per_example_norms(model, batch, losses_of)
+
+
+class Several(nn.Module):
+    """A graph that returns, beside its values, what belongs to no example or lies elsewhere."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embed, self.table = nn.Embedding(11, 8), nn.Parameter(torch.randn(B, 8))
+        self.compile(backend="aot_eager", fullgraph=True)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        others = {
+            "positions": lambda: torch.arange(ids.shape[1]),
+            "table": lambda: self.table.tanh(),
+            "folded": lambda: hidden.flatten(0, 1),
+            "turned": lambda: hidden.transpose(0, 1),
+        }
+        return hidden, others[self.kind]()
+
+
+class Returning(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.part, self.last = Several(kind), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        hidden, other = self.part(ids)
+        if self.kind == "positions":
+            return self.last(hidden * self.part.table[other]).mean(1)
+        if self.kind == "table":
+            return self.last(hidden * other).mean(1)
+        sums = self.last(other).tanh()
+        sums = sums.view(B, -1, 3).sum(1) if self.kind == "folded" else sums.sum(0)
+        return self.last(hidden).mean(1) + sums
+
+
+@pytest.mark.parametrize("kind", ["positions", "table", "folded", "turned"])
+def test_what_graphs_return_is_followed_outside_of_them(kind):
+    """With as many positions as examples no shape tells what is what."""
+    model, batch = batch_of(lambda: Returning(kind))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+
+
+def test_a_backend_that_traces_nothing():
+    model, batch = batch_of(After)
+    model.positions = None
+    model.last.compile(backend="eager", fullgraph=True)
+    expected = oracle_sqnorms(model, batch, losses_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "dilation": 2}, {"groups": 2, "stride": 2}])
+def test_no_graph_relies_on_the_strides_of_what_it_keeps(options):
+    """Inductor may keep operands of a convolution with others than they were traced with."""
+    targets = set()
+
+    def note(graph, inputs):
+        targets.update(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    layers = nn.Conv2d(2, 4, 3, **options), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    batch = torch.randn(B, 2, 9, 9).double(), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=note))
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses_of(compiled, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert torch.ops.aten.convolution.default in targets
+    assert torch.ops.aten.as_strided.default not in targets
+
+
+def test_rows_of_examples_as_long_as_they_vary():
+    """A graph that returns them folded does not know how many rows an example has."""
+    model, _ = batch_of(lambda: Returning("folded").double())
+    for length in (5, 7, 9, 6):
+        batch = torch.randint(11, (B, length)), torch.randint(3, (B,))
+        expected = oracle_sqnorms(model, batch, losses_of)
+        assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
+
+
+class Meeting(Compiled):
+    """Adds one number of every example to the values of each, along the wrong axis."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return functional.linear(hidden, torch.eye(B), hidden[:, 0])
+
+
+def test_examples_that_meet_in_a_graph_are_refused():
+    torch._dynamo.reset()
+    model = Meeting(nn.Linear(4, B), nn.Tanh())
+    with pytest.raises(gs.CoupledExamplesError, match="different examples"):
+        gs.per_example_norms(model, (torch.randn(B, 4), torch.randint(3, (B,))), losses_of)

@@ -2,6 +2,7 @@
 
 One context
     _tracker     entering and leaving it, what it knows
+    _context     what operations, rules and uses ask of it
     _selection   which parameters are measured; what is to be known of a model beforehand
     _sharded     parameters that fully_shard shards
     _attributes  what modules keep in plain attributes
@@ -28,7 +29,6 @@ What is tracked
 
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation; _modes on the thread's stack of them
-    _traced      operations that the compiler does not show it, made visible
     _derivatives backward and torch.autograd.grad inside a context
     _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples
@@ -57,7 +57,6 @@ Where a parameter meets data
     rules/       one file for each family of operations
     _registered  users' own operations
     _uses        what all uses share, and how their factors reach the parameters
-    _described   how compiled graphs hold them
     _hooked      uses as a hook on the node of PyTorch's own operation; small ones are contracted
     _together    together; as autograd Functions:
     _linear      products with a weight matrix
@@ -69,4 +68,8 @@ Where a parameter meets data
     _opened, _grafted            functions of PyTorch's taken apart; operations beside others
     _graph       nodes of autograd graphs that are known by their type
     _engine      the autograd engine
+
+Compiled models
+    _graphs      what the compiler calls in place of a graph that it recorded inside a context
+    _followed    what such a graph consists of, followed while its backend traces it
 """

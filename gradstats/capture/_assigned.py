@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradstats._compiler import leave_graph
 from gradstats.capture._examples import Examples
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._modes import innermost_mode
 from gradstats.capture._tensors import node_of
 from gradstats.errors import ExampleAxisError
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 
 def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
@@ -58,7 +58,7 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
     return tensor
 
 
-def _note(tracker: Tracker, tensor: Tensor, owner: Tensor, dim: int) -> None:
+def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
     """Note which example each row of a tensor belongs to, or raise."""
     if not isinstance(tensor, Tensor):
         raise ExampleAxisError(

@@ -12,7 +12,7 @@ from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture._lean_steps import rearranged_root
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import attach, fuse, report, unseen, use_of
+from gradstats.capture._uses import Use, attach, fuse, unseen
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
@@ -123,8 +123,7 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
 
 def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
     """Return x ∘ value or x + value of a tracked tensor, with its statistics attached."""
-    use, probes = use_of([node])
-    return attach(BroadcastUse, use, tracker.settings, plan, multiply, x, node.value, *probes)
+    return attach(BroadcastUse, Use([node]), tracker.settings, plan, multiply, x, node.value)
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):
@@ -140,7 +139,7 @@ class BroadcastUse(torch.autograd.Function):
     """x ∘ w or x + b whose backward computes all gradients and the squared norms in one pass."""
 
     @staticmethod
-    def forward(ctx, use, settings, plan, multiply, x, value, *probes):
+    def forward(ctx, use, settings, plan, multiply, x, value):
         ctx.use, ctx.settings, ctx.plan, ctx.multiply = use, settings, plan, multiply
         ctx.dtypes = x.dtype, value.dtype
         if not multiply:
@@ -152,7 +151,7 @@ class BroadcastUse(torch.autograd.Function):
     @unseen(_broadcast_again)
     def backward(ctx, grad, x=None, value=None):
         use, settings, plan = ctx.use, ctx.settings, ctx.plan
-        want_x, want_value = ctx.needs_input_grad[4:6]
+        _, _, _, _, want_x, want_value = ctx.needs_input_grad
         want_value = want_value and settings.weight_gradients
         factor = plan.factor(grad, x)
         (node,) = use.nodes
@@ -163,19 +162,19 @@ class BroadcastUse(torch.autograd.Function):
             if want_value:
                 reported = summed(factor)
                 total = reported.values.sum(0)
-            reports = report(use, settings, [reported])
+            use.deliver([reported])
         elif want_x and ctx.multiply and not factor.shared:
             wanted = True, ctx.dtypes[1] if want_value else None
             norms, total, rows = _triton_layers.elementwise(factor, value.flatten(), wanted)
             assert rows is not None
             grad_x = plan.restore(rows, x)
-            reports = report(use, settings, [Fused(None, norms, total)])
+            use.deliver([Fused(None, norms, total)])
         else:
             fused = fuse(factor, settings, want_value, ctx.dtypes[1])
             total = fused.total
-            reports = report(use, settings, [fused])
+            use.deliver([fused])
         if want_x and grad_x is None:
             grad_x = (grad * value if ctx.multiply else grad).to(ctx.dtypes[0])
         if total is not None:
             total = total.to(ctx.dtypes[1])
-        return (None, None, None, None, grad_x, total, *reports)
+        return None, None, None, None, grad_x, total

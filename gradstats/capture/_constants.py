@@ -21,43 +21,26 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from gradstats._compiler import imported_compiler, is_compiling
+from gradstats._compiler import imported_compiler, is_compiling, leave_graph
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
-from gradstats.capture._convolution import ConvolutionUse
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derivatives import backward, backward_of_one, gradients
-from gradstats.capture._following import has_roles
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
-from gradstats.capture._layout import is_followed, may_move
-from gradstats.capture._linear import LinearUse
 from gradstats.capture._modes import ContextMode, is_closed, take_off
+from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
-from gradstats.capture._operations import (
-    OPAQUE,
-    QUESTIONS,
-    broadcasts,
-    is_in_place,
-    keeps,
-    places_changed,
-    takes_batch_first,
-)
-from gradstats.capture._reductions import axes_of, is_over_axes
+from gradstats.capture._operations import OPAQUE, QUESTIONS
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
-from gradstats.capture._results import follow_results, is_watched
-from gradstats.capture._signatures import read_signatures
+from gradstats.capture._results import follow_results
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
-from gradstats.capture._traced import GETTERS, show_what_is_traced
 from gradstats.capture._transforms import check_hidden, transform_level
-from gradstats.capture._uses import Tap
-from gradstats.capture._views import ExampleView
-from gradstats.capture._writes import is_write
-from gradstats.capture.rules._per_example import number_of
+from gradstats.capture.rules import is_registered
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 # Operand types without a __torch_function__ of anybody else's.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -68,17 +51,6 @@ def may_return_nothing(func) -> bool:
     return func is Tensor.__setitem__ or type(func) in OPAQUE
 
 
-# Functions that look operations up in large tables. To a graph that is traced their results are
-# constants: it would guard every entry of a table that it saw, and compare all of them each time
-# it is entered, which takes longer than the graph itself.
-LOOKS_UP = (
-    is_watched, is_followed, is_over_axes, axes_of, may_move, keeps, broadcasts, takes_batch_first,
-    is_in_place, is_write, places_changed, has_roles, number_of,
-)  # fmt: skip
-
-# What stands in graphs as one call each.
-IN_GRAPHS = LinearUse, ConvolutionUse, ExampleView, Tap
-
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
@@ -86,7 +58,7 @@ FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 class ConstantTracking(ContextMode):
     """Marks what is computed from constants alone, and watches for what couples examples."""
 
-    def __init__(self, tracker: Tracker):
+    def __init__(self, tracker: Context):
         super().__init__(tracker)
         if imported_compiler() is not None:
             prepare_for_compiler()
@@ -102,23 +74,29 @@ class ConstantTracking(ContextMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_compiling():
-            if func is Tensor.__iter__:  # PyTorch 2.11 shows the iterator, and none of the rows
-                return iter(self.__torch_function__(Tensor.unbind, types, args))
-            if func is Tensor.unflatten:  # a function in Python, whose super() cannot be traced
-                func = torch.unflatten
-            result = func(*args, **kwargs)
-            # But not where PyTorch itself inspects the operands of what it traces.
-            followed = isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func)
-            if torch.compiler.is_dynamo_compiling() and followed:
-                follow_results(self.tracker, GETTERS.get(func, func), args, kwargs, result)
-            return result
+            return self._record(func, args, kwargs)
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)
         # Between graphs the compiler would try to trace this handler too.
         return outside_graphs()(self, func, types, args, kwargs)
 
+    def _record(self, func, args, kwargs):
+        """Run an operation that the compiler records, or one with which it inspects operands.
+
+        What is recorded is followed when the graph is traced (see ``_graphs``).
+        """
+        if torch.compiler.is_dynamo_compiling():
+            # The compiler guards what it compares: for a context of another form it records anew.
+            if self.tracker.form == "":
+                leave_graph("what is followed by a context that runs no graphs")
+            if is_registered(func):
+                leave_graph(f"{function_name(func)}, which has a registered rule")
+        if func is Tensor.unflatten:  # a function in Python, whose super() cannot be traced
+            func = torch.unflatten
+        return func(*args, **kwargs)
+
     def handle(self, func, types, args, kwargs):
-        """Run one operation of the user's code, eagerly."""
+        """Run one operation of the user's code."""
         if self.tracker.closed or self.tracker.fetching:
             # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
@@ -231,15 +209,11 @@ def prepare_for_compiler() -> None:
     Traced as a frame of its own, the handler would believe that it runs inside a graph. So would
     the function in place of ``apply``, and ``is_compiling`` itself.
     """
-    read_signatures()
     handler = ConstantTracking.__torch_function__
     for function in (handler, outside_graphs.__wrapped__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
-    for function in LOOKS_UP:
-        torch.compiler.assume_constant_result(function)
-    for function in IN_GRAPHS:
-        torch.compiler.allow_in_graph(function)
-    show_what_is_traced()
+    # To a graph its result is a constant: it would guard every entry of the table.
+    torch.compiler.assume_constant_result(is_registered)
 
 
 @cache

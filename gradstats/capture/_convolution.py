@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import (
     ConvolutionGeometry,
@@ -18,16 +19,15 @@ from gradstats._factors import (
     Vector,
     compute_dtype,
 )
-from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report, outer_factor
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
+from gradstats.capture._uses import Settings, Use, attach, derived, fuse, unseen
 from gradstats.contractions import Fused, _triton, on_chip
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionFactors(Described):
+class ConvolutionFactors:
     """The factors of a convolution.
 
     Attributes:
@@ -128,14 +128,14 @@ def _channel_sum(grad: Tensor) -> Tensor:
     return grad.sum((0, *range(2, grad.dim())), dtype=compute_dtype(grad))
 
 
-class ConvolutionUse(InGraph):
+class ConvolutionUse(torch.autograd.Function):
     """A convolution whose backward computes weight gradient and squared norms in one pass.
 
     Shapes: x (B, C, *spatial), the weight as ``ConvolutionFactors`` has it.
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, x, weight, bias, *probes):
+    def forward(ctx, use, settings, layer, x, weight, bias):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -146,15 +146,15 @@ class ConvolutionUse(InGraph):
     def backward(ctx, grad, x, weight):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
         weight_is_data, bias_is_data = layer.data
-        _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
+        _, _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
         want_weight = want_weight and (settings.weight_gradients or weight_is_data)
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         grad_weight = grad_bias = None
         if layer.weight:
             patches = convolution_factor(layer.examples, grad, x, layer.shape, layer.call)
-            sole = on_chip(patches) if use is None else use.is_sole(0)
-            if sole and want_weight and settings.fused:
+            here = use.is_sole(0) and (on_chip(patches) or not is_compiling())
+            if here and want_weight and settings.fused:
                 fused = fuse(patches, settings, want_sum=True)
                 assert fused.total is not None
                 grad_weight = fused.total.to(weight.dtype)
@@ -172,13 +172,13 @@ class ConvolutionUse(InGraph):
                 grad_bias = total.to(ctx.bias_dtype)
         elif want_bias:
             grad_bias = _channel_sum(grad).to(ctx.bias_dtype)
-        reports = report(use, settings, factors)
+        use.deliver(factors)
         grad_x = None
         if want_x or want_weight:
             wanted = [want_x, want_weight, False]
             grad_x, native, _ = convolution_gradients(layer.call, grad, x, weight, wanted)
             grad_weight = native if want_weight else grad_weight
-        return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+        return None, None, None, grad_x, grad_weight, grad_bias
 
 
 def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:

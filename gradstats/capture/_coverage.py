@@ -18,7 +18,7 @@ from gradstats.capture._uses import Use
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 
 def check_data(losses: Iterable[Tensor]) -> None:
@@ -37,7 +37,7 @@ def check_data(losses: Iterable[Tensor]) -> None:
             )
 
 
-def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
+def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     """Walk the graph from ``start`` and return the nodes that report uses.
 
     Raise for a use that was not tracked, and where the losses depend on an operation in which
@@ -93,7 +93,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
             leaf = child.variable  # type: ignore[attr-defined]
             if id(leaf) in probes:
                 continue
-            tracker.sharded.check_known(leaf)
+            tracker.check_leaf(leaf)
             root = node_of(leaf)
             if not isinstance(root, Root) or root not in roots:
                 others.append(leaf)  # not tracked, or not by this context
@@ -111,7 +111,7 @@ def check_coverage(tracker: Tracker, start: list) -> list[GraphNode]:
     return reporting
 
 
-def where_examples_met(tracker: Tracker, tensor: Tensor) -> str:
+def where_examples_met(tracker: Context, tensor: Tensor) -> str:
     """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
     for node in nodes_behind(tensor):
         if node in tracker.coupled:

@@ -9,7 +9,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
@@ -204,7 +203,7 @@ class Data(Written):
             result: what the rule returns.
             examples: where the examples lie in it.
         """
-        if examples.segments is not None or is_compiling():
+        if examples.segments is not None:
             return
         if examples is not self._contract:
             self.place(result, examples)

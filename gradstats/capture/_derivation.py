@@ -19,7 +19,7 @@ from gradstats.capture._nodes import Node, Root, same_storage
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 # Operations that may change operands other than the first: the user's running statistics.
 UPDATES = frozenset(
@@ -44,7 +44,7 @@ class Derived(Node):
 
     def __init__(
         self,
-        tracker: Tracker,
+        tracker: Context,
         value: Tensor,
         function: Callable[..., Any],
         args: tuple[Any, ...],
@@ -109,7 +109,7 @@ class Derived(Node):
         return not any(
             (other.aliased or other.shown() is not None) and same_storage(other.value, self._value)
             for other in self.tracker.shown.values()
-            if other is not self
+            if isinstance(other, Derived) and other is not self
         )
 
     def describe(self) -> str:

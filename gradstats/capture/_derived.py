@@ -14,21 +14,18 @@ from torch import Tensor
 
 from gradstats.capture._derivation import Derived
 from gradstats.capture._drawn import DRAWS, Draw
-from gradstats.capture._marks import CONSTANTS, leave_graph
+from gradstats.capture._marks import CONSTANTS
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, value_of, wrap
+from gradstats.capture._tensors import DerivedTensor, node_of, show, value_of, wrap
 
 
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     if is_about_object(func):
         return note_alias(func(*args, **kwargs), args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        described = first_node(*operands_of(args, kwargs)).describe()
-        leave_graph(f"a computation without data on {described}")
 
     def as_node(item):
         node = node_of(item)

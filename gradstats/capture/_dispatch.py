@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild
@@ -48,16 +46,8 @@ def dispatch(
     operands: Sequence[Tensor],
 ):
     """Run an operation that has a tracked tensor among its operands."""
-    if torch.compiler.is_dynamo_compiling() and reads_property(func):
-        # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
-        # move into the next block: the compiler of PyTorch 2.11 would then leave the mode off for
-        # the whole graph.
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            # This may be the forward of an autograd Function, whose uses no graph would show.
-            leave_graph("a parameter where gradients are not recorded")
             if tracker.seen is not None and not reads_property(func):
                 tracker.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
@@ -82,7 +72,6 @@ def dispatch(
             # The result is dense in either case.
             args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
         if found.complex:
-            leave_graph(f"complex numbers with {nodes[0].describe()}")
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
@@ -116,8 +105,6 @@ def _found_among(tracker, func, operands: Sequence[Tensor]) -> _Found:
             data = data or tracker.is_data(item)
             continue
         nodes.append(node)
-        if isinstance(node, Derived):
-            leave_graph(node.describe)
         if node.tracker is not tracker:
             raise TrackingError(
                 f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Segments
-from gradstats.capture._described import Described
 
 # For messages about an unexpected number of rows.
 WHERE_THE_NUMBER_IS_FROM = (
@@ -19,7 +18,7 @@ WHERE_THE_NUMBER_IS_FROM = (
 
 
 @dataclass(frozen=True)
-class Examples(Described):
+class Examples:
     """Where the examples of a tensor lie.
 
     Attributes:

@@ -30,7 +30,7 @@ from gradstats.capture._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 # The class whose ``apply`` every ``Function.apply`` calls, even one kept from before all contexts.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
@@ -80,7 +80,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     mode = innermost_mode()
     if mode is None:
         return inner(*args, **kwargs)
-    tracker: Tracker = mode.tracker
+    tracker: Context = mode.tracker
     operands = operands_of(args, kwargs)
     nodes = [node for node in map(node_of, operands) if node is not None]
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed

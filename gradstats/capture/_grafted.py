@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradstats._complex import as_real
 from gradstats.capture._derivation import Derived
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Node
@@ -31,7 +30,6 @@ class Grafted:
         self.decomposition = decomposition
 
     def __call__(self, tracker, func, *args, **kwargs):
-        leave_graph(f"{function_name(func)}, which has a registered rule")
         trains = tracker.settings.weight_gradients
 
         def own(item):
@@ -219,7 +217,6 @@ class Composed:
     def __call__(self, tracker, func, *args, **kwargs):
         if tracker.settings.exact:
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
-        leave_graph(f"{function_name(func)}, which is written with other operations")
         return watched(tracker, self.composition, *args, **kwargs)
 
 

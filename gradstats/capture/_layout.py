@@ -113,7 +113,9 @@ def aligned(func, args: Sequence[Any]) -> bool:
     Broadcasting aligns axes from the right, so the examples of one may meet positions of another.
     """
     for item in args[1:]:
-        if type(item) is Tensor and (item.requires_grad or item.dim() > args[0].dim()):
+        if not isinstance(item, Tensor) or node_of(item) is not None:
+            continue
+        if item.requires_grad or item.dim() > args[0].dim():
             if func in SHARED or item.dim() != args[0].dim():
                 return False
     return True

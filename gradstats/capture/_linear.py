@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
@@ -19,17 +20,16 @@ from gradstats._factors import (
     cast,
     compute_dtype,
 )
-from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._together import is_small
-from gradstats.capture._uses import Settings, Use, attach, derived, fuse, report, unseen
+from gradstats.capture._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
 from gradstats.contractions import Contraction, Fused, _triton, on_chip, one_position, summed
 from gradstats.contractions._multiply import multiply, pays
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFactors(Described):
+class LinearFactors:
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
@@ -121,22 +121,23 @@ def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     return found
 
 
-class LinearUse(InGraph):
+class LinearUse(torch.autograd.Function):
     """A linear layer whose backward computes norms together with the weight gradient.
 
     Shapes: x (B, *, d_in), weight (d_out, d_in) or (d_in, d_out), bias (d_out,) or None.
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, x, weight, bias, *probes):
+    def forward(ctx, use, settings, layer, x, weight, bias):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
         ctx.save_for_backward(x, weight)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
         if x.dim() == 2:
             return result
-        # With more than two axes it is a view, which a later relu_ could not change in place.
-        return result.detach()
+        # With more than two axes it is a view, which a later relu_ could not change in place. A
+        # view of that in turn would leave a graph without its gradient.
+        return free_of_views(result) if is_compiling() else result.detach()
 
     @staticmethod
     @unseen(_linear_again)
@@ -144,7 +145,7 @@ class LinearUse(InGraph):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
         weight_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_weight = grad_bias = None
-        _, _, _, want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
+        _, _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
         weight_is_data, bias_is_data = layer.data
         want_weight = want_weight and (settings.weight_gradients or weight_is_data)
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
@@ -170,7 +171,7 @@ class LinearUse(InGraph):
                 grad_bias = cast(total, bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
-        reports = report(use, settings, factors)
+        use.deliver(factors)
         # Last, so that the layer below finds its gradient still in the cache.
         if want_x:
             weight = cast(weight, grad.dtype)
@@ -179,7 +180,7 @@ class LinearUse(InGraph):
             # from layer to layer in the training gradients.
             product = torch.mm if settings.weight_gradients else multiply
             grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
-        return (None, None, None, grad_x, grad_weight, grad_bias, *reports)
+        return None, None, None, grad_x, grad_weight, grad_bias
 
 
 def is_pytorchs_own(
@@ -211,15 +212,15 @@ def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_contracted_here(
-    use: Use | None, settings: Settings, factor: Outer | Ragged, want_sum: bool
+    use: Use, settings: Settings, factor: Outer | Ragged, want_sum: bool
 ) -> bool:
     """Whether the norms of a weight's factor are computed in the backward of its layer.
 
     In a graph they are where a kernel gives both: loops over the examples would be unrolled there.
     """
     with_sum = want_sum and settings.fused
-    if use is None:
-        return with_sum and on_chip(factor)
+    if is_compiling() and not on_chip(factor):
+        return False
     # A consumer that wants no sum has its own way to norms and products.
     if use.is_sole(0):
         return with_sum or settings.consumer is None
@@ -265,7 +266,7 @@ def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vecto
 
 
 def bias_report(
-    use: Use | None,
+    use: Use,
     settings: Settings,
     factor: Vector | Elementwise,
     place: int,
@@ -280,7 +281,7 @@ def bias_report(
         wanted: the dtype in which the bias's gradient is wanted, though it may come in another;
             None where it is not wanted.
     """
-    sole = use is None or (settings.consumer is None and use.is_sole(place))
+    sole = settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):
         fused = fuse(factor, settings, wanted is not None, wanted)
         return fused, fused.total

@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Mixed, Whole
 from gradstats.capture._filled import Filling
@@ -33,24 +32,24 @@ CONSTANTS: dict[int, ref[Tensor]] = {}
 # What is noted on tensors of data, each with the serial number of the context first.
 MARKS = ("_gradstats_layout", "_gradstats_blank", "_gradstats_sum", "_gradstats_filling")
 
+
+class Note(NamedTuple):
+    """What is known of a tensor, so that it can be noted on another that was computed alike.
+
+    Attributes:
+        constant: whether it belongs to no example.
+        place: where its examples lie; None where they lie as the contract says.
+        is_sum, is_blank: see ``mark_sum``, ``mark_blank``.
+    """
+
+    constant: bool
+    place: Examples | Whole | Mixed | None
+    is_sum: bool
+    is_blank: bool
+
+
 # Errors raised where values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
-
-
-def leave_graph(what: str | Callable[[], str]) -> None:
-    """Stop tracing a graph: what follows has to be recorded in Python.
-
-    Args:
-        what: what cannot be part of a graph, for the message; a function where that takes time.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        what = what if isinstance(what, str) else what()
-        # The user's function stands in no graph then: one that began after this operation would be
-        # traced anew in every context. Under fullgraph=True the compiler reports this error.
-        raise RuntimeError(
-            f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
-            "without fullgraph=True: this part then runs eagerly inside a context."
-        )
 
 
 class Marks:
@@ -73,8 +72,6 @@ class Marks:
             of their size. If not, results are exact too, but computing with such tensors and
             parameters takes longer.
         maps_examples: whether the running torch.vmap maps everything it was given over examples.
-        maps_places: whether, while a graph is traced, torch.vmap maps over something else.
-        seen_by_graphs: whether graphs may be traced, which find constants by marks on the tensors.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -86,8 +83,7 @@ class Marks:
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
-        self.maps_examples = self.maps_places = False
-        self.seen_by_graphs = False
+        self.maps_examples = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self._contract.along(batch_dim + 1)
         # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
@@ -109,22 +105,18 @@ class Marks:
     def keep_data(self, tensors: Iterable[Tensor]) -> None:
         """Treat tensors as data, even if the model keeps them from an earlier batch."""
         for tensor in tensors:
-            _unmark(self._constants.pop(id(tensor), None))
+            if self._constants.pop(id(tensor), None) is not None:
+                CONSTANTS.pop(id(tensor), None)
 
     def take_batch(self, tensors: Iterable[Tensor]) -> None:
         """Treat the tensors of a batch as data, even if an earlier context found them constant."""
         for tensor in tensors:
             self._constants.pop(id(tensor), None)
-            _unmark(tensor)
+            CONSTANTS.pop(id(tensor), None)
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether the model keeps a tensor, so that it outlives the context."""
         return id(tensor) in self._constants
-
-    def mark_kept(self) -> None:
-        """Mark the tensors that the model keeps as constants for graphs traced from now on."""
-        for tensor in self._constants.values():
-            tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def forget_marks(self) -> None:
         """Remove the marks from the model's tensors and from data."""
@@ -136,24 +128,19 @@ class Marks:
                 if getattr(marked, name, (None,))[0] == self.serial:
                     delattr(marked, name)
         self._marked.clear()
-        for tensor in self._constants.values():
-            _unmark(tensor)
         self._constants.clear()
         self._written.clear()
         self._rearranged.clear()
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether a plain tensor may carry examples: it is not known to be constant."""
-        compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and self._written.storages and tensor in self._written:
+        if self._written.storages and tensor in self._written:
             return True
-        if not compiling and id(tensor) in self._constants:
+        if id(tensor) in self._constants:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter created in the forward holds no examples either
-        if not compiling and id(tensor) in CONSTANTS:
-            return False
-        return not hasattr(tensor, "_gradstats_constant")
+        return id(tensor) not in CONSTANTS
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         """Return whether values given or drawn in the forward count as data for their size.
@@ -203,25 +190,19 @@ class Marks:
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
-        if torch.compiler.is_dynamo_compiling():
-            tensor._gradstats_constant = True  # type: ignore[attr-defined]
-        elif id(tensor) not in self._constants:
+        if id(tensor) not in self._constants:
             # The weak reference's callback is written in C: an exception raised by an interrupt
             # inside a Python callback would be swallowed.
             CONSTANTS[id(tensor)] = ref(tensor, partial(CONSTANTS.pop, id(tensor)))
-            if self.seen_by_graphs:
-                tensor._gradstats_constant = True  # type: ignore[attr-defined]
 
     def mark_data(self, tensor: Tensor) -> None:
         """Remember that data were written into a tensor, and so into all that share its memory."""
-        if torch.compiler.is_dynamo_compiling():
-            _unmark(tensor)
-        elif not self.is_data(tensor):
+        if not self.is_data(tensor):
             self._written.add(tensor)
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds no example's values yet."""
-        if not (is_compiling() or tensor.is_inference()):
+        if not tensor.is_inference():
             tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
 
@@ -239,7 +220,7 @@ class Marks:
 
     def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
         """Remember what has been written into a tensor that was blank."""
-        if not (is_compiling() or tensor.is_inference()):
+        if not tensor.is_inference():
             mark = self.serial, tensor._version, filling
             tensor._gradstats_filling = mark  # type: ignore[attr-defined]
             self._marked.append(ref(tensor))
@@ -277,7 +258,6 @@ class Marks:
             if self._written.storages and tensor in self._written and not self.is_distinct(tensor):
                 return None
             return self.by_contract(tensor)
-        leave_graph("data whose examples do not lie along batch_dim")
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 
@@ -305,7 +285,6 @@ class Marks:
 
         What was noted, by now, of other tensors that show its memory holds no longer.
         """
-        leave_graph("data whose examples do not lie along batch_dim")
         self._rearranged.add(tensor)
         self.follows_layouts = True
 
@@ -322,13 +301,11 @@ class Marks:
 
     def couple(self, result: Tensor, how: str) -> None:
         """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
-        leave_graph(f"an operation that {how}")
         self.coupled[result.grad_fn] = how
 
     def is_coupled(self, result: Tensor) -> bool:
         """Whether several examples are known to meet in the operation that made a tensor."""
-        # What couples examples stands in no graph.
-        return not torch.compiler.is_dynamo_compiling() and result.grad_fn in self.coupled
+        return result.grad_fn in self.coupled
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node of ``coupled``."""
@@ -379,7 +356,6 @@ class Marks:
             self._mark(tensor, layout, at)
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
-        leave_graph("data whose examples do not lie along batch_dim")
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be the copy of a tensor on another device
         mark = self.serial, layout, at, self._rearranged.count
@@ -391,10 +367,32 @@ class Marks:
         """Whether anything was noted about a tensor of data."""
         return self._mark_of(tensor) is not None
 
+    def is_unusual(self, tensor: Tensor) -> bool:
+        """Whether more is known of a tensor of data than the contract says."""
+        written = bool(self._written.storages) and tensor in self._written
+        return written or self.is_marked(tensor) or any(hasattr(tensor, name) for name in MARKS[1:])
 
-def _unmark(tensor: Tensor | None) -> None:
-    """Forget that a tensor is constant."""
-    if not torch.compiler.is_dynamo_compiling():
-        CONSTANTS.pop(id(tensor), None)
-    if hasattr(tensor, "_gradstats_constant"):
-        del tensor._gradstats_constant  # type: ignore[union-attr]
+    def note_of(self, tensor: Tensor) -> Note | None:
+        """Return what is known of a tensor; None where that holds of this one only."""
+        if not self.is_data(tensor):
+            return Note(True, None, False, False)
+        if self.filling_of(tensor, 0) is not None:
+            return None
+        mark = self._mark_of(tensor)
+        if mark is None:
+            return Note(False, None, self.is_sum(tensor), self.was_blank(tensor, 0))
+        (layout,) = mark
+        if layout is None or (isinstance(layout, Examples) and layout.segments is not None):
+            return None  # the numbers of this one may tell, or told
+        return Note(False, layout, self.is_sum(tensor), self.was_blank(tensor, 0))
+
+    def note_as(self, tensor: Tensor, note: Note) -> None:
+        """Note on a tensor what is known of one that was computed alike."""
+        if note.constant:
+            self.mark_constant(tensor)
+        if note.place is not None:
+            self._mark(tensor, note.place)
+        if note.is_sum:
+            self.mark_sum(tensor)
+        if note.is_blank:
+            self.mark_blank(tensor)

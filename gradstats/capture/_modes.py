@@ -17,13 +17,13 @@ from torch.overrides import (
 from gradstats.capture._nested import flatten
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 
 class ContextMode(TorchFunctionMode):
     """The function mode of a context."""
 
-    def __init__(self, tracker: Tracker):
+    def __init__(self, tracker: Context):
         super().__init__()
         self.tracker = tracker
 

@@ -20,7 +20,7 @@ from gradstats.contractions import Contraction, Fused, Projected
 from gradstats.errors import CoverageError
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 # What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
 VALUE, BOUND, COUNT = range(3)
@@ -42,7 +42,7 @@ class Node:
         paths: how many ways lead through the computation from each of them to here.
     """
 
-    tracker: Tracker
+    tracker: Context
     roots: tuple[Root, ...]
     paths: dict[Root, int]
 
@@ -75,7 +75,7 @@ class Root(Node):
     Attributes:
         name, parameter: as the model has them.
         probe: a leaf of no particular values whose gradient, (3, B) float64, is the root's report
-            from compiled graphs, in which no Python runs; None where nothing is compiled.
+            from compiled graphs, in which no Python runs; None where none are run.
         alias: the parameter as a plain tensor, which operations read; None before the first use.
         alias_nodes: the autograd nodes of all aliases that there were.
         registered: how many uses there have been in the forward.
@@ -97,7 +97,7 @@ class Root(Node):
     result: Contraction | None = None
     _delivered: tuple[Factor | Fused | Projected, ...] = ()
 
-    def __init__(self, tracker: Tracker, name: str, parameter: torch.nn.Parameter):
+    def __init__(self, tracker: Context, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.name = name
         self.parameter = parameter
@@ -119,9 +119,8 @@ class Root(Node):
         if alias is None or self._is_outdated(alias):
             alias = self.alias = self.parameter.as_subclass(Tensor)
             self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
-            if not is_compiling():
-                self._alias_version = alias._version
-        elif not is_compiling() and _place(alias) != _place(self.parameter):
+            self._alias_version = alias._version
+        elif _place(alias) != _place(self.parameter):
             # The parameter was given other memory, as by ``parameter.data = ...``.
             alias.data = self.parameter.detach()
         return alias
@@ -131,7 +130,7 @@ class Root(Node):
             return True
         # Of a view that was changed in place PyTorch computes the gradient anew, as that of a
         # strided view: by another node, which takes no sparse gradients.
-        return not is_compiling() and alias._version != self._alias_version
+        return alias._version != self._alias_version
 
     @property
     def compiled_report(self) -> Tensor | None:
@@ -202,7 +201,11 @@ def same_storage(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors share their memory."""
     if not first.layout == second.layout == torch.strided:
         return False
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    one, other = first.untyped_storage(), second.untyped_storage()
+    if one._cdata == other._cdata:
+        return True
+    # Two storages may lie at one address, but none has one while a graph is traced.
+    return not is_compiling() and one.data_ptr() == other.data_ptr()
 
 
 def same_form(first: Tensor, second: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstats._factors import Factor, cast
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Use, free_of_views, report, unseen
+from gradstats.capture._uses import Use, free_of_views, unseen
 from gradstats.contractions import Fused
 from gradstats.contractions._triton_layers import NormGradients, Wanted
 
@@ -50,9 +50,9 @@ class OnChip(Protocol):
 
 
 def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor):
-    if not ctx.needs_input_grad[5]:
+    if not ctx.needs_input_grad[4]:
         return ()
-    return ((5, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight, *statistics)),)
+    return ((4, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight, *statistics)),)
 
 
 class NormalisationUse(torch.autograd.Function):
@@ -62,9 +62,9 @@ class NormalisationUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, run: Callable, probes: int, x, weight, bias, *rest):
+    def forward(ctx, use, settings, layer, run: Callable, x, weight, bias, *statistics):
         ctx.use, ctx.settings, ctx.layer = use, settings, layer
-        ctx.save_for_backward(x, weight, *rest[probes:])
+        ctx.save_for_backward(x, weight, *statistics)
         ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         return free_of_views(run(x, weight, bias))
 
@@ -72,7 +72,7 @@ class NormalisationUse(torch.autograd.Function):
     @unseen(_normalisation_again)
     def backward(ctx, grad, x, weight, *statistics):
         use, settings, layer = ctx.use, ctx.settings, ctx.layer
-        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[6:8]]
+        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[5:7]]
         # Under autocast layers normalise, and gradients come, in a wider dtype than the input's.
         own = dtype = x.dtype
         if grad.dtype != own:
@@ -84,7 +84,7 @@ class NormalisationUse(torch.autograd.Function):
         if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
             total_dtype = torch.float32
         result = layer.backward(
-            grad, x, weight, (ctx.needs_input_grad[5], total_dtype), *statistics
+            grad, x, weight, (ctx.needs_input_grad[4], total_dtype), *statistics
         )
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):
@@ -93,10 +93,10 @@ class NormalisationUse(torch.autograd.Function):
                 shape, dtype = ctx.parameters[index]
                 totals[index] = cast(total.view(shape), dtype)
         factors = _factors(use, layer, result, totals, grad, x, *statistics)
-        reports = report(use, settings, factors)
+        use.deliver(factors)
         grad_x = None if result.input is None else cast(result.input, own)
         none = (None for _ in statistics)
-        return (None, None, None, None, None, grad_x, *totals, *reports, *none)
+        return (None, None, None, None, grad_x, *totals, *none)
 
 
 def _factors(

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradstats._complex import real_product
 from gradstats._cost import product
 from gradstats._factors import Outer, Ragged
-from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
@@ -19,7 +18,7 @@ from gradstats.capture._uses import derived, tap
 
 
 @dataclass(frozen=True)
-class ProductFactor(Described):
+class ProductFactor:
     """The factor of the tracked operand of a two-operand contraction.
 
     Each index is of one kind: that of the examples; groups K, in both operands and the result;

@@ -277,7 +277,7 @@ REINDEXES = {
     **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
-    **dict.fromkeys((functional.pad, torch.constant_pad_nd), _padded),
+    **dict.fromkeys((functional.pad, torch._C._nn.pad, torch.constant_pad_nd), _padded),
     **dict.fromkeys(variants("masked_select"), _masked),
     **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
     **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),

@@ -148,7 +148,6 @@ class Repeated(Data):
         constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
         if not notes:
             return CONSTANT if constant else NOTHING
-        constant |= "_gradstats_constant" in notes
         mark = notes.get("_gradstats_layout")
         if mark is None or mark[0] != self.serial:
             return CONSTANT if constant else NOTHING
@@ -180,8 +179,8 @@ class Repeated(Data):
             if layout is not None and len(notes) == 1 and self._note_of(tensor) is not None:
                 found.append(layout)
                 marked += 1
-            elif not notes or notes.keys() == {"_gradstats_constant"}:
-                found.append(CONSTANT if notes or id(tensor) in CONSTANTS else NOTHING)
+            elif not notes:
+                found.append(CONSTANT if id(tensor) in CONSTANTS else NOTHING)
             else:
                 return
         if (marked, coupled) != self.noted:

@@ -28,7 +28,7 @@ from gradstats.contractions import (
 )
 from gradstats.errors import CoverageError, TrackingError
 
-# Parameters for which compiled graphs were found to contain several uses.
+# Parameters that were found to be used in several compiled graphs, or in one and outside of it.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ONE_OF_SEVERAL = (
@@ -38,7 +38,7 @@ ONE_OF_SEVERAL = (
 
 
 class SharedInGraphError(CoverageError):
-    """Several uses of a parameter reported separately, because a compiled graph contains them."""
+    """Several uses of a parameter reported separately, one of them in a compiled graph."""
 
 
 class Reports:
@@ -47,8 +47,8 @@ class Reports:
     Attributes:
         roots: the parameters.
         order: (B,) the example of each loss; None where they stand in the batch's order.
-        twice: whether a compiled graph was found to contain several uses of a parameter; a tensor
-            on the device until it has been waited for.
+        twice: whether a parameter was found to be used in several compiled graphs, or in one and
+            outside of it; a tensor on the device until it has been waited for.
     """
 
     def __init__(
@@ -141,8 +141,9 @@ class Reports:
         """Return the squared norms, (parameters, B) float64, zero for what was not used.
 
         Args:
-            wait: wait for the device to tell whether a compiled graph contains several uses of a
-                parameter, and raise an error if so. Otherwise ``twice`` tells later.
+            wait: wait for the device to tell whether a parameter is used in several compiled
+                graphs, or in one and outside of it, and raise an error if so. Otherwise ``twice``
+                tells later.
         """
         if not self.any:
             raise TrackingError(
@@ -210,9 +211,9 @@ class Reports:
             for root in shared:
                 SHARED_IN_GRAPHS[root.parameter] = True
             raise SharedInGraphError(
-                f"{', '.join(repr(root.name) for root in shared)} contributed more than once to a "
-                "compiled graph. The uses of a shared parameter must be added up before their norm "
-                "is taken, which a compiled graph cannot do. Contexts opened from now on run this "
-                "model without its compiled graphs: run the step again, or begin with "
+                f"{', '.join(repr(root.name) for root in shared)} contributed more than once: to "
+                "several compiled graphs, or to one and outside of it. All uses of a parameter "
+                "have to be added up before their norm is taken. Contexts opened from now on run "
+                "these graphs operation by operation: run the step again, or begin with "
                 "torch.compiler.set_stance('force_eager')."
             )

@@ -22,7 +22,6 @@ from gradstats.capture._layout import (
     leaves,
     stays,
 )
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of
 from gradstats.capture._operations import (
@@ -47,7 +46,7 @@ from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
 from gradstats.capture._written import Change
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 # Names that operations give their first operand.
 FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
@@ -64,7 +63,7 @@ def is_watched(func) -> bool:
 
 
 def follow_results(
-    tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
+    tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
 ) -> None:
     """Note which results of an operation are constant, and where the examples lie in the others."""
     func, args, kwargs, named = _by_place(tracker, func, args, kwargs)
@@ -92,7 +91,7 @@ def follow_results(
             tracker.mark_constant(tensor)
 
 
-def _by_place(tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an operation in one form, whichever of its names and arguments it was called by.
 
     Returns:
@@ -103,8 +102,7 @@ def _by_place(tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, A
         del kwargs["axis"]
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
-        if not torch.compiler.is_dynamo_compiling():
-            read_signatures()
+        read_signatures()
         args, kwargs = by_place(func, args, kwargs)
         left = [item for item in kwargs.values() if isinstance(item, Tensor)]
         named = any(node_of(item) is None and tracker.is_data(item) for item in left)
@@ -116,7 +114,7 @@ def _by_place(tracker: Tracker, func, args: tuple[Any, ...], kwargs: dict[str, A
     return func, args, kwargs, named
 
 
-def _lies_as_first(tracker: Tracker, func, args, kwargs, result) -> bool:
+def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
     """Whether the first operand is data and the examples lie in the result as they do there.
 
     So they do after almost every operation. False wherever that takes longer to find out.
@@ -146,7 +144,7 @@ def _lies_as_first(tracker: Tracker, func, args, kwargs, result) -> bool:
 
 
 def _follow_data(
-    tracker: Tracker, func, args, kwargs, data: list[Tensor], result, results: list[Any]
+    tracker: Context, func, args, kwargs, data: list[Tensor], result, results: list[Any]
 ) -> None:
     """Note where the examples lie in the results of an operation on data.
 
@@ -194,15 +192,11 @@ def _follow_data(
         tracker.mark_blank(result)
 
 
-def _follow_write(tracker: Tracker, func, args, kwargs, data: list[Tensor], result) -> None:
+def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], result) -> None:
     """Follow data that were written into a tensor, which is no constant any more."""
     target = args[0]
     over_axes, moves = is_over_axes(func), func in MOVES_IN_PLACE or func is Tensor.resize_
     before = tracker.is_data(target)
-    if not (over_axes or moves or func in CHANGES_IN_PLACE):
-        if torch.compiler.is_dynamo_compiling() and before and len(data) == 1:
-            return  # constants, at constant places of data
-        leave_graph("data that are written into a tensor")
     after = target if is_in_place(func) else result
     write = WRITES[func](*args, **kwargs)
     if tracker.packed and write.is_empty:

@@ -37,14 +37,12 @@ class Anatomy:
         modules: each with its path, once, under its first path.
         parameters: name → parameter, each once, under its first name, in the model's order.
         prefix: what wrappers around the model put before each of these names.
-        tied: whether a parameter that requires grad has several names.
         compiled: whether torch.compile was applied to the model or to a part of it.
     """
 
     modules: list[tuple[str, nn.Module]]
     parameters: dict[str, nn.Parameter]
     prefix: str
-    tied: bool
     compiled: bool
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -101,32 +99,26 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     modules: list[tuple[str, nn.Module]] = []
     parameters: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    repeated: list[nn.Parameter] = []
 
     # The next to visit last, so that modules come in the order of `named_modules`.
     left: list[tuple[str, nn.Module]] = [("", model)]
     while left:
         path, module = left.pop()
         if id(module) in seen:
-            repeated.extend(module.parameters())
             continue
         seen.add(id(module))
         modules.append((path, module))
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in seen:
-                repeated.append(parameter)
+            if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             parameters[prefix + name] = parameter
         for name, child in reversed(module._modules.items()):
             if child is not None:
                 left.append((prefix + name, child))
-    tied = any(parameter.requires_grad for parameter in repeated)
     compiled = any(is_compiled(module) for _, module in modules)
-    return Anatomy(modules, parameters, wrapper_prefix(model), tied, compiled)
+    return Anatomy(modules, parameters, wrapper_prefix(model), compiled)
 
 
 def is_compiled(module: nn.Module) -> bool:

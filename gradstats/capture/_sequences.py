@@ -23,7 +23,7 @@ from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
+    from gradstats.capture._context import Context
 
 ATTENTION = torch.nn.functional.multi_head_attention_forward
 
@@ -41,7 +41,7 @@ Layouts = list[Examples | None] | None
 
 
 def prescribed_layouts(
-    tracker: Tracker,
+    tracker: Context,
     func,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -53,7 +53,7 @@ def prescribed_layouts(
     return PRESCRIBES[func](tracker, args, kwargs, results)
 
 
-def _of_bags(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_bags(tracker: Context, args, kwargs, results) -> Layouts:
     offsets = argument_of(args, kwargs, 2, "offsets")
     if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
         return None
@@ -61,36 +61,36 @@ def _of_bags(tracker: Tracker, args, kwargs, results) -> Layouts:
     return [layout_of_bags(tracker, args[0], offsets, last)]
 
 
-def _of_alignments(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_alignments(tracker: Context, args, kwargs, results) -> Layouts:
     """Losses of (steps, B, classes), unless they are reduced or those of one example."""
     own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
     return [own.along(0)] if own is not None and results[0].dim() == 1 else None
 
 
-def _of_attention(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
     own = _common_along(tracker, args[:3], 1)
     if not _lie_beside(tracker, own, args, kwargs):
         return [None] * len(results)
     return [own, own and own.along(0)][: len(results)]
 
 
-def _of_packing(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:
     source, _, batch_first = args
     places = _common_along(tracker, (source,), 0 if batch_first else 1)
     return [places and packed_layout(places, results[1].tolist(), source.device), None]
 
 
-def _of_padding(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_padding(tracker: Context, args, kwargs, results) -> Layouts:
     return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
 
 
-def _of_cell(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_cell(tracker: Context, args, kwargs, results) -> Layouts:
     if any(map(tracker.is_trained, args[2:])):
         return [None] * len(results)
     return [_common_along(tracker, (args[0], *_states(args[1])), 0)] * len(results)
 
 
-def _of_recurrent_layer(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
     lost: list[Examples | None] = [None] * len(results)
     packed = isinstance(args[3], (list, tuple))
     if any(map(tracker.is_trained, args[3 if packed else 2])):
@@ -110,7 +110,7 @@ def _of_recurrent_layer(tracker: Tracker, args, kwargs, results) -> Layouts:
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
 
 
-def _of_sort(tracker: Tracker, args, kwargs, results) -> Layouts:
+def _of_sort(tracker: Context, args, kwargs, results) -> Layouts:
     """To which examples the places of sorted rows belong, if each row is one number."""
     source = args[0]
     layout = _layout(tracker, source)
@@ -125,7 +125,7 @@ def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
     return offsets[:-1] if include_last_offset else offsets
 
 
-def layout_of_bags(tracker: Tracker, ids: Tensor, offsets: Tensor, last: bool) -> Examples | None:
+def layout_of_bags(tracker: Context, ids: Tensor, offsets: Tensor, last: bool) -> Examples | None:
     """Return to which examples the bags of ids belong; None if that is not known.
 
     Args:
@@ -146,7 +146,7 @@ def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> E
     return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
 
 
-def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
+def packed_places(tracker: Context, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     layout, sizes = _layout(tracker, rows), batch_sizes.tolist()
     if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
@@ -159,7 +159,7 @@ def packed_places(tracker: Tracker, rows: Tensor, batch_sizes: Tensor) -> Exampl
 
 
 def _lie_beside(
-    tracker: Tracker, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tracker: Context, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Whether trained operands of attention beside query, key and value lie as their examples do.
 
@@ -189,13 +189,13 @@ def _along(layout: Examples | None, axis: int) -> Examples | None:
     return None if layout is None else layout.along(axis)
 
 
-def _layout(tracker: Tracker, tensor: Tensor) -> Examples | None:
+def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
     return (
         tracker.layout_of(tensor) if node_of(tensor) is None and tracker.is_data(tensor) else None
     )
 
 
-def _common_along(tracker: Tracker, tensors: Sequence[Tensor], axis: int) -> Examples | None:
+def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
     data = [tensor for tensor in tensors if node_of(tensor) is None and tracker.is_data(tensor)]
     if not data:

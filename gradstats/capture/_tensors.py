@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import cache, wraps
+from types import FunctionType
 from weakref import ref
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from gradstats._compiler import leave_graph
 from gradstats.capture._derivation import Derived
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node
@@ -50,7 +53,8 @@ class DerivedTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
-TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor})
+# The last is what graphs are traced with, where any tensor may be tracked.
+TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
 
 
 @cache
@@ -71,6 +75,8 @@ def show_parameters() -> None:
 
 def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
+    if torch.compiler.is_dynamo_compiling():
+        return _record(func, args, kwargs)
     # The context of the first tracked operand decides; copies of parameters belong to none.
     operands = operands_of(args, kwargs)
     for item in operands:
@@ -78,6 +84,21 @@ def run(func, args, kwargs):
             node: Node | None = getattr(item, "_gradstats", None)
             if node is not None and not node.tracker.closed:
                 return node.tracker.dispatch(func, args, kwargs, operands)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _record(func, args, kwargs):
+    """Run an operation that the compiler records, as if it were on plain tensors."""
+    if getattr(func, "__name__", "") == "__get__":
+        if isinstance(func.__self__, FunctionType):
+            # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
+            leave_graph("a method of a parameter that is written in Python")
+        # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
+        # move into the next block: the compiler of PyTorch 2.11 would then leave the mode off for
+        # the whole graph.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -96,10 +117,12 @@ def first_node(*items) -> Node:
     raise AssertionError("none of the operands is tracked")
 
 
-def wrap(node: Derived) -> DerivedTensor:
+def wrap(node: Derived) -> torch.Tensor:
     """Return the tensor that user code sees for a derived node."""
     node.tracker.derived = True
-    tensor = node.value.as_subclass(DerivedTensor)
+    value = node.value
+    traced = isinstance(value, FunctionalTensor)
+    tensor = value.view_as(value) if traced else value.as_subclass(DerivedTensor)
     show(node, tensor)
     # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
     # here is a use that was not seen.

@@ -50,7 +50,8 @@ class Threaded:
         self._thread = get_ident()
         self.fetching = 0
         self._later: set[Threaded] = set()
-        self._earlier = [mode.tracker for mode in modes_here()]
+        trackers = [mode.tracker for mode in modes_here()]
+        self._earlier = [each for each in trackers if isinstance(each, Threaded)]
         for earlier in self._earlier:
             earlier._later.add(self)
 
@@ -62,8 +63,7 @@ class Threaded:
 
     def check_thread(self, func) -> None:
         """Refuse an operation on tracked parameters where what goes with it is not seen."""
-        # A graph that is traced knows no threads.
-        here = torch.compiler.is_dynamo_compiling() or get_ident() == self._thread
+        here = get_ident() == self._thread
         if here and not self.fetching and not self._later:
             return
         if func in QUESTIONS or is_about_object(func):

@@ -17,17 +17,15 @@ from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
-from gradstats.capture._derivation import Derived
-from gradstats.capture._dispatch import dispatch
 from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
-from gradstats.capture._grafted import Grafted
+from gradstats.capture._graphs import show_graphs
 from gradstats.capture._loaders import show_loaders
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._nodes import Root
-from gradstats.capture._repeated import Repeated
-from gradstats.capture._reports import ONE_OF_SEVERAL, SHARED_IN_GRAPHS, Reports
+from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
 from gradstats.capture._scripts import show_scripts
 from gradstats.capture._selection import (
     anatomy_of,
@@ -38,10 +36,8 @@ from gradstats.capture._selection import (
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
-from gradstats.capture._together import Together
 from gradstats.capture._transforms import show_vmap
 from gradstats.capture._uses import Settings
-from gradstats.capture.rules import RULES
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
     CoverageError,
@@ -53,7 +49,7 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
-class Tracker(Repeated, Threaded):
+class Tracker(Threaded, Context):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
     def __init__(
@@ -68,16 +64,10 @@ class Tracker(Repeated, Threaded):
         exclude: Sequence[str] | str,
         given_are_data: bool = True,
     ):
-        super().__init__(batch_size, batch_dim, segments)
+        super().__init__(batch_size, batch_dim, segments, settings)
         self.given_are_data = given_are_data
-        self.settings = settings
-        self.closed = False
         # Called before the backward, and after it while gradients are as the backward left them.
         self.listener: BackwardListener | None = None
-        # Whether any tensor was derived from parameters.
-        self.derived = False
-        # Derived tensors by the autograd nodes of what stands for them in the user's code.
-        self.shown: dict[GraphNode | None, Derived] = {}
         self.backward_ran = False
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
@@ -88,16 +78,16 @@ class Tracker(Repeated, Threaded):
         self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         self._compiler = anatomy.compiled or compiler_is_used()
-        self._runs_graphs = self._compiler and self._graphs_serve(anatomy.tied)
+        self._runs_graphs = self._compiler and self._graphs_serve()
         # Whether parts of the model run as compiled graphs.
         self.compiled = anatomy.compiled and self._runs_graphs
-        self.seen_by_graphs = self._runs_graphs
         if self._runs_graphs:
+            asked = settings.weight_gradients, settings.fused, settings.workspace
+            self.form = repr((batch_size, batch_dim, given_are_data, self.packed, *asked))
             for root in self.roots:
                 root.probe = torch.empty(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
                 )
-        self.together = Together(settings)
         self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
@@ -125,14 +115,12 @@ class Tracker(Repeated, Threaded):
         self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
-    def _graphs_serve(self, tied: bool) -> bool:
+    def _graphs_serve(self) -> bool:
         """Whether compiled graphs can serve this context, if anything was compiled.
 
-        They can neither call a consumer nor add up several uses of one parameter.
+        They can neither call a consumer nor pass on which examples packed rows belong to.
         """
-        if self.settings.consumer is not None or tied:
-            return False
-        if SHARED_IN_GRAPHS and any(root.parameter in SHARED_IN_GRAPHS for root in self.roots):
+        if self.settings.consumer is not None or self.packed:
             return False
         return graphs_run_on(self.roots[0].parameter)
 
@@ -150,7 +138,7 @@ class Tracker(Repeated, Threaded):
             self._track(root)
         self.sharded.open()
         if self._runs_graphs:
-            self.mark_kept()
+            show_graphs()
         elif self._compiler:
             self._undo.enter_context(running_eagerly())
         if self._model is not None and not self.compiled:
@@ -272,17 +260,16 @@ class Tracker(Repeated, Threaded):
         """Return the mode that follows constants, for code that runs while it is set aside."""
         return self._mode
 
-    def registered(self, func) -> Grafted | None:
-        """Return the rule that a user registered for an operation."""
-        rule = RULES.get(func)
-        return rule if isinstance(rule, Grafted) else None
-
     def dispatch(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ):
         """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
         self.check_thread(func)
-        return dispatch(self, RULES, func, args, kwargs, operands)
+        return super().dispatch(func, args, kwargs, operands)
+
+    def check_leaf(self, leaf: Tensor) -> None:
+        """Raise for a leaf of the graph whose gradient nobody would measure."""
+        self.sharded.check_known(leaf)
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember the example of each loss, if the model put the examples in another order."""
@@ -295,7 +282,7 @@ class Tracker(Repeated, Threaded):
             )
 
     @property
-    def probes(self) -> tuple[Tensor, ...]:
+    def probes(self) -> tuple[Tensor, ...]:  # type: ignore[override]
         """The leaves through whose gradients compiled graphs report."""
         return tuple(root.probe for root in self.roots if root.probe is not None)
 
@@ -306,10 +293,6 @@ class Tracker(Repeated, Threaded):
             reporting: the nodes of the graph that report uses.
         """
         return (*self.probes, *(GradientEdge(node, 0) for node in reporting))
-
-    def alias_nodes(self) -> list[GraphNode | None]:
-        """Return the autograd nodes of the parameters' aliases."""
-        return [node for root in self.roots for node in root.alias_nodes]
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""

@@ -21,7 +21,6 @@ from torch._functorch.vmap import _broadcast_to_and_flatten, _process_batched_in
 from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._modes import innermost_mode
 from gradstats.capture._names import function_name
@@ -90,11 +89,11 @@ class Vmap(NamedTuple):
 def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs):
     """Run a function that torch.vmap returned. Replaces PyTorch's ``vmap_impl``."""
     call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return call.at_once()
     mode = innermost_mode()
     if mode is None:
         return call.at_once()
-    if torch.compiler.is_dynamo_compiling():
-        return _in_graph(mode.tracker, call)
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
         if mode.tracker.maps_examples and any(_is_trained(mode.tracker, item) for item in whole):
@@ -103,19 +102,6 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     # Between graphs the compiler intercepts every call; in here there is nothing to trace.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(mode.tracker, call)
-
-
-def _in_graph(tracker, call: Vmap):
-    """Run a call while a graph is traced: only over constants such as the positions of a mask."""
-    if tracker.maps_places:
-        return call.at_once()  # a call inside another
-    for item in operands_of(call.args, call.kwargs):
-        if node_of(item) is not None or tracker.is_data(item):
-            leave_graph("torch.vmap of data or of parameters")
-    tracker.maps_places = True
-    result = call.at_once()
-    tracker.maps_places = False
-    return result
 
 
 def _run(tracker, call: Vmap):

@@ -4,9 +4,7 @@
     Tap  identity on the result of an operation that PyTorch computed as always
 
 The autograd Functions at which a parameter meets data keep their ``Use`` in ``ctx.use``, where the
-walk over the graph finds it, and deliver factors to the roots. A compiled graph has no Python
-objects to deliver to, and one use of each parameter: there they take the roots' probes as operands,
-whose gradients are the reports.
+walk over the graph finds it, and deliver factors to the roots.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._derivation import Derived
-from gradstats.capture._described import Described, InGraph
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
 from gradstats.capture._nodes import Node, Root, unique_roots
@@ -34,7 +31,7 @@ from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
 @dataclass(frozen=True)
-class Settings(Described):
+class Settings:
     """What a context asks of its uses.
 
     Attributes:
@@ -56,7 +53,7 @@ class Settings(Described):
 
 
 class Use:
-    """One operation's use of some tracked tensors, in eager mode.
+    """One operation's use of some tracked tensors.
 
     Attributes:
         nodes: the tracked tensors.
@@ -156,11 +153,11 @@ class Use:
             root.settle()
 
 
-def _norms(factor: Factor | Fused, settings: Settings, *, guarded: bool = True) -> Contraction:
+def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
     """Return the squared norms of the only factor of a parameter."""
     if isinstance(factor, Fused):
         return factor.norms
-    return sqnorm([factor], settings.workspace, guarded=guarded)
+    return sqnorm([factor], settings.workspace, guarded=not is_compiling())
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
@@ -168,27 +165,11 @@ def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
-def use_of(nodes: Sequence[Node]) -> tuple[Use | None, list[Tensor]]:
-    """Return the use of an operation on ``nodes``; in a compiled graph None and their probes."""
-    if is_compiling():
-        probes = [node.probe for node in nodes]  # type: ignore[attr-defined]
-        if any(probe is None for probe in probes):
-            raise UnsupportedOperationError(
-                "torch.compile was used for the first time inside a tracking context. Expected a "
-                "model compiled beforehand: compile it before the context is opened."
-            )
-        return None, probes
-    return Use(nodes), []
-
-
 def attach(function: type[torch.autograd.Function], *args):
     """Apply an autograd Function that takes a ``Use``.
 
-    To a graph that is traced it is one call. Eager mode skips PyTorch's support for torch.func
-    transforms, in which there are no uses.
+    It skips PyTorch's support for torch.func transforms, in which there are no uses.
     """
-    if is_compiling():
-        return function.apply(*args)
     return _innermost(function)(*args)
 
 
@@ -213,22 +194,6 @@ def fuse(
     return Fused(factor, sqnorm([factor], settings.workspace), None)
 
 
-def report(use: Use | None, settings: Settings, factors) -> list[Tensor | None]:
-    """Deliver the factors of a use; in a compiled graph return the gradients of its probes."""
-    if use is not None:
-        use.deliver(factors)
-        return []
-    if settings.consumer is not None:
-        raise UnsupportedOperationError(
-            "inner products were requested, and torch.compile traced a graph inside the tracking "
-            "context. Expected the model in eager mode, which they need: compile the model before "
-            "the context is opened, then it runs eagerly inside."
-        )
-    # In a compiled graph each root has one use.
-    results = [_norms(factor, settings, guarded=False) for factor in factors]
-    return [torch.stack((r.value, r.bound, torch.ones_like(r.value))) for r in results]
-
-
 def unseen(again):
     """Make a backward of a function of (ctx, grad, *saved), and hide its operations from modes.
 
@@ -246,7 +211,7 @@ def unseen(again):
     def decorate(backward):
         def run(ctx, grad):
             saved = ctx.saved_tensors
-            if ctx.use is None:
+            if is_compiling():
                 with without_autocast():  # a graph's backward is traced in that of its forward
                     return backward(ctx, grad, *saved)
             if torch.is_grad_enabled():
@@ -295,7 +260,7 @@ def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
         )
     gradients = method(ctx.use.nodes, grad, *saved)
     if gradients is None:
-        return ((4, grad),)
+        return ((3, grad),)
     return zip(ctx.data, gradients, strict=True)
 
 
@@ -306,7 +271,7 @@ def derived(node: Node, function, *args) -> Derived:
     return Derived(node.tracker, value, function, (node, *args), {}, None)
 
 
-class Tap(InGraph):
+class Tap(torch.autograd.Function):
     """Identity on an operation's result that turns its gradient into reports.
 
     The result is marked as changed in place so that it remains an ordinary tensor: returned as a
@@ -314,10 +279,10 @@ class Tap(InGraph):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, factors_of, probes, result, *tensors):
+    def forward(ctx, use, settings, factors_of, result, *saved):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
-        ctx.data = range(5 + probes, 5 + len(tensors))
-        ctx.save_for_backward(*tensors[probes:])
+        ctx.data = range(4, 4 + len(saved))
+        ctx.save_for_backward(*saved)
         if is_compiling():
             # PyTorch 2.11's compiler turns what is marked into a view. Inductor removes the copy.
             return result.clone()
@@ -328,14 +293,14 @@ class Tap(InGraph):
     @unseen(_tap_again)
     def backward(ctx, grad, *saved):
         factors = None
-        if ctx.settings.consumer is None and (ctx.use is None or ctx.use.all_sole):
+        if ctx.settings.consumer is None and ctx.use.all_sole:
             method = getattr(ctx.factors_of, "norms", None)
             norms = None if method is None else method(grad, *saved)
             factors = None if norms is None else [Fused(None, each, None) for each in norms]
         if factors is None:
             factors = ctx.factors_of(grad, *saved)
-        reports = report(ctx.use, ctx.settings, factors)
-        return (None, None, None, None, grad, *reports, *(None for _ in saved))
+        ctx.use.deliver(factors)
+        return (None, None, None, grad, *(None for _ in saved))
 
 
 def tap(
@@ -357,19 +322,17 @@ def tap(
             of ``saved``, computed by tracked operations, or None where these do not depend on the
             tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
             norms of factors that need not wait for other uses, one ``Contraction`` for each node,
-            or None. It is ``Described``, so that a graph can hold it.
+            or None.
         saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """
-    use, probes = use_of(nodes)
-    if use is not None:
-        use.lookup = lookup
-    tensors = (result, *probes, *saved)
+    use = Use(nodes)
+    use.lookup = lookup
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
+        return attach(Tap, use, tracker.settings, factors_of, result, *saved)
     # Dispatch modes, such as selective checkpoints, may check that results were not changed.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return attach(Tap, use, tracker.settings, factors_of, len(probes), *tensors)
+        return attach(Tap, use, tracker.settings, factors_of, result, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
@@ -378,6 +341,6 @@ def free_of_views(tensor: Tensor) -> Tensor:
     A view that is marked as changed passes its gradient on through a copy of its base with other
     strides, so that sums over it are rounded differently.
     """
-    if is_compiling() or not tensor._is_view():
+    if not tensor._is_view():
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)

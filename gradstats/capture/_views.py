@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from gradstats._complex import as_real
 from gradstats._factors import Vector, compute_dtype
-from gradstats.capture._described import Described, InGraph
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._uses import attach, report, use_of
+from gradstats.capture._uses import Use, attach
 
 
-class ExampleView(InGraph):
+class ExampleView(torch.autograd.Function):
     """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
 
     The operation that follows is PyTorch's own, and so is the gradient that comes back, with one
@@ -25,7 +23,7 @@ class ExampleView(InGraph):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layout, value, *probes):
+    def forward(ctx, use, settings, layout, value):
         ctx.use, ctx.settings, ctx.layout = use, settings, layout
         ctx.shape = tuple(value.shape)
         return layout.view(value)
@@ -33,18 +31,16 @@ class ExampleView(InGraph):
     @staticmethod
     def backward(ctx, grad):
         layout = ctx.layout
-        # Function modes are on in eager mode only.
-        with nullcontext() if ctx.use is None else torch._C.DisableTorchFunction():
-            factor = layout.factor(grad.detach(), ctx.shape)
-            reports = report(ctx.use, ctx.settings, [factor])
+        with torch._C.DisableTorchFunction():
+            ctx.use.deliver([layout.factor(grad.detach(), ctx.shape)])
         grad_value = None
         if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
             grad_value = layout.total(grad, ctx.shape)
-        return (None, None, None, grad_value, *reports)
+        return None, None, None, grad_value
 
 
 @dataclass(frozen=True)
-class ExampleLayout(Described):
+class ExampleLayout:
     """How a tensor of some shape lines up with the examples of an operation's result.
 
     Attributes:
@@ -102,9 +98,8 @@ class ExampleLayout(Described):
 
 def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
-    use, probes = use_of([node])
     # The parameter itself is used rather than its alias, unless training gradients are to be
     # PyTorch's own to the bit: then those of all uses are added up at the alias.
-    bare = use is None or (isinstance(node, Root) and not tracker.settings.exact)
+    bare = isinstance(node, Root) and not tracker.settings.exact
     value = node.parameter if bare else node.value  # type: ignore[attr-defined]
-    return attach(ExampleView, use, tracker.settings, layout, value, *probes)
+    return attach(ExampleView, Use([node]), tracker.settings, layout, value)

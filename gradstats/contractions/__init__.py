@@ -34,6 +34,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import (
     Elementwise,
     Experts,
@@ -182,11 +183,12 @@ def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     merged = merge(factors)
     if len(merged) == 1:
-        return SELF[type(merged[0])](merged[0], workspace, guarded=True)
+        return SELF[type(merged[0])](merged[0], workspace, guarded=not is_compiling())
     crosses = _crosses(merged)
     if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
-    parts = [SELF[type(factor)](factor, workspace, guarded=True) for factor in merged]
+    guarded = not is_compiling()
+    parts = [SELF[type(factor)](factor, workspace, guarded=guarded) for factor in merged]
     return sum_of_parts(parts, [cross(workspace) for cross in crosses])
 
 

@@ -183,8 +183,8 @@ class Pending:
     ) -> None:
         if any(header[H_TWICE] > 0 for header in headers):
             raise TrackingError(
-                "a parameter contributed more than once to a compiled graph, so its per-example "
-                "norms are not known. Run measured steps without torch.compile."
+                "a parameter is used in several compiled graphs, or in one and outside of it, so "
+                "its per-example norms are not known. Run measured steps without torch.compile."
             )
         stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
         if stale:

@@ -17,6 +17,7 @@ _single         operations on data of one example without an axis for it
 
 from typing import Any
 
+from gradstats.capture._grafted import Grafted
 from gradstats.capture.rules import (
     _attention,
     _bilinear,
@@ -44,3 +45,8 @@ RULES: dict[Any, Any] = {
     **_recurrent.RULES,
 }
 RULES.update({function: _single.alone(function, RULES[function]) for function in _single.SINGLE})
+
+
+def is_registered(function: Any) -> bool:
+    """Whether a user registered the rule of an operation."""
+    return isinstance(RULES.get(function), Grafted)

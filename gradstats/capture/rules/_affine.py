@@ -16,7 +16,6 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
-from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, derived
@@ -55,7 +54,7 @@ class Normalise(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AffineFactors(Described):
+class AffineFactors:
     """The factors of scale and shift.
 
     Attributes:

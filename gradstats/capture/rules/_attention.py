@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derived import derive
-from gradstats.capture._described import Described
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
@@ -235,7 +234,7 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadsFactors(Described):
+class HeadsFactors:
     """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
 
     factors: BroadcastFactors

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._described import Described
 from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._refusals import refuse
@@ -38,7 +37,7 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
 
 
 @dataclass(frozen=True)
-class BilinearFactors(Described):
+class BilinearFactors:
     """The factors of a bilinear layer's weight (d_out, d_1, d_2) and bias."""
 
     weight: bool

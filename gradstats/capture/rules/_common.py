@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats.capture._coverage import where_examples_met
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
@@ -23,8 +22,6 @@ from gradstats.errors import ExampleAxisError
 
 def plain(item):
     """Return what PyTorch's own operation should compute with in place of a tracked tensor."""
-    if is_compiling():
-        return item
     return value_of(item)
 
 
@@ -34,7 +31,7 @@ def bare(item, autocast: bool):
     A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
     autocast, which would keep its cast of a leaf, made where no gradient is recorded, for others.
     """
-    node = None if is_compiling() else node_of(item)
+    node = node_of(item)
     if isinstance(node, Root) and not autocast:
         return node.parameter
     return plain(item)

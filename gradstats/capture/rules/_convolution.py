@@ -16,7 +16,7 @@ from gradstats.capture._hooked import CONVOLVED, hooked
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._together import is_small
-from gradstats.capture._uses import attach, tap, use_of
+from gradstats.capture._uses import Use, attach, tap
 from gradstats.capture.rules._common import (
     Examples,
     as_data,
@@ -108,10 +108,10 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     if settings.exact:
         result = layer.forward(*_cast(x, plain(weight), plain(bias)))
         return tap(tracker, nodes, result, layer, x)
-    use, probes = use_of(nodes)
+    use = Use(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    result = attach(ConvolutionUse, use, settings, layer, *operands, *probes)
+    result = attach(ConvolutionUse, use, settings, layer, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

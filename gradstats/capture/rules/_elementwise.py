@@ -17,7 +17,6 @@ from torch.nn import functional
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._derived import derive
-from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture._nested import flatten, operands_of, rebuild
@@ -241,7 +240,7 @@ def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
 
 
 @dataclass(frozen=True)
-class MaskedFactors(Described):
+class MaskedFactors:
     """The factor of a term that stands where a mask says, from the gradient of the whole."""
 
     factors: BroadcastFactors

@@ -13,7 +13,6 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, compute_dtype
 from gradstats.capture._derived import derive
-from gradstats.capture._described import Described
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
@@ -49,7 +48,7 @@ def embedding(
         return func(input, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
     lookup = None
-    if isinstance(node, Root) and not is_compiling():
+    if isinstance(node, Root):
         even = examples.batch if examples.segments is None else None
         lookup = Lookup(partial(looked_up, examples, input), even)
     factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
@@ -61,7 +60,7 @@ def embedding(
 
 
 @dataclass(frozen=True)
-class EmbeddingFactors(Described):
+class EmbeddingFactors:
     """The factor of a table that ids of shape (B, *) look up."""
 
     examples: Examples
@@ -160,7 +159,7 @@ def largest_of_bags(
 
 
 @dataclass(frozen=True)
-class BagFactors(Described):
+class BagFactors:
     """The factor of a table whose rows are summed into bags with given shares."""
 
     examples: Examples
@@ -250,7 +249,7 @@ def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class IndexFactors(Described):
+class IndexFactors:
     """The factor of a parameter whose slices are looked up by ids of shape (B, *).
 
     Attributes:

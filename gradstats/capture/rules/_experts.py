@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Experts, Ragged
-from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
@@ -34,7 +33,7 @@ def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
 
 
 @dataclass(frozen=True)
-class ExpertFactors(Described):
+class ExpertFactors:
     """The factor of the experts' weights (E, d_in, d_out).
 
     Attributes:

@@ -11,13 +11,12 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
-from gradstats.capture._described import Described
 from gradstats.capture._dispatch import refuse
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._uses import attach, free_of_views, tap, use_of
+from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate, plain
 from gradstats.contractions import _triton_layers
@@ -46,10 +45,10 @@ def _attach(
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
-        use, probes = use_of(_nodes(weight, bias))
+        use = Use(_nodes(weight, bias))
         result = attach(
-            NormalisationUse, use, tracker.settings, factors, run, len(probes), input,
-            plain(weight), plain(bias), *probes, *statistics,
+            NormalisationUse, use, tracker.settings, factors, run, input,
+            plain(weight), plain(bias), *statistics,
         )  # fmt: skip
         if place is not None:
             tracker.note_followed(result, examples)
@@ -95,7 +94,7 @@ def layer_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNormalise(Described):
+class LayerNormalise:
     shape: tuple[int, ...]
     eps: float
 
@@ -128,7 +127,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
 
 
 @dataclass(frozen=True, slots=True)
-class RootMeanSquareNormalise(Described):
+class RootMeanSquareNormalise:
     shape: tuple[int, ...]
     eps: float
 
@@ -156,7 +155,7 @@ def group_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNormalise(Described):
+class GroupNormalise:
     groups: int
     eps: float
 
@@ -221,7 +220,7 @@ def batch_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class RunningNormalise(Described):
+class RunningNormalise:
     eps: float
 
     def __call__(self, x: Tensor, *statistics: Tensor) -> Tensor:

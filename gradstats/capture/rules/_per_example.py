@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats.capture._derived import derive
-from gradstats.capture._described import Described
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
@@ -87,7 +85,7 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: i
     result = per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
     if examples.order is not None:
         result = result.index_select(result_axis, examples.order.argsort())
-    expected = result.shape if is_compiling() else _shape_of(func, args, kwargs)
+    expected = _shape_of(func, args, kwargs)
     if result.shape != expected:
         refuse(
             func,
@@ -141,7 +139,7 @@ def _shape_alone(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Slot(Described):
+class Slot:
     """Stands for a tensor in a call that will be made again."""
 
     index: int
@@ -160,7 +158,7 @@ def number_of(func) -> int:
 
 
 @dataclass(frozen=True)
-class RecomputedFactors(Described):
+class RecomputedFactors:
     """Factors of the tracked operands of a cheap operation, found by running it again.
 
     Attributes:

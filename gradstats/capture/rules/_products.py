@@ -22,7 +22,7 @@ from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, wrap
-from gradstats.capture._uses import attach, free_of_views, tap, use_of
+from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     are_of_one,
@@ -96,9 +96,9 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     if settings.exact:
         result = layer.forward(x, plain(weight), plain(bias))
         return tap(tracker, nodes, free_of_views(result), layer, x)
-    use, probes = use_of(nodes)
+    use = Use(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
-    result = attach(LinearUse, use, settings, layer, x, *operands, *probes)
+    result = attach(LinearUse, use, settings, layer, x, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

@@ -22,7 +22,6 @@ from gradstats._factors import Factor, cast, compute_dtype
 from gradstats.capture._examples import same_rows
 from gradstats.capture._gates import as_given, weights_apart
 from gradstats.capture._linear import bias_factor, outer_factor
-from gradstats.capture._marks import leave_graph
 from gradstats.capture._names import function_name
 from gradstats.capture._recomputed import Site, recomputed
 from gradstats.capture._recurrence import (
@@ -339,7 +338,6 @@ def _attach(tracker, func, operation, data, states, weights):
     own = tuple(slot for slot, item in slots.items() if tracker.is_trained(item))
     if not tracked:
         return operation.native(*tensors)
-    leave_graph(f"{function_name(func)}, which backward takes apart")
     return recomputed(tracker, list(tracked.values()), tuple(tracked), own, operation, *tensors)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._operations import CONVOLUTIONS, PRODUCTS
@@ -69,7 +68,7 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     def run(tracker, called, *args, **kwargs):
         first = args[0] if args else None
         if isinstance(first, Tensor) and node_of(first) is None and first.dim() == axes:
-            whole = None if is_compiling() else _example_of(tracker, first)
+            whole = _example_of(tracker, first)
             if whole is not None:
                 composed = Composed(partial(composition, called))
                 result = composed(tracker, called, *args, **kwargs)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from gradstats._factors import compute_dtype
-from gradstats.capture._described import Described
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
@@ -28,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class SumFactors(Described):
+class SumFactors:
     """The factors of a sum of scaled terms."""
 
     factors: tuple[Callable[..., list], ...]
@@ -43,7 +42,7 @@ class SumFactors(Described):
 
 
 @dataclass(frozen=True)
-class BroadcastFactors(Described):
+class BroadcastFactors:
     """The factor of a term that was broadcast to the result's shape."""
 
     layout: ExampleLayout

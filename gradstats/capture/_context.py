@@ -1,0 +1,91 @@
+"""What operations, rules and uses ask of the context that follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
+
+from gradstats._factors import Segments
+from gradstats.capture._derivation import Derived
+from gradstats.capture._dispatch import dispatch
+from gradstats.capture._grafted import Grafted
+from gradstats.capture._nodes import Root
+from gradstats.capture._repeated import Repeated
+from gradstats.capture._reports import Reports
+from gradstats.capture._together import Together
+from gradstats.capture._uses import Settings
+from gradstats.capture.rules import RULES
+
+
+class Context(Repeated):
+    """Follows the uses of some parameters: of a model's for one batch, or of a graph's once.
+
+    Attributes:
+        settings: what it asks of the uses.
+        roots, reports: the parameters, and what they report.
+        closed: whether it has ended.
+        derived: whether any tensor was derived from parameters.
+        shown: what is tracked, by the autograd nodes of what stands for it in the user's code; a
+            use that was not seen has an edge there.
+        together: the small operations that wait for each other.
+        fetching: how many DataLoaders are fetching inside of it.
+        form: all that a graph depends on which is recorded in here; empty where none may be.
+        probes: the leaves through whose gradients compiled graphs report.
+    """
+
+    roots: list[Root]
+    reports: Reports
+    fetching = 0
+    form = ""
+    probes: tuple[Tensor, ...] = ()
+
+    def __init__(
+        self, batch_size: int, batch_dim: int, segments: Segments | None, settings: Settings
+    ):
+        super().__init__(batch_size, batch_dim, segments)
+        self.settings = settings
+        self.closed = self.derived = False
+        self.shown: dict[GraphNode | None, Derived | Root] = {}
+        self.together = Together(settings)
+
+    def registered(self, func) -> Grafted | None:
+        """Return the rule that a user registered for an operation."""
+        rule = RULES.get(func)
+        return rule if isinstance(rule, Grafted) else None
+
+    def dispatch(
+        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
+    ):
+        """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
+        return dispatch(self, RULES, func, args, kwargs, operands)
+
+    def alias_nodes(self) -> list[GraphNode | None]:
+        """Return the autograd nodes of the parameters' aliases."""
+        return [node for root in self.roots for node in root.alias_nodes]
+
+    def check_thread(self, func) -> None:
+        """Refuse an operation on tracked parameters where what goes with it is not seen."""
+
+    def take_back_count(self, running_mean: Tensor | None) -> None:
+        """Uncount the batch that a layer counted just before its statistics were refused."""
+
+    def note_training(self, tensor: Tensor, trained: bool) -> None:
+        """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
+        raise NotImplementedError
+
+    def watching(self) -> Any:
+        """Return the mode that follows constants, for code that runs while it is set aside."""
+        raise NotImplementedError
+
+    def check_leaf(self, leaf: Tensor) -> None:
+        """Raise for a leaf of the graph whose gradient nobody would measure."""
+
+    def check_known(self, leaves: Sequence[Tensor]) -> None:
+        """Raise for leaves of the graph that should be tracked and are not."""
+
+    def is_backward_of_losses(self) -> bool:
+        """Whether the running backward is that of the losses, not of an inner autograd.grad."""
+        raise NotImplementedError

@@ -1,0 +1,218 @@
+"""Graphs of ``torch.compile`` that run inside contexts.
+
+The compiler is shown nothing of a context: what it records is the computation as the user wrote it.
+What it then gives its backend to compile is one call, of a module that runs the recorded operations
+inside a context of their own (see ``_followed``). So the backend traces what eager code runs, the
+contractions in its backward included, and the graph reports through probes, one for each parameter.
+What was found about the results when they were traced is noted on them whenever the graph has run.
+
+A graph that cannot be traced this way, or is given other operands than it was traced with, runs
+operation by operation, followed like any eager code.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from gradstats.capture._followed import (
+    CONSTANT,
+    DATA,
+    Followed,
+    NotTracedError,
+    is_hidden,
+    run,
+    show_getters,
+)
+from gradstats.capture._modes import innermost_mode, is_of_context
+from gradstats.capture._nodes import Root
+from gradstats.capture._reports import SHARED_IN_GRAPHS
+from gradstats.capture._tensors import node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+LOG = logging.getLogger(__name__)
+
+
+class Graph:
+    """What the compiler calls in place of a graph that it recorded inside a context.
+
+    Attributes:
+        reason: why it runs operation by operation; None if it was compiled.
+    """
+
+    def __init__(
+        self,
+        recorded: fx.GraphModule,
+        operands: Sequence[Any],
+        backend: Callable[..., Any],
+        tracker: Tracker,
+    ):
+        """Have the backend compile the graph.
+
+        Args:
+            recorded: what the compiler recorded.
+            operands: what it is going to be called with.
+            backend: what the compiler calls with a graph and its operands.
+            tracker: the context.
+        """
+        self.reason: str | None = None
+        self._form = tracker.form
+        self._run = torch.compiler.disable(run)
+        self._recorded = recorded
+        show_getters(recorded)
+        self._kinds: list[Any] = []
+        try:
+            self._kinds = kinds_of(tracker, operands)
+            with warnings.catch_warnings():
+                # The engine warns of an error in the backward that is traced.
+                warnings.filterwarnings("ignore", "Error detected in")
+                self._compile(operands, backend, tracker)
+        except torch._dynamo.exc.RestartAnalysis:
+            raise
+        except Exception as error:
+            # The lines that follow say where the compiler was.
+            self.reason = next(iter(str(error).splitlines()), type(error).__name__)
+            LOG.info("a compiled graph runs operation by operation: %s", self.reason)
+
+    def _compile(
+        self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
+    ) -> None:
+        roots = _roots_among(operands, self._kinds)
+        names = [root.name for root in roots]
+        self._followed = Followed(self._recorded, self._kinds, names, tracker)
+        whole = _calling(self._followed, self._recorded, len(roots))
+        self._compiled = backend(whole, [*operands, *(root.probe for root in roots)])
+        self._followed.forget_context()
+
+    def __call__(self, *operands: Any) -> Any:
+        mode = innermost_mode()
+        if mode is not None and self.reason is None and self._serves(mode.tracker, operands):
+            probes = [root.probe for root in _roots_among(operands, self._kinds)]
+            try:
+                results = self._compiled(*operands, *probes)
+            except NotTracedError as error:
+                self.reason = str(error)  # the backend runs what it was given as it is
+            else:
+                self._followed.note(mode.tracker, results)
+                return results
+        # Modes and subclasses are off while a graph runs.
+        with torch._C._EnableTorchFunction():
+            return self._run(self._recorded, operands)
+
+    def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
+        """Whether all that was assumed when the graph was traced holds of these operands."""
+        if tracker.form != self._form:
+            return False
+        try:
+            return kinds_of(tracker, operands) == self._kinds
+        except NotTracedError:
+            return False
+
+
+def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
+    """Return what each operand of a graph is: None for all but tensors, DATA, CONSTANT, or a number
+    of its own for each parameter. Raise where tracing does not know the kind.
+    """
+    kinds: list[Any] = []
+    numbers: dict[Root, int] = {}
+    for item in operands:
+        if not isinstance(item, Tensor):
+            kinds.append(None)
+            continue
+        node = node_of(item)
+        if node is not None:
+            kinds.append(_number_of(node, tracker, numbers))
+        elif not tracker.is_data(item):
+            kinds.append(CONSTANT)
+        elif tracker.is_unusual(item):
+            raise NotTracedError("its data are written to, or lie elsewhere than along batch_dim")
+        else:
+            kinds.append(DATA)
+    return kinds
+
+
+def _number_of(node, tracker: Tracker, numbers: dict[Root, int]) -> int:
+    if not isinstance(node, Root) or node.tracker is not tracker or node.probe is None:
+        raise NotTracedError(f"it takes {node.describe()}")
+    if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
+        raise NotTracedError(f"{node.describe()} is used elsewhere too")
+    return numbers.setdefault(node, len(numbers))
+
+
+def _roots_among(operands: Sequence[Any], kinds: Sequence[Any]) -> list[Root]:
+    return [
+        item._gradstats for item, kind in zip(operands, kinds, strict=True) if type(kind) is int
+    ]
+
+
+def _calling(followed: Followed, recorded: fx.GraphModule, probes: int) -> fx.GraphModule:
+    """Return a graph of nothing but one call, with all operands and the probes.
+
+    It is none of the functions of which compilers know that a graph can be found again in a cache.
+    """
+    graph = fx.Graph()
+    operands = []
+    for node in recorded.graph.find_nodes(op="placeholder"):
+        operand = graph.placeholder(node.target)
+        operand.meta.update(node.meta)
+        operand._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        operands.append(operand)
+    for number in range(probes):
+        operand = graph.placeholder(f"probe_{number}")
+        operand._dynamo_source = None  # type: ignore[attr-defined]
+        operands.append(operand)
+    call = graph.call_function(followed.trace, tuple(operands))
+    (output,) = recorded.graph.find_nodes(op="output")
+    places = range(len(output.args[0]))
+    graph.output(tuple(graph.call_function(operator.getitem, (call, n)) for n in places))
+    module = fx.GraphModule({}, graph)
+    # By these a backend knows what comes from the compiler.
+    module.meta.update(recorded.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(recorded, name):
+            setattr(module, name, getattr(recorded, name))
+    return module
+
+
+@cache
+def show_graphs() -> None:
+    """Have the compiler pass on what it recorded inside contexts from now on."""
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.output_graph import OutputGraph
+
+    own = OutputGraph.call_user_compiler
+
+    def call_user_compiler(self, recorded, operands):
+        modes = [mode for mode in self.torch_function_mode_stack if is_of_context(mode)]
+        if not modes or modes[-1].tracker.closed:
+            return own(self, recorded, operands)
+        backend, tracker, graphs = self.compiler_fn, modes[-1].tracker, []
+
+        def followed(recorded, operands):
+            graphs.append(Graph(recorded, operands, backend, tracker))
+            return graphs[0]
+
+        self.compiler_fn = followed
+        try:
+            compiled = own(self, recorded, operands)
+        finally:
+            self.compiler_fn = backend
+        reason = graphs[0].reason
+        if reason is not None and is_hidden(recorded):
+            # Operation by operation less of it can be followed than as the user wrote it.
+            raise Unsupported(
+                f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True: "
+                "this part then runs eagerly inside a context."
+            )
+        return compiled
+
+    OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
