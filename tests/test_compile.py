@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 
 import gradstats as gs
@@ -213,6 +215,17 @@ def test_properties_of_parameters_are_read_in_a_graph():
     batch = torch.randint(11, (B, B)), torch.randint(3, (B,))
     expected = oracle_sqnorms(model, batch, losses_of)
     compiled = torch.compile(model, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("all_is_compiled")
+def test_the_graphs_of_a_model_in_several_processes():
+    """DistributedDataParallel looks for the parameters among the operands of what it compiles."""
+    torch._dynamo.reset()
+    optimizer = DDPOptimizer(64, lookup_backend("aot_eager"), first_bucket_cap=16)
+    model, batch = next(iter(models()))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend=optimizer.compile_fn)
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext
 
 from gradstats.capture._followed import (
     CONSTANT,
@@ -89,8 +90,9 @@ class Graph:
         roots = _roots_among(operands, self._kinds)
         names = [root.name for root in roots]
         self._followed = Followed(self._recorded, self._kinds, names, tracker)
-        whole = _calling(self._followed, self._recorded, len(roots))
-        self._compiled = backend(whole, [*operands, *(root.probe for root in roots)])
+        probes = [root.probe for root in roots]
+        whole = _calling(self._followed, self._recorded, probes)
+        self._compiled = backend(whole, [*operands, *probes])
         self._followed.forget_context()
 
     def __call__(self, *operands: Any) -> Any:
@@ -154,7 +156,9 @@ def _roots_among(operands: Sequence[Any], kinds: Sequence[Any]) -> list[Root]:
     ]
 
 
-def _calling(followed: Followed, recorded: fx.GraphModule, probes: int) -> fx.GraphModule:
+def _calling(
+    followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor | None]
+) -> fx.GraphModule:
     """Return a graph of nothing but one call, with all operands and the probes.
 
     It is none of the functions of which compilers know that a graph can be found again in a cache.
@@ -166,8 +170,10 @@ def _calling(followed: Followed, recorded: fx.GraphModule, probes: int) -> fx.Gr
         operand.meta.update(node.meta)
         operand._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
         operands.append(operand)
-    for number in range(probes):
+    mode = TracingContext.get().fake_mode
+    for number, probe in enumerate(probes):
         operand = graph.placeholder(f"probe_{number}")
+        operand.meta["example_value"] = mode.from_tensor(probe, static_shapes=True)
         operand._dynamo_source = None  # type: ignore[attr-defined]
         operands.append(operand)
     call = graph.call_function(followed.trace, tuple(operands))
