@@ -135,12 +135,11 @@ class Positioned(nn.Module):
         return self.head(hidden.tanh()).mean(1)
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("positions", [B, 5])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
-def test_positions(kind, positions, request):
+def test_positions(kind, positions):
     """What meets no data inside a graph belongs to no example there either, T = B included."""
-    if kind != "expanded":  # which is looked up anew, and compared
-        request.getfixturevalue("all_is_compiled")
     torch._dynamo.reset()
     model = Positioned(kind, positions)
     batch = torch.randint(11, (B, positions)), torch.randint(3, (B,))
@@ -441,10 +440,9 @@ class Slices(nn.Module):
         return (x @ first).tanh() @ second.t()
 
 
+@pytest.mark.usefixtures("all_is_compiled")
 @pytest.mark.parametrize("model", [Reused, Tied, Slices])
-def test_a_graph_adds_up_all_uses_of_a_parameter(model, request):
-    if model is not Slices:  # which are computed anew, and compared
-        request.getfixturevalue("all_is_compiled")
+def test_a_graph_adds_up_all_uses_of_a_parameter(model):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = model()
@@ -459,6 +457,59 @@ def test_a_graph_adds_up_all_uses_of_a_parameter(model, request):
             losses_of(compiled, batch).mean().backward()
         assert_sqnorms(tracker.stats, expected, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+class Again(nn.Module):
+    """A weight through which gradients are pulled back by computing it again."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(4, 4)), function
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        scale = self.scale.clone()
+        weight = self.function(self.weight * scale, scale)
+        return (x @ weight @ weight.sin()).tanh()
+
+
+def scaled(weight, scale):
+    return torch.linalg.solve(weight + 5 * torch.eye(4), torch.eye(4))
+
+
+def scaled_by_what_is_changed_later(weight, scale):
+    column = torch.linalg.solve(weight + 5 * torch.eye(4), scale)
+    scale.mul_(3)
+    return weight * column
+
+
+def dropped(weight, scale):
+    return functional.dropout(weight, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "compiles"),
+    [(scaled, True), (scaled_by_what_is_changed_later, False), (dropped, False)],
+)
+def test_what_is_computed_again_in_a_graph(function, compiles, caplog):
+    """A graph has no numbers to compare: it holds what is sure to be the same."""
+    caplog.set_level(logging.INFO, _graphs.LOG.name)
+    torch._dynamo.reset()
+    model, batch = Again(function), (torch.randn(B, 4), torch.randint(4, (B,)))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (model, compiled):
+        torch.manual_seed(0)
+        try:
+            found.append(gs.per_example_norms(each, batch, losses_of))
+        except gs.UnsupportedOperationError as error:
+            found.append(str(error))
+    if isinstance(found[0], str):
+        assert found[0] == found[1]
+    else:
+        torch.testing.assert_close(found[1].sqnorm, found[0].sqnorm, rtol=1e-4, atol=0)
+    told = [each for each in caplog.records if each.name == _graphs.LOG.name]
+    assert bool(told) is not compiles
 
 
 class Part(nn.Module):

@@ -12,7 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from gradstats._comparison import same_bits
+from gradstats._compiler import is_compiling
 from gradstats._complex import as_real
+from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, Root, same_storage
@@ -61,6 +63,7 @@ class Derived(Node):
         self.version: int | None = None
         self.products: tuple[weakref.ref, Any] | None = None
         self._checked = False
+        self._versions = self._versions_now() if is_compiling() else []
         parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
         self.parents = tuple(_reached(value, parents))
@@ -203,7 +206,28 @@ class Derived(Node):
         self._checked = True
         return again, known
 
+    def _versions_now(self) -> list[int]:
+        leaves = flatten((self.args, self.kwargs))
+        return [item._version for item in leaves if isinstance(item, Tensor)]
+
+    def _check_fixed(self) -> None:
+        """Raise unless a graph, without numbers to compare, computes this again the same."""
+        own = function_class_of(self.function) is not None or self.function in UPDATES
+        if own or isinstance(self.function, Draw) or self._versions != self._versions_now():
+            raise UnsupportedOperationError(
+                f"{self.describe()} is computed again in a compiled graph, where the result cannot "
+                "be compared, by an operation that is random or of the user's own, or from "
+                "something that was changed in place. Expected neither.",
+                [root.name for root in self.roots],
+            )
+        for parent in self.parents:
+            if isinstance(parent, Derived):
+                parent._check_fixed()
+
     def _check_same(self, again: Tensor) -> None:
+        if is_compiling():
+            self._check_fixed()
+            return
         if not same_bits(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(
                 f"{self.describe()} cannot be computed again with the same result, so per-example "

@@ -90,7 +90,7 @@ class Graph:
         roots = _roots_among(operands, self._kinds)
         names = [root.name for root in roots]
         self._followed = Followed(self._recorded, self._kinds, names, tracker)
-        probes = [root.probe for root in roots]
+        probes = _probes_of(roots)
         whole = _calling(self._followed, self._recorded, probes)
         self._compiled = backend(whole, [*operands, *probes])
         self._followed.forget_context()
@@ -98,7 +98,7 @@ class Graph:
     def __call__(self, *operands: Any) -> Any:
         mode = innermost_mode()
         if mode is not None and self.reason is None and self._serves(mode.tracker, operands):
-            probes = [root.probe for root in _roots_among(operands, self._kinds)]
+            probes = _probes_of(_roots_among(operands, self._kinds))
             try:
                 results = self._compiled(*operands, *probes)
             except NotTracedError as error:
@@ -156,8 +156,12 @@ def _roots_among(operands: Sequence[Any], kinds: Sequence[Any]) -> list[Root]:
     ]
 
 
+def _probes_of(roots: Sequence[Root]) -> list[Tensor]:
+    return [root.probe for root in roots if root.probe is not None]
+
+
 def _calling(
-    followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor | None]
+    followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor]
 ) -> fx.GraphModule:
     """Return a graph of nothing but one call, with all operands and the probes.
 
@@ -171,6 +175,7 @@ def _calling(
         operand._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
         operands.append(operand)
     mode = TracingContext.get().fake_mode
+    assert mode is not None
     for number, probe in enumerate(probes):
         operand = graph.placeholder(f"probe_{number}")
         operand.meta["example_value"] = mode.from_tensor(probe, static_shapes=True)
