@@ -243,9 +243,10 @@ def test_recurrent_layers(kind, packed):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-def test_graphs_that_the_compiler_records_keep_no_result_of_a_step():
+@pytest.mark.parametrize("name", ["perceptron", "tied transformer", "convolutions"])
+def test_graphs_that_the_compiler_records_keep_no_result_of_a_step(name):
     torch._dynamo.reset()
-    model, batch, losses = perceptron()
+    model, batch, losses = MODELS[name]()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     found, expected = [], []
     for _ in range(6):

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import gradstats as gs
 from gradstats.contractions import _triton
+from tests.kernels.fake_device.test_models import MODELS
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -35,6 +36,19 @@ def test_graphs_on_cuda_tensors():
     model, batch = case()
     model, batch = model.cuda(), tuple(part.cuda() for part in batch)
     check(model, torch.compile(model, fullgraph=True, backend="aot_eager"), batch)
+
+
+@pytest.mark.parametrize("name", ["tied transformer", "convolutions", "embedding", "scale"])
+def test_graphs_of_models(name):
+    """Through the kernels, with a tied table and what is used several times."""
+    torch._dynamo.reset()
+    model, batch, losses = MODELS[name][0]()
+    expected = oracle_sqnorms(model, batch, losses)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses), expected, 1e-3)
+    with gs.track(compiled, batch_size=len(losses(model, batch))) as tracker:
+        tracker.backward(losses(compiled, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
 
 
 @pytest.mark.parametrize(
