@@ -17,7 +17,7 @@ from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import Reports
 from gradstats.capture._together import Together
 from gradstats.capture._uses import Settings
-from gradstats.capture.rules import RULES
+from gradstats.capture.rules import RULES, is_registered
 
 
 class Context(Repeated):
@@ -53,8 +53,7 @@ class Context(Repeated):
 
     def registered(self, func) -> Grafted | None:
         """Return the rule that a user registered for an operation."""
-        rule = RULES.get(func)
-        return rule if isinstance(rule, Grafted) else None
+        return RULES[func] if is_registered(func) else None
 
     def dispatch(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ DATA, CONSTANT = "data", "constant"
 
 # Where functions are defined that function modes are not shown: the transforms of torch.func.
 HIDDEN_IN = ("torch._functorch.", "torch._C._functorch")
-
 
 # What the compiler of PyTorch 2.14 records of the getters that transpose.
 GETTERS: dict[Any, str] = {
@@ -153,7 +152,7 @@ class Followed:
         """
         if [*recorded.parameters(), *recorded.buffers()]:
             raise NotTracedError("it holds tensors of its own")
-        self._recorded = recorded
+        self._run = by_operation(recorded)
         self._kinds, self._names = kinds, names
         self._tracker: Tracker | None = tracker
         self._notes: list[Note | None] = []
@@ -178,7 +177,7 @@ class Followed:
             if kind is CONSTANT:
                 context.mark_constant(item)
         with context.watching():
-            results = run(self._recorded, operands)
+            results = self._run(*operands)
         if any(context.is_data(item) for item, kind in pairs if kind is CONSTANT):
             raise NotTracedError("it writes data into a constant")
         if any(context.is_unusual(item) for item, kind in pairs if kind is DATA):
@@ -221,23 +220,28 @@ def _is_hidden(node: fx.Node) -> bool:
 
 def show_getters(recorded: fx.GraphModule) -> None:
     """Have a graph read the getters that transpose, for which PyTorch 2.14 records operators."""
-    for node in recorded.graph.nodes:
-        name = GETTERS.get(node.target)
-        if node.op == "call_function" and name is not None:
-            node.target, node.args = getattr, (*node.args, name)
-    recorded.recompile()
+    found = [node for node in recorded.graph.nodes if node.target in GETTERS]
+    for node in found:
+        node.target, node.args = getattr, (*node.args, GETTERS[node.target])
+    if found:
+        recorded.recompile()
 
 
-def run(recorded: fx.GraphModule, operands: Sequence[Any]) -> Any:
-    """Run a graph operation by operation, so that the modes which are on see each of them."""
-    if not is_hidden(recorded):
-        return recorded.forward(*operands)
-    level = transform_level() or 0
-    try:
-        return _Showing(recorded).run(*operands)
-    finally:
-        while (transform_level() or 0) > level:  # an error came before the transform's end
-            torch._C._functorch._vmap_decrement_nesting()
+def by_operation(recorded: fx.GraphModule) -> Callable[..., Any]:
+    """Return a function that runs a graph so that the modes which are on see each operation."""
+    return _run_showing(recorded) if is_hidden(recorded) else recorded.forward
+
+
+def _run_showing(recorded: fx.GraphModule) -> Callable[..., Any]:
+    def run(*operands: Any) -> Any:
+        level = transform_level() or 0
+        try:
+            return _Showing(recorded).run(*operands)
+        finally:
+            while (transform_level() or 0) > level:  # an error came before the transform's end
+                torch._C._functorch._vmap_decrement_nesting()
+
+    return run
 
 
 class _Showing(fx.Interpreter):

@@ -28,8 +28,8 @@ from gradstats.capture._followed import (
     DATA,
     Followed,
     NotTracedError,
+    by_operation,
     is_hidden,
-    run,
     show_getters,
 )
 from gradstats.capture._modes import innermost_mode, is_of_context
@@ -67,9 +67,9 @@ class Graph:
         """
         self.reason: str | None = None
         self._form = tracker.form
-        self._run = torch.compiler.disable(run)
-        self._recorded = recorded
         show_getters(recorded)
+        self._recorded = recorded
+        self._run = torch.compiler.disable(by_operation(recorded))
         self._kinds: list[Any] = []
         try:
             self._kinds = kinds_of(tracker, operands)
@@ -108,7 +108,7 @@ class Graph:
                 return results
         # Modes and subclasses are off while a graph runs.
         with torch._C._EnableTorchFunction():
-            return self._run(self._recorded, operands)
+            return self._run(*operands)
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
         """Whether all that was assumed when the graph was traced holds of these operands."""
@@ -121,8 +121,10 @@ class Graph:
 
 
 def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
-    """Return what each operand of a graph is: None for all but tensors, DATA, CONSTANT, or a number
-    of its own for each parameter. Raise where tracing does not know the kind.
+    """Return what each operand of a graph is, or raise where a graph cannot be traced with it.
+
+    Returns:
+        DATA, CONSTANT, a number of its own for each parameter, and None for all but tensors.
     """
     kinds: list[Any] = []
     numbers: dict[Root, int] = {}

@@ -378,13 +378,13 @@ class Marks:
             return Note(True, None, False, False)
         if self.filling_of(tensor, 0) is not None:
             return None
+        place = None
         mark = self._mark_of(tensor)
-        if mark is None:
-            return Note(False, None, self.is_sum(tensor), self.was_blank(tensor, 0))
-        (layout,) = mark
-        if layout is None or (isinstance(layout, Examples) and layout.segments is not None):
-            return None  # the numbers of this one may tell, or told
-        return Note(False, layout, self.is_sum(tensor), self.was_blank(tensor, 0))
+        if mark is not None:
+            (place,) = mark
+            if place is None or (isinstance(place, Examples) and place.segments is not None):
+                return None  # the numbers of this one may tell, or told
+        return Note(False, place, self.is_sum(tensor), self.was_blank(tensor, 0))
 
     def note_as(self, tensor: Tensor, note: Note) -> None:
         """Note on a tensor what is known of one that was computed alike."""

@@ -83,7 +83,7 @@ class Tracker(Threaded, Context):
         self.compiled = anatomy.compiled and self._runs_graphs
         if self._runs_graphs:
             asked = settings.weight_gradients, settings.fused, settings.workspace
-            self.form = repr((batch_size, batch_dim, given_are_data, self.packed, *asked))
+            self.form = repr((batch_size, batch_dim, given_are_data, *asked))
             for root in self.roots:
                 root.probe = torch.empty(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
