@@ -375,6 +375,43 @@ def ragged(lengths: list[int], p: int = 3, q: int = 2) -> Ragged:
     return Ragged(normal(offsets[-1], p), normal(offsets[-1], q), offsets, (p, q))
 
 
+class Counter(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["one each", "some without rows"])
+def test_uses_of_one_example_each_meet_in_linear_time(every):
+    """As of a model that is called for one example at a time."""
+
+    def operations(batch: int) -> int:
+        uses = [
+            ragged([2 * (example == use) for example in range(batch)])
+            for use in range(0, batch, every)
+        ]
+        dense = sum(use.dense() for use in uses)
+        with Counter() as counter:
+            (merged,) = contractions.merge(uses)
+        torch.testing.assert_close(merged.dense(), dense, rtol=0, atol=0)
+        assert merged.offsets[-1] == 2 * len(uses)
+        return counter.count
+
+    assert operations(64) < 2.2 * operations(32)
+
+
+def test_uses_without_rows_meet():
+    (merged,) = contractions.merge([ragged([0, 0, 0]), ragged([0, 0, 0])])
+    assert merged.dense().shape == (3, 3, 2)
+    assert not merged.dense().any()
+
+
 @pytest.mark.parametrize("alone", [0, 25, None], ids=["each alone", "some alone", "together"])
 @pytest.mark.parametrize("widths", [(3, 2), (400, 300)], ids=["formed", "Gram matrices"])
 def test_packed_examples(alone, widths, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -52,13 +53,16 @@ class Segments:
     @cached_property
     def sole(self) -> int | None:
         """The example that has all rows; None where several have some, or none has any."""
-        counts = (end - start for start, end in pairwise(self.offsets))
-        owners = [example for example, count in enumerate(counts) if count]
-        return owners[0] if len(owners) == 1 else None
+        # A model called for each example has as many segments as examples: no loop over them here.
+        first = bisect_right(self.offsets, 0) - 1
+        has_all = 0 < self.offsets[-1] == self.offsets[first + 1]
+        return first if has_all else None
 
     def offsets_of(self, rows: int) -> tuple[int, ...]:
         """Return ``offsets`` where each row stands for several, and there are ``rows`` of them."""
         each = rows // max(1, self.rows)
+        if each == 1:
+            return self.offsets
         return tuple(each * bound for bound in self.offsets)
 
     def sorted(self, tensor: Tensor) -> Tensor:

@@ -141,16 +141,18 @@ def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list
 
 def merge(factors: list[Ragged]) -> Ragged:
     """Return the sum of several uses as one: each example's rows stand one after the other."""
-    batch = factors[0].batch
-    lengths = [factor.lengths for factor in factors]
+    bounds = torch.tensor([factor.offsets for factor in factors])
+    lengths = bounds.diff()
+    # Only pieces that have rows: models called for one example at a time use a parameter once for
+    # each, and all other examples have none there.
+    examples, uses = lengths.T.nonzero().unbind(1)
+    rows = (bounds[uses, examples], bounds[uses, examples + 1])
     pieces = [
-        (factor.left[start:end], factor.right[start:end])
-        for example in range(batch)
-        for factor in factors
-        for start, end in [factor.offsets[example : example + 2]]
+        (factors[use].left[start:end], factors[use].right[start:end])
+        for use, start, end in zip(*(each.tolist() for each in (uses, *rows)), strict=True)
     ]
-    offsets = [0]
-    for example in range(batch):
-        offsets.append(offsets[-1] + sum(length[example] for length in lengths))
+    if not pieces:
+        return factors[0]
     left, right = (torch.cat(side) for side in zip(*pieces, strict=True))
-    return Ragged(left, right, tuple(offsets), factors[0].shape)
+    offsets = (0, *lengths.sum(0).cumsum(0).tolist())
+    return Ragged(left, right, offsets, factors[0].shape)
