@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from gradstats.errors import GradStatsError
+from gradstats.statistics._loss import order_here
 
 # The first arguments of both functions by position, and the label that they ignore by default.
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
@@ -43,6 +47,33 @@ class Prediction:
     label: np.ndarray
 
 
+class _Seen(NamedTuple):
+    """A call of a cross-entropy.
+
+    Attributes:
+        logarithmic: whether it takes log-probabilities.
+        logits: log-probabilities where ``logarithmic``.
+        labels, ignored: its other arguments.
+        order: (B,) the example of each of the logits' rows; None for the batch's order.
+        problem: why that is not known, where it is not.
+    """
+
+    logarithmic: bool
+    logits: Tensor
+    labels: Tensor
+    ignored: int
+    order: Tensor | None
+    problem: str | None
+
+
+def _order(logits: Tensor) -> tuple[Tensor | None, str | None]:
+    """Return the last two attributes of ``_Seen``."""
+    try:
+        return order_here(logits), None
+    except GradStatsError as error:
+        return None, str(error)
+
+
 class CrossEntropyWatch(TorchFunctionMode):
     """Sees the logits and labels that reach ``cross_entropy`` or ``nll_loss`` inside the context.
 
@@ -52,15 +83,16 @@ class CrossEntropyWatch(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self._seen: list[tuple[bool, Tensor, Tensor, int]] = []
+        self._seen: list[_Seen] = []
         self.reason: str | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.cross_entropy or func is functional.nll_loss:
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+            logits, labels = given["input"], given["target"]
             ignored = given.get("ignore_index", IGNORED)
-            seen = (func is functional.nll_loss, given["input"], given["target"], ignored)
+            seen = _Seen(func is functional.nll_loss, logits, labels, ignored, *_order(logits))
             self._seen.append(seen)
         return func(*args, **kwargs)
 
@@ -76,7 +108,7 @@ class CrossEntropyWatch(TorchFunctionMode):
                 f"the loss calls cross_entropy or nll_loss {len(seen)} times, expected once"
             )
             return None
-        logarithmic, logits, labels, ignored = seen[0]
+        logarithmic, logits, labels, ignored, order, problem = seen[0]
         if logits.dim() != 2 or len(logits) != batch_size or tuple(labels.shape) != (batch_size,):
             self.reason = (
                 f"the cross-entropy of {batch_size} examples sees logits of shape "
@@ -84,9 +116,15 @@ class CrossEntropyWatch(TorchFunctionMode):
                 "classification for each example"
             )
             return None
-        logits = logits.detach().double()
+        if problem is not None:
+            self.reason = f"which example the logits are of is not known: {problem}"
+            return None
+        logits, labels = logits.detach().double(), labels.detach()
+        if order is not None:
+            place = order.argsort()
+            logits, labels = logits[place], labels[place]
         probability = (logits.exp() if logarithmic else logits.softmax(1)).cpu().numpy()
-        label = labels.detach().cpu().numpy()
+        label = labels.cpu().numpy()
         if bool(((label == ignored) | (label < 0) | (label >= logits.shape[1])).any()):
             self.reason = "some labels are ignored by the cross-entropy"
             return None

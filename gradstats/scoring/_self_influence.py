@@ -189,7 +189,7 @@ class _Measurement:
 
     def __init__(self, work: Work, watch: CrossEntropyWatch, halving: Halving):
         self._work, self._watch, self._halving = work, watch, halving
-        self._loss_fn = watched(work.loss_fn, watch)
+        self._loss_fn = watched(work.losses, watch)
 
     def __call__(self, batch: Any, size: int, checkpoint: Checkpoint) -> np.ndarray:
         """Return one row of FIELDS for each example."""

@@ -154,7 +154,7 @@ class Stream:
 
         def part(batch: Any) -> KeptGradients:
             options = work.options_of(batch)
-            return keep(work.model, batch, work.loss_fn, nonfinite="keep", **options)
+            return keep(work.model, batch, work.losses, nonfinite="keep", **options)
 
         batch = to_device(batch, work.device)
         size = int(self.query.sizes[number])
@@ -174,7 +174,7 @@ class Stream:
 
         def part(batch: Any) -> list[Products]:
             return products(
-                kept, work.model, batch, work.loss_fn,
+                kept, work.model, batch, work.losses,
                 nonfinite="keep", per_parameter=isinstance(rates, dict), **work.options_of(batch),
             )  # fmt: skip
 

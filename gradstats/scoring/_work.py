@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradstats._complex import any_double
@@ -35,6 +35,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._tiles import MemoryTiles, Tiles
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
+from gradstats.statistics._loss import order_here
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class Work:
     def dtype(self) -> np.dtype:
         """Of results: float64 for float64 models, else float32."""
         return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
+
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the losses in the order of the batch, which is that of the ids."""
+        losses = self.loss_fn(model, batch)
+        if not isinstance(losses, Tensor) or losses.dim() != 1:
+            return losses  # an error, which the core explains
+        order = order_here(losses)
+        return losses if order is None else losses[order.argsort()]
 
     def options_of(self, batch: Any) -> Options:
         """Return the options of the core's calls with a batch."""

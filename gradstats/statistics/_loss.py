@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradstats._factors import Segments
 from gradstats.capture._coverage import check_data
 from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
+from gradstats.capture._modes import innermost_mode
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
@@ -47,6 +48,22 @@ def check_losses(losses, batch_size: int) -> Tensor:
         )
     check_data([losses])
     return losses
+
+
+def order_here(rows: Tensor) -> Tensor | None:
+    """Return the example of each of B rows (B,), in the context that is running.
+
+    None where they stand in the batch's order, and where there are not B of them.
+
+    Raises:
+        ExampleAxisError, CoupledExamplesError: where they are not one of each example, or not known
+            to be.
+    """
+    tracker = innermost_mode().tracker
+    if rows.dim() == 0 or len(rows) != tracker.batch_size:
+        return None
+    with torch._C.DisableTorchFunction():
+        return tracker.order_of(rows)
 
 
 def check_batch_size(batch_size: int) -> int:

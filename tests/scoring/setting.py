@@ -20,6 +20,22 @@ def loss_fn(model: nn.Module, batch) -> Tensor:
     return functional.cross_entropy(model(inputs), labels, reduction="none")
 
 
+def by_size(batch) -> Tensor:
+    """Return the examples sorted, as sequences are by their lengths."""
+    return batch[0][:, 0].argsort()
+
+
+def sorted_losses(model: nn.Module, batch) -> Tensor:
+    """The same losses in another order than the batch."""
+    order = by_size(batch)
+    return functional.cross_entropy(model(batch[0][order]), batch[1][order], reduction="none")
+
+
+def put_back(model: nn.Module, batch) -> Tensor:
+    """The same losses in the batch's order, of logits in another."""
+    return sorted_losses(model, batch)[by_size(batch).argsort()]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the scoring functions take.

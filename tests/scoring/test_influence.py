@@ -25,7 +25,9 @@ from tests.scoring.setting import (
     loss_fn,
     make_setting,
     oracle_influence,
+    put_back,
     setting_state,
+    sorted_losses,
 )
 
 
@@ -55,6 +57,16 @@ def test_raw_and_cosine_from_one_pass(setting, tmp_path, on_disk):
     assert_scores(scores.cosine, oracle_influence(setting, cosine=True))
     assert scores.normalize is None and scores.cosine.normalize == "cosine"
     assert_unchanged(setting.model, state)
+
+
+@pytest.mark.parametrize("loss", [sorted_losses, put_back])
+def test_losses_that_the_model_sorted(setting, loss):
+    """Rows and columns are the examples of the data, in whatever order their losses stand."""
+    scores = gs.influence(
+        setting.model, setting.train_batches, setting.query_batches, loss,
+        gs.Checkpoints(setting.states, lr=list(RATES)), progress=False,
+    )  # fmt: skip
+    assert_scores(scores, oracle_influence(setting))
 
 
 def test_normalize_chooses_what_is_shown(setting):

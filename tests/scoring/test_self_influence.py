@@ -15,7 +15,14 @@ import gradstats as gs
 from gradstats.scoring._metrics import detect
 from gradstats.scoring._table import FIELDS
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
-from tests.scoring.setting import RATES, batches, loss_fn, make_setting
+from tests.scoring.setting import (
+    RATES,
+    batches,
+    loss_fn,
+    make_setting,
+    put_back,
+    sorted_losses,
+)
 
 
 @pytest.fixture
@@ -65,6 +72,15 @@ def test_every_column(setting):
     np.testing.assert_allclose(table.sqnorm, sqnorms, rtol=1e-10)
     assert table.reason is None
     assert_unchanged(setting.model, state)
+
+
+@pytest.mark.parametrize("loss", [sorted_losses, put_back])
+def test_losses_that_the_model_sorted(setting, loss):
+    """Rows are the examples of the data, in whatever order their losses were computed."""
+    expected, table = run(setting), run(setting, loss)
+    for name, values in expected.columns.items():
+        np.testing.assert_allclose(table.columns[name], values, rtol=1e-10, err_msg=name)
+    assert table.reason is None
 
 
 def test_on_disk_the_same(setting, tmp_path):
