@@ -180,7 +180,9 @@ class track:
             is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted:
             it cannot be detected.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.
-        scaler: the torch.amp.GradScaler that scales the loss; its scale is divided out.
+        scaler: the torch.amp.GradScaler of the step, whose scale is divided out.
+            ``tracker.backward`` multiplies by it, so that it takes the losses as they are; if you
+            run the backward yourself, scale as ever: ``scaler.scale(loss).backward()``.
         fused: let weight gradients come from the same pass over the data as the norms, and from
             whichever of PyTorch's libraries is faster.
         parameters, exclude: fnmatch patterns over parameter names.
@@ -291,8 +293,10 @@ class track:
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
 
+        With a scaler, of that times its scale.
+
         Args:
-            losses: (B,) unreduced losses, one for each example.
+            losses: (B,) unreduced losses, one for each example, not scaled.
 
         Raises:
             LossShapeError: the losses are not (B,) differentiable numbers.
