@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,8 +195,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if self._measures:
             assert self._called is not None
             self._hooks = [
-                self._called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                self._called.register_forward_hook(self._after_forward, always_call=True),
+                self._called.register_forward_pre_hook(
+                    _Hook(self._before_forward), with_kwargs=True
+                ),
+                self._called.register_forward_hook(_Hook(self._after_forward), always_call=True),
             ]
 
     def _before_forward(self, model, args, kwargs) -> None:
@@ -267,6 +270,26 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class _Hook:
+    """A hook of the model that copies of it do not have: an average of its weights, say.
+
+    A copied method would have a callback of its own, with a copy of all that it refers to.
+    """
+
+    def __init__(self, call: Callable[..., None]):
+        self._call = call
+
+    def __call__(self, *args) -> None:
+        self._call(*args)
+
+    def __reduce__(self):
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args) -> None:
+    """Do nothing."""
 
 
 def _bounds_in(inputs: dict[str, Any]) -> Tensor | None:

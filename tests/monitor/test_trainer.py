@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 
 import numpy as np
@@ -73,6 +75,30 @@ def test_token_counts_and_accumulation_against_the_oracle(tmp_path):
     table = callback.monitor.self_influence
     assert table.ids.tolist() == (np.flatnonzero(expected) + 500).tolist()
     np.testing.assert_allclose(table.values, expected[expected > 0], rtol=RTOL)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_copy_of_the_model_is_not_measured(tmp_path, copied, ours_first):
+    """As of a callback that keeps an average of the weights."""
+
+    class Average(transformers.TrainerCallback):
+        model = None
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.model = self.model or copied(model)
+
+    average, callback, recorder = Average(), GradStatsCallback(every=1), Recorder()
+    callbacks = [callback, average] if ours_first else [average, callback]
+    trainer = trainer_for(language_model(), [recorder, *callbacks], tmp_path, max_steps=1)
+    assert list(logged(trainer, "gns/tr_sigma")) == [1]
+    rows, batch = rows_of(recorder, 0)
+    copy_of_it = average.model
+    for _ in range(2):
+        normalised_losses(copy_of_it, batch[:3]).mean().backward()
+    assert _get_current_function_mode_stack() == []
+    norms = gs.per_example_norms(copy_of_it, batch[:3], normalised_losses)
+    np.testing.assert_allclose(norms.sqnorm.numpy(), (rows**2).sum(1), rtol=RTOL)
 
 
 class Whole(torch.utils.data.Dataset):
