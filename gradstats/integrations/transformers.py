@@ -64,8 +64,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
     and no ``attention_mask``.
 
-    An exception in a backward is not reported to callbacks: the model stays tracked until the next
-    ``train()`` or ``close()``.
+    An exception in a backward is not reported to callbacks: the model stays tracked until
+    ``close()``, or the next ``train()`` with it.
 
     Args:
         every: measure every so many optimizer steps.
@@ -114,6 +114,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         # Hooks of a compiled model are compiled with it; those of the module around it are not.
         around = trainer.model_wrapped
         self._called = around if "_orig_mod" in around._modules else model
+        for module in around.modules():
+            for hook in [*module._forward_pre_hooks.values()]:
+                if isinstance(hook, _Hook):
+                    hook.close()  # another callback's, in a run that broke off
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)
         if group is None and args.world_size > 1:
@@ -196,9 +200,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             assert self._called is not None
             self._hooks = [
                 self._called.register_forward_pre_hook(
-                    _Hook(self._before_forward), with_kwargs=True
+                    _Hook(self._before_forward, self.close), with_kwargs=True
                 ),
-                self._called.register_forward_hook(_Hook(self._after_forward), always_call=True),
+                self._called.register_forward_hook(
+                    _Hook(self._after_forward, self.close), always_call=True
+                ),
             ]
 
     def _before_forward(self, model, args, kwargs) -> None:
@@ -278,14 +284,14 @@ class _Hook:
     A copied method would have a callback of its own, with a copy of all that it refers to.
     """
 
-    def __init__(self, call: Callable[..., None]):
-        self._call = call
+    def __init__(self, call: Callable[..., None], close: Callable[[], None]):
+        self._call, self.close = call, close
 
     def __call__(self, *args) -> None:
         self._call(*args)
 
     def __reduce__(self):
-        return _Hook, (_nothing,)
+        return _Hook, (_nothing, _nothing)
 
 
 def _nothing(*args) -> None:

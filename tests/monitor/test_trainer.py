@@ -334,16 +334,21 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
     assert not _get_current_function_mode_stack()
 
 
-def test_an_exception_in_backward_is_cleared_by_the_next_run(tmp_path):
+@pytest.mark.parametrize("by", ["close", "the next run", "another callback's run"])
+def test_an_exception_in_backward_is_cleared(tmp_path, by):
     model, callback = Classifier(), GradStatsCallback(every=1)
     handle = model.net[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="hooks on 'net.0.w"):
         trainer_for(model, [callback], tmp_path, Images(14))
     handle.remove()
     model.zero_grad()
-    callback.close()
-    assert not _get_current_function_mode_stack()
+    if by == "close":
+        callback.close()
+        assert not _get_current_function_mode_stack()
+    elif by == "another callback's run":
+        callback = GradStatsCallback(every=1)
     trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=1)
+    assert not _get_current_function_mode_stack()
     assert list(logged(trainer, "gns/tr_sigma")) == [1]
 
 
