@@ -458,6 +458,7 @@ def test_products_with_a_sparse_matrix_of_edges(product):
     assert_sqnorms(got, expected, 1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors():
     """Refused where they meet parameters; where the packed rows are nested, they are followed."""
     torch.manual_seed(0)
@@ -478,6 +479,12 @@ def test_nested_tensors():
 
     with pytest.raises(gs.ExampleAxisError, match=r"nested tensor.*cu_seqlens=x\.offsets"):
         gs.per_example_norms(model, nested, loss)
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=1.0)
+    for each in (nested, torch.nested.nested_tensor([*nested.unbind()])):
+        with pytest.raises(gs.ExampleAxisError, match=r"nested tensor.*cu_seqlens=x\.offsets"):
+            gs.self_influence(model, [each], loss, checkpoints, progress=False)
+        with pytest.raises(gs.ExampleAxisError, match=r"nested tensor.*cu_seqlens=x\.offsets"):
+            gs.influence(model, [each], [each], loss, checkpoints, progress=False)
     with pytest.raises(gs.UnsupportedOperationError, match=r"linear of nested.*'weight'.*offsets"):
         with gs.track(model, batch_size=2):
             loss(model, nested)

@@ -21,6 +21,7 @@ from torch import Tensor
 from gradstats._complex import as_real
 from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture._lineage import Pulled
+from gradstats.capture._memory import storage_of
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
 from gradstats.contractions._result import squared_norms
 
@@ -82,7 +83,8 @@ class Keep:
             device_bytes: bytes of factors that may stay on the device; None for all.
         """
         self.kept: dict[str, KeptParameter] = {}
-        self._borrowed = {tensor.untyped_storage().data_ptr() for tensor in borrowed}
+        storages = map(storage_of, borrowed)
+        self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
         self._device_bytes = device_bytes
         self._on_device: dict[int, int] = {}  # bytes of each storage that stayed
         self._replays: dict = {}

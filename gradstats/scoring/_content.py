@@ -42,7 +42,9 @@ class ContentHash:
 
     def add(self, value: Any) -> None:
         """Feed a value with everything that it holds."""
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.is_nested:
+            self.add(value.unbind())
+        elif isinstance(value, Tensor):
             self._say("tensor", tuple(value.shape), value.dtype)
             dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()
             flat = dense.reshape(-1)

@@ -1,5 +1,6 @@
 """Matrix products with one tracked operand."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,14 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import (
+    assert_products,
+    assert_sqnorms,
+    flat,
+    oracle_gradients,
+    oracle_sqnorms,
+    perturbed,
+)
 from tests.rules.operation import (
     Operation,
     check_operation,
@@ -464,7 +472,7 @@ SPARSE_PRODUCTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
 @pytest.mark.parametrize("function", SPARSE_PRODUCTS.values(), ids=SPARSE_PRODUCTS)
 def test_sparse_data(function, layout):
     """As counts of words are."""
@@ -483,6 +491,16 @@ def test_sparse_data(function, layout):
     uneven_loss(model, sparse).mean().backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+    model.zero_grad()
+    other = perturbed(model)
+    first, second = (
+        flat(oracle_gradients(each, (data,), uneven_loss)) for each in (model, other)
+    )
+    products = gs.inner_products(model, sparse, other, sparse, uneven_loss)
+    assert_products(products, first, second, 1e-9)
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=1.0)
+    scores = gs.influence(model, [sparse], [sparse], uneven_loss, checkpoints, progress=False)
+    assert_products(torch.tensor(np.asarray(scores)), first, first, 1e-9)
 
 
 def test_operations_of_sparse_data_without_a_rule():
