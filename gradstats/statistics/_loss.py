@@ -93,8 +93,15 @@ def _shown(value: Any) -> str:
     return type(value).__name__ if getattr(value, "ndim", 0) else reprlib.repr(value)
 
 
+def check_plain(batch) -> None:
+    """Raise for a batch that holds nested tensors."""
+    if any(tensor.is_nested for tensor in tensors_in(batch)):
+        raise ExampleAxisError(f"the batch holds a nested tensor, expected plain ones. {PACK}")
+
+
 def infer_batch_size(batch, batch_dim: int) -> int:
     """Return the number of examples of a batch, the example axis of its first tensor."""
+    check_plain(batch)
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
             size = tensor.shape[min(batch_dim, tensor.dim() - 1)]
@@ -120,10 +127,9 @@ def examples_in(
 ) -> tuple[int, Segments | None]:
     """Return the number of examples of a batch and, of packed ones, whose each row is."""
     batch_dim = check_batch_dim(batch_dim)
-    if any(tensor.is_nested for tensor in tensors_in(batch)):
-        raise ExampleAxisError(f"the batch holds a nested tensor, expected plain ones. {PACK}")
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
+    check_plain(batch)
     segments = packed_segments(cu_seqlens, model)
     check_packed(batch, batch_dim, segments)
     return segments.batch, segments
