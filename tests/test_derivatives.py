@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -306,6 +307,28 @@ def test_an_inner_gradient_without_a_graph_is_a_constant():
 
     torch.manual_seed(0)
     check_model(NETWORKS["mlp"]().double(), torch.randn(5, 2, dtype=torch.float64), loss)
+
+
+def edges_as_inputs(hidden, losses):
+    torch.autograd.grad(losses.sum(), [get_gradient_edge(hidden)], retain_graph=True)
+
+
+def edge_as_input(hidden, losses):
+    torch.autograd.grad(losses.sum(), get_gradient_edge(hidden), retain_graph=True)
+
+
+def edge_as_output(hidden, losses):
+    torch.autograd.grad(get_gradient_edge(losses.sum()), [hidden], retain_graph=True)
+
+
+@pytest.mark.parametrize("differentiate", [edges_as_inputs, edge_as_input, edge_as_output])
+def test_gradient_edges_are_refused(differentiate):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    message = "was given a GradientEdge.*Expected tensors"
+    with pytest.raises(gs.UnsupportedOperationError, match=message):
+        with gs.track(model, batch_size=5):
+            hidden = model[0](torch.randn(5, 3).double())
+            differentiate(hidden, model[1:](hidden).square().sum(1))
 
 
 def test_gradients_of_parameters_in_the_loss_are_refused():

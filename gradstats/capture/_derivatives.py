@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradstats.capture._engine import run_backward
 from gradstats.capture._nodes import Root
 from gradstats.capture._results import follow_results
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._transforms import transform_level
-from gradstats.errors import CoupledExamplesError
+from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
 
 def backward_of_one(
@@ -67,7 +67,7 @@ def gradients(
     materialize_grads=False,
 ) -> tuple[Tensor | None, ...]:
     """Differentiate inside the context, perhaps with respect to what is tracked."""
-    outputs, inputs = _as_tuple(outputs), _as_tuple(inputs)
+    outputs, inputs = (_checked(items) for items in (outputs, inputs))
     tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(mode.tracker, inputs, create_graph)
     if tracked:
@@ -146,4 +146,15 @@ def _differentiable(item):
 
 
 def _as_tuple(tensors) -> tuple:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    return (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+
+
+def _checked(tensors) -> tuple:
+    """Return what ``torch.autograd.grad`` is asked about, or raise for what is not a tensor."""
+    items = _as_tuple(tensors)
+    if any(isinstance(item, GradientEdge) for item in items):
+        raise UnsupportedOperationError(
+            "torch.autograd.grad inside the context was given a GradientEdge, which does not say "
+            "where the examples lie. Expected tensors: pass the one whose edge it is."
+        )
+    return items
