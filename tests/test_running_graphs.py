@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.capture._constants import ConstantTracking
 from tests.losses import losses_of
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, oracle_gradients, oracle_sqnorms
 
 B = 6
 
@@ -300,3 +300,90 @@ def test_examples_that_meet_in_a_graph_are_refused():
     model = Meeting(nn.Linear(4, B), nn.Tanh())
     with pytest.raises(gs.CoupledExamplesError, match="different examples"):
         gs.per_example_norms(model, (torch.randn(B, 4), torch.randint(3, (B,))), losses_of)
+
+
+def chained(hidden, weight):
+    hidden.add_(weight).mul_(weight)
+
+
+def changed_afterwards(hidden, weight):
+    hidden.add_(weight).mul_(2)
+
+
+def in_a_column(hidden, weight):
+    hidden[:, 0] = weight[0]
+
+
+def through_a_view(hidden, weight):
+    hidden.view(B, 2, 2).mul_(weight.view(2, 2))
+
+
+WRITES = [chained, changed_afterwards, in_a_column, through_a_view]
+
+
+def check_graphs(model, x, loss_fn):
+    """Check norms and training gradients of a compiled model against the oracle."""
+    expected, gradients = oracle_sqnorms(model, x, loss_fn), oracle_gradients(model, x, loss_fn)
+    assert_sqnorms(gs.per_example_norms(model, x, loss_fn), expected, 1e-9)
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(model, batch_size=B, fused=fused) as tracker:
+            tracker.backward(loss_fn(model, x))
+        assert_sqnorms(tracker.stats, expected, 1e-9)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name].mean(0))
+
+
+class Written(nn.Module):
+    """Changes data in place, by a parameter, in a statement of its own."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.last, self.write = nn.Linear(4, 4), nn.Linear(4, 2), write
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        hidden = self.first(x) * 1
+        self.write(hidden, self.weight)
+        return self.last(hidden)
+
+
+def sines(model, x):
+    return model(x).sin().sum(1)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_graph_changes_in_place(write):
+    model = Written(write).double()
+    model.compile(backend="aot_eager")
+    check_graphs(model, torch.randn(B, 4).double(), sines)
+
+
+class Adding(nn.Module):
+    """A graph that writes into its operand."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.layer, self.values = nn.Linear(B, B), values
+
+    def forward(self, x, total):
+        total.add_(self.values(self.layer(x)))
+
+
+def into_an_operand(model, x):
+    total = x.cos()
+    model(x, total)
+    return total.sin().sum(1)
+
+
+def test_what_a_graph_writes_into_its_operand():
+    model = Adding(torch.tanh).double()
+    model.compile(backend="aot_eager")
+    check_graphs(model, torch.randn(B, B).double(), into_an_operand)
+
+
+def test_examples_that_meet_in_what_a_graph_writes_are_refused():
+    model = Adding(lambda hidden: hidden @ hidden.mT).double()
+    model.compile(backend="aot_eager")
+    with pytest.raises(gs.CoupledExamplesError, match="every example with every other"):
+        gs.per_example_norms(model, torch.randn(B, B).double(), into_an_operand)

@@ -182,10 +182,11 @@ class Followed:
             raise NotTracedError("it writes data into a constant")
         if any(context.is_unusual(item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
-        tensors = [item for item in results if isinstance(item, Tensor)]
+        # What was written into operands leaves the graph as well.
+        left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
         check_coverage(
             context,
-            list(dict.fromkeys(item.grad_fn for item in tensors if item.grad_fn is not None)),
+            list(dict.fromkeys(item.grad_fn for item in left if item.grad_fn is not None)),
         )
         self._notes = [
             context.note_on(item) if isinstance(item, Tensor) else None for item in results

@@ -283,9 +283,6 @@ class Tap(torch.autograd.Function):
         ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
         ctx.data = range(4, 4 + len(saved))
         ctx.save_for_backward(*saved)
-        if is_compiling():
-            # PyTorch 2.11's compiler turns what is marked into a view. Inductor removes the copy.
-            return result.clone()
         ctx.mark_dirty(result)
         return result
 
