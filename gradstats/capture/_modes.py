@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +74,7 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     before = _get_current_function_mode_stack()
     take_off(is_of_context)
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), _unpacking_seen(before):
             result = function(*args)
     finally:
         _replace(torch._C._len_torch_function_stack(), before)
@@ -82,6 +83,30 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             item.grad_fn.register_prehook(_unseen_in_backward)
             break  # the others have the same node
     return result
+
+
+def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManager[object]:
+    """Have what a graph keeps for its backward unpacked with modes on.
+
+    A checkpoint around the graph then runs its part of the forward again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def unpack_seen(packed: Any) -> Tensor:
+        before = _get_current_function_mode_stack()
+        for mode in modes:
+            if is_of_context(mode) and not is_closed(mode) and mode not in before:
+                _push_mode(mode)
+        try:
+            with torch._C._EnableTorchFunction():
+                return unpack(packed)
+        finally:
+            _replace(torch._C._len_torch_function_stack(), before)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack_seen)
 
 
 def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
