@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -431,3 +434,77 @@ def test_checkpoints_around_graphs(graph, use_reentrant):
     gradients = oracle_gradients(model, x, sines)
     model.use_reentrant = use_reentrant
     check_against(gradients, model, x, sines)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(torch.cond(x.sum() > 0, torch.sin, torch.cos, (hidden,)))
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
+def test_bodies_that_a_backend_does_not_trace_are_refused(compiles):
+    torch._dynamo.reset()
+    model, x = Branches(), torch.randn(B, 4)
+    compiled = torch.compile(model, backend="eager") if compiles else model
+    torch.compile(nn.Linear(3, 3), backend="eager")(torch.randn(2, 3))
+    with pytest.raises(gs.UnsupportedOperationError, match=r"cond of data.*force_eager"):
+        gs.per_example_norms(compiled, x, sines)
+
+
+@torch.compile(backend="aot_eager")
+def scaled_part(model, x):
+    return model.first(x), model.first.weight.sum()
+
+
+class Summing(nn.Module):
+    """A graph that returns what it computes of a parameter alone, which cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.last.compile(backend="aot_eager")
+
+    def forward(self, x):
+        hidden, scale = scaled_part(self, x)
+        return self.last(hidden * scale)
+
+
+def test_a_graph_that_cannot_be_traced_keeps_no_model_alive():
+    def measured():
+        model, x = Summing().double(), torch.randn(B, 4).double()
+        assert_sqnorms(gs.per_example_norms(model, x, sines), oracle_sqnorms(model, x, sines), 1e-9)
+        return weakref.ref(model.last.weight)
+
+    torch._dynamo.reset()
+    weight = measured()
+    gc.collect()
+    assert weight() is None
+
+
+class Keeping(nn.Module):
+    """Keeps the batch that it was given last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 2), None
+
+    def forward(self, x):
+        self.kept = x
+        return self.layer(x * self.kept)
+
+
+def test_a_compiled_model_that_keeps_its_batch():
+    torch._dynamo.reset()
+    model, x = Keeping().double(), torch.randn(B, 4).double()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    expected = oracle_sqnorms(model, x, sines)
+    for _ in range(2):
+        with gs.track(compiled, batch_size=B) as tracker:
+            tracker.backward(sines(compiled, x))
+        assert_sqnorms(tracker.stats, expected, 1e-9)

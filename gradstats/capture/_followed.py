@@ -251,9 +251,13 @@ class _Showing(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         mapped = transform_level() is not None
         result = super().run_node(node)
-        if not (mapped or _is_hidden(node)) or node.op in ("placeholder", "output"):
+        mode = innermost_mode()
+        # A loader of data inside the context runs it without any.
+        if mode is None or not (mapped or _is_hidden(node)):
             return result
-        tracker, target = innermost_mode().tracker, node.target
+        if node.op in ("placeholder", "output"):
+            return result
+        tracker, target = mode.tracker, node.target
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         operands = operands_of(args, kwargs)
         tracked = any(node_of(item) is not None for item in operands)

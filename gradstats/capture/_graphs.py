@@ -36,6 +36,7 @@ from gradstats.capture._modes import innermost_mode, is_of_context
 from gradstats.capture._nodes import Root
 from gradstats.capture._reports import SHARED_IN_GRAPHS
 from gradstats.capture._tensors import node_of
+from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
@@ -80,8 +81,7 @@ class Graph:
         except torch._dynamo.exc.RestartAnalysis:
             raise
         except Exception as error:
-            # The lines that follow say where the compiler was.
-            self.reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self.reason = _said_by(error)
             LOG.info("a compiled graph runs operation by operation: %s", self.reason)
 
     def _compile(
@@ -92,8 +92,10 @@ class Graph:
         self._followed = Followed(self._recorded, self._kinds, names, tracker)
         probes = _probes_of(roots)
         whole = _calling(self._followed, self._recorded, probes)
-        self._compiled = backend(whole, [*operands, *probes])
-        self._followed.forget_context()
+        try:
+            self._compiled = backend(whole, [*operands, *probes])
+        finally:
+            self._followed.forget_context()
 
     def __call__(self, *operands: Any) -> Any:
         mode = innermost_mode()
@@ -106,9 +108,16 @@ class Graph:
             else:
                 self._followed.note(mode.tracker, results)
                 return results
-        # Modes and subclasses are off while a graph runs.
-        with torch._C._EnableTorchFunction():
-            return self._run(*operands)
+        try:
+            # Modes and subclasses are off while a graph runs.
+            with torch._C._EnableTorchFunction():
+                return self._run(*operands)
+        except NotTracedError as error:
+            raise UnsupportedOperationError(
+                f"a compiled graph cannot be followed: {_said_by(error)} of data or of parameters. Expected "
+                "code that runs as it is written: torch.compiler.set_stance('force_eager') makes "
+                "all code do so inside a context."
+            ) from None
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
         """Whether all that was assumed when the graph was traced holds of these operands."""
@@ -118,6 +127,11 @@ class Graph:
             return kinds_of(tracker, operands) == self._kinds
         except NotTracedError:
             return False
+
+
+def _said_by(error: Exception) -> str:
+    """Return what an error says, without the lines that tell where the compiler was."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:

@@ -77,20 +77,6 @@ class Tracker(Threaded, Context):
         self.device = device = next(iter(named.values())).device
         self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
-        self._compiler = anatomy.compiled or compiler_is_used()
-        self._runs_graphs = self._compiler and self._graphs_serve()
-        # Whether parts of the model run as compiled graphs.
-        self.compiled = anatomy.compiled and self._runs_graphs
-        if self._runs_graphs:
-            asked = settings.weight_gradients, settings.fused, settings.workspace
-            self.form = repr((batch_size, batch_dim, given_are_data, *asked))
-            for root in self.roots:
-                root.probe = torch.empty(
-                    3, batch_size, dtype=torch.float64, device=device, requires_grad=True
-                )
-        self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
-        self._mode = ConstantTracking(self)
-        self._tasks: set[int] = set()
         # What modules keep belongs to no example: buffers, parameters that are not tracked, tensors
         # in plain attributes.
         kept: list[Tensor] = []
@@ -107,6 +93,20 @@ class Tracker(Threaded, Context):
         # Attributes may also keep a batch. If one has the size of a batch, what the model is called
         # with tells whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
+        self._compiler = anatomy.compiled or compiler_is_used()
+        self._runs_graphs = self._compiler and self._graphs_serve()
+        # Whether parts of the model run as compiled graphs.
+        self.compiled = anatomy.compiled and self._runs_graphs
+        if self._runs_graphs:
+            asked = settings.weight_gradients, settings.fused, settings.workspace
+            self.form = repr((batch_size, batch_dim, given_are_data, *asked))
+            for root in self.roots:
+                root.probe = torch.empty(
+                    3, batch_size, dtype=torch.float64, device=device, requires_grad=True
+                )
+        self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
+        self._mode = ConstantTracking(self)
+        self._tasks: set[int] = set()
         self._tracked: dict[int, nn.Parameter] = {}
         # Parameters that the user's code has frozen inside the context.
         self._frozen: dict[int, Root] = {}
@@ -118,9 +118,10 @@ class Tracker(Threaded, Context):
     def _graphs_serve(self) -> bool:
         """Whether compiled graphs can serve this context, if anything was compiled.
 
-        They can neither call a consumer nor pass on which examples packed rows belong to.
+        They can neither call a consumer nor pass on which examples packed rows belong to, and a
+        hook that sees what the model is called with would be compiled with it.
         """
-        if self.settings.consumer is not None or self.packed:
+        if self.settings.consumer is not None or self.packed or self._model is not None:
             return False
         return graphs_run_on(self.roots[0].parameter)
 
@@ -141,7 +142,7 @@ class Tracker(Threaded, Context):
             show_graphs()
         elif self._compiler:
             self._undo.enter_context(running_eagerly())
-        if self._model is not None and not self.compiled:
+        if self._model is not None:
             hooked = self._model.register_forward_pre_hook
             self._undo.enter_context(hooked(self._take_data, with_kwargs=True))
         show_functions()
