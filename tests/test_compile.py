@@ -393,6 +393,52 @@ def test_places_that_are_mapped_stand_in_a_graph():
     assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
 
 
+class Scaled(nn.Module):
+    """A layer whose outputs are scaled by a function of a parameter."""
+
+    def __init__(self, scale_by):
+        super().__init__()
+        self.layer, self.scale_by = nn.Linear(5, 4), scale_by
+        self.weight = nn.Parameter(torch.rand(4) + 1)
+
+    def forward(self, x):
+        return self.scale_by(self.layer(x).tanh(), self.weight)
+
+
+# Functions and methods of PyTorch in Python, which the compiler looks into.
+IN_PYTHON = {
+    "rms_norm": lambda hidden, weight: functional.rms_norm(hidden, (4,), weight),
+    "pad": lambda hidden, weight: hidden * functional.pad(weight[1:], (0, 1), value=2.0),
+    "norm": lambda hidden, weight: hidden * weight.norm(),
+    "split": lambda hidden, weight: hidden * torch.cat(weight.split(3)[::-1]),
+}
+OPERATORS = {
+    "1 - w": lambda hidden, weight: hidden * (1 - weight),
+    "1 / w": lambda hidden, weight: hidden * (1 / weight),
+    "w ** 2": lambda hidden, weight: hidden * weight**2,
+    "2 ** w": lambda hidden, weight: hidden * 2**weight,
+}
+
+
+@pytest.mark.usefixtures("all_is_compiled")
+@pytest.mark.parametrize(
+    ("scale_by", "fullgraph"),
+    [(function, True) for function in IN_PYTHON.values()]
+    # PyTorch 2.15 records no operators of a subclass.
+    + [(function, torch.__version__ < "2.15") for function in OPERATORS.values()],
+    ids=[*IN_PYTHON, *OPERATORS],
+)
+def test_functions_of_pytorch_in_python_stand_in_a_graph(scale_by, fullgraph):
+    torch._dynamo.reset()
+    model, batch = Scaled(scale_by), (torch.randn(B, 5), torch.randint(4, (B,)))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses_of(compiled, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [Recurrent, Computed, Normalised, Mapped])
 def test_parts_that_cannot_stand_in_a_graph(kind):
     """The function that holds them runs as it does without a compiler."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from types import FunctionType
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,6 +15,33 @@ from gradstats._compiler import leave_graph
 from gradstats.capture._derivation import Derived
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node
+
+
+def _times_reciprocal(divisor, other):
+    return torch.mul(torch.reciprocal(divisor), other)
+
+
+def _power_of(exponent, base):
+    return torch.pow(base, exponent)
+
+
+def _product_with(right, left):
+    return torch.matmul(left, right)
+
+
+# Functions in Python that the compiler looks into, by their names, and what it is to record: where
+# they ask once more whether an operand's class replaces them, it cannot follow.
+RECORDED_AS: dict[str, Callable[..., Any]] = {
+    "__rdiv__": _times_reciprocal,
+    "__rmatmul__": _product_with,
+    "__rpow__": _power_of,
+    "__rsub__": torch.rsub,
+    "norm": torch.norm,
+    "pad": torch._C._nn.pad,
+    "pow": torch.pow,
+    "rms_norm": torch.rms_norm,
+    "split": torch.split,
+}
 
 
 class TrackedParameter(torch.nn.Parameter):
@@ -92,6 +121,8 @@ def _record(func, args, kwargs):
     """Run an operation that the compiler records, as if it were on plain tensors."""
     if getattr(func, "__name__", "") == "__get__":
         if isinstance(func.__self__, FunctionType):
+            if func.__self__.__name__ in RECORDED_AS:
+                return partial(RECORDED_AS[func.__self__.__name__], args[0])
             # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
             leave_graph("a method of a parameter that is written in Python")
         # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
@@ -99,6 +130,7 @@ def _record(func, args, kwargs):
         # the whole graph.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
+    func = RECORDED_AS.get(getattr(func, "__name__", ""), func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
