@@ -261,27 +261,6 @@ def test_examples_without_rows(lengths, form):
     assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
 
 
-def test_as_many_rows_as_examples_of_which_some_have_none():
-    """Three rows may be those of the batch, or one for each example: only one is right."""
-    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
-    owner = torch.tensor([0, 2, 2])
-
-    def loss(model, rows):
-        sums = torch.zeros(3, WIDTH).to(rows).index_add(0, owner, model[0](rows))
-        return model[1](sums).sin().sum(1)
-
-    rows, bounds = torch.randn(3, WIDTH).double(), torch.tensor([0, 1, 1, 3])
-    with pytest.raises(gs.ExampleAxisError, match="rows are not assigned to examples"):
-        gs.per_example_norms(model, rows, loss, cu_seqlens=bounds)
-
-    def said(model, rows):
-        sums = torch.zeros(3, WIDTH).to(rows).index_add(0, owner, model[0](rows))
-        return model[1](gs.assign_rows(sums, torch.arange(3))).sin().sum(1)
-
-    got = gs.per_example_norms(model, rows, said, cu_seqlens=bounds)
-    assert_sqnorms(got, oracle_sqnorms(model, rows, said), 1e-9)
-
-
 def test_inputs_counted_through_all_rows():
     """What has no gradient lets no loss depend on other examples' rows."""
     torch.manual_seed(0)

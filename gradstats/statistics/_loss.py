@@ -177,6 +177,12 @@ def packed_segments(
             f"cu_seqlens bounds {len(lengths)} examples, but batch_size is {batch_size}: expected "
             "the same number."
         )
+    if int(bounds[-1]) == len(lengths) and bool((lengths != 1).any()):
+        raise ExampleAxisError(
+            f"cu_seqlens is {bounds.tolist()[:8]}…: as many rows as examples, some of which have "
+            "no row. A tensor of that size could hold one number for each row or one for each "
+            "example. Expected examples with at least one row: leave out the empty ones."
+        )
     owner = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
     device = next((parameter.device for parameter in model.parameters()), owner.device)
     return Segments(owner.to(device), len(lengths))
