@@ -257,8 +257,6 @@ class OneOfSeveral(torch.autograd.Function):
 
 def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
     """Return those operands of an operation on which one of its results depends."""
-    if len(parents) == 1:
-        return parents
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:
         node, output, *_ = get_gradient_edge(tensor)

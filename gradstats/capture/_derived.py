@@ -34,6 +34,15 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     def as_value(item):
         return item.value if isinstance(item, Node) else item
 
+    def seen(value: Tensor, index: int | None) -> Tensor:
+        """Return what user code sees for a result."""
+        node = Derived(tracker, value, again, node_args, node_kwargs, index)
+        if node.parents:
+            return wrap(node)
+        # It depends on parameters that are left out alone: others give its shape, or other results.
+        tracker.mark_constant(value)
+        return note_alias(value, args, kwargs)
+
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
     draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
     again = Draw(func, operands_of(args, kwargs)[0].device) if draws else func
@@ -41,10 +50,10 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return note_alias(result, args, kwargs)
-        return wrap(Derived(tracker, result, again, node_args, node_kwargs, None))
+        return seen(result, None)
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
-            wrap(Derived(tracker, item, again, node_args, node_kwargs, index))
+            seen(item, index)
             if isinstance(item, Tensor) and item.requires_grad
             else item
             for index, item in enumerate(result)

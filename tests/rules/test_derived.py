@@ -810,3 +810,25 @@ def test_numbers_drawn_afterwards_are_as_without():
         loss(model, (x,))
         following.append(torch.rand(3))
     assert torch.equal(*following)
+
+
+SHARED_OPERATIONS = {
+    "two results": lambda m, x: [x - a * b for a, b in [torch.broadcast_tensors(m.a, m.b)]][0],
+    "a shape": lambda m, x: x * m.a.expand_as(m.b) + m.b,
+    "a density": lambda m, x: torch.distributions.Normal(m.a, m.b.exp()).log_prob(x),
+}
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("function", SHARED_OPERATIONS.values(), ids=SHARED_OPERATIONS)
+def test_an_operation_on_a_parameter_that_counts_and_one_that_does_not(function, name):
+    model = Operation(function, {"a": (4,), "b": (4,)}, upstream=False)
+    batch = (normal(3, 4),)
+    expected = oracle_sqnorms(model, batch, uneven_loss)
+    del expected[name]
+    assert_sqnorms(
+        gs.per_example_norms(model, batch, uneven_loss, exclude=[name]), expected, 1e-9
+    )
+    with gs.track(model, batch_size=3, exclude=[name]) as tracker:
+        tracker.backward(uneven_loss(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
