@@ -82,3 +82,17 @@ def test_a_compiled_loss_runs_eagerly_too():
     compiled = torch.compile(losses_of, backend="aot_eager", fullgraph=True)
     assert_sqnorms(gs.per_example_norms(model, batch, compiled), expected, 1e-5)
     assert graphs() == before
+
+
+def test_a_compiler_that_was_reset():
+    """It holds no backend then, while functions that were compiled are compiled anew."""
+    torch._dynamo.reset()
+    model = MODELS["layers"]()
+    batch = case(model)
+    compiled = torch.compile(losses_of, backend="aot_eager", fullgraph=True)
+    expected, before = oracle_sqnorms(model, batch, losses_of), graphs()
+    compiled(model, batch)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, compiled), expected, 1e-5)
+        torch._dynamo.reset()
+    assert graphs() == before + 1

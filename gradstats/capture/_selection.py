@@ -197,8 +197,18 @@ def check_trackable(root: Root) -> None:
         )
 
 
+_used = False
+
+
 def compiler_is_used() -> bool:
     """Whether torch.compile has been used; until then nothing need be prepared for it."""
+    global _used
+    _used = _used or _compiler_holds_backends()
+    return _used
+
+
+def _compiler_holds_backends() -> bool:
+    """Whether it has been used since it was reset."""
     dynamo = imported_compiler()
     if dynamo is None:
         return False
