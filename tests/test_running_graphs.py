@@ -508,3 +508,27 @@ def test_a_compiled_model_that_keeps_its_batch():
         with gs.track(compiled, batch_size=B) as tracker:
             tracker.backward(sines(compiled, x))
         assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return x + torch.stack([self.weight, self.weight]).sum(0)
+
+
+def test_under_autocast_gradients_are_pulled_back_as_precisely_as_eagerly():
+    """Through what is computed from parameters alone, which each example sees."""
+
+    def losses(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return sines(model, x)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Shifted(), torch.randn(B, 4)
+    expected = oracle_sqnorms(model, x, sines)
+    model.compile(backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-5)

@@ -123,6 +123,9 @@ class Use:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.deliver(factors)
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast():  # a graph's backward is traced in that of its forward
+                return self.deliver(factors)
         if not self.is_due():
             return
         tracker = self.tracker
