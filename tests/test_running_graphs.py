@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -532,3 +533,44 @@ def test_under_autocast_gradients_are_pulled_back_as_precisely_as_eagerly():
     expected = oracle_sqnorms(model, x, sines)
     model.compile(backend="aot_eager")
     assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-5)
+
+
+class Mapping(nn.Module):
+    """Maps over what is trained, which no graph can show inside a context."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.vmap(lambda row: row * 2)(self.first(x)))
+
+
+def test_what_contexts_cannot_run_as_a_graph_remains_one_outside():
+    torch._dynamo.reset()
+    model, x, runs = Mapping().double(), torch.randn(B, 4).double(), []
+
+    def backend(graph, operands):
+        compiled = lookup_backend("aot_eager")(graph, operands)
+
+        def run(*operands):
+            runs.append(graph)
+            return compiled(*operands)
+
+        return run
+
+    def graphs_of_a_step():
+        runs.clear()
+        sines(compiled, x).mean().backward()
+        return [*runs]
+
+    compiled = torch.compile(model, backend=backend)
+    expected = oracle_sqnorms(model, x, sines)
+    before = graphs_of_a_step()
+    assert len(before) == 1
+    for number in range(3):
+        seen = torch._dynamo.utils.counters["frames"]["total"]
+        assert_sqnorms(gs.per_example_norms(compiled, x, sines), expected, 1e-9)
+        # What is skipped is not recorded anew.
+        assert number == 0 or torch._dynamo.utils.counters["frames"]["total"] == seen
+        assert graphs_of_a_step() == before

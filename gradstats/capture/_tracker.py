@@ -34,6 +34,7 @@ from gradstats.capture._selection import (
     graphs_run_on,
 )
 from gradstats.capture._sharded import ShardedParameters
+from gradstats.capture._skipped import show_skipped, skipping
 from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
 from gradstats.capture._transforms import show_vmap
@@ -140,6 +141,8 @@ class Tracker(Threaded, Context):
         self.sharded.open()
         if self._runs_graphs:
             show_graphs()
+            show_skipped()
+            self._undo.enter_context(skipping())
         elif self._compiler:
             self._undo.enter_context(running_eagerly())
         if self._model is not None:

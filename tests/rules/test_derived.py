@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.contractions import _dense
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -832,3 +832,26 @@ def test_an_operation_on_a_parameter_that_counts_and_one_that_does_not(function,
     with gs.track(model, batch_size=3, exclude=[name]) as tracker:
         tracker.backward(uneven_loss(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+NOISE = {
+    "noise": lambda m, x: functional.linear(x, m.w + m.s * torch.randn_like(m.w)),
+    "noise in the form of a buffer": lambda m, x: functional.linear(x, m.w * torch.rand_like(m.c)),
+    "connections that are dropped": lambda m, x: functional.linear(
+        x, m.w * (torch.rand_like(m.w) > 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("examples", [5, 8])
+@pytest.mark.parametrize("function", NOISE.values(), ids=NOISE)
+def test_noise_in_the_form_of_a_parameter_is_no_data(function, examples):
+    """Even if it has as many rows as there are examples."""
+
+    def drawn(m, x):
+        torch.manual_seed(1)
+        return function(m, x)
+
+    model = Operation(drawn, {"w": (8, 4), "s": (8, 4)}, upstream=True)
+    model.register_buffer("c", normal(8, 4))
+    check_model(model, (normal(examples, 4),), uneven_loss)

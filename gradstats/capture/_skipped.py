@@ -1,0 +1,63 @@
+"""Functions that the compiler can record outside of contexts alone.
+
+What it cannot compile, the compiler skips ever after: it runs eagerly. Where only the context stands
+in the way, the function is skipped in contexts, and outside of them its graphs run as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from types import CodeType
+from weakref import ref
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+
+from gradstats.capture._modes import modes_here
+
+# By their ids: different functions may have equal code.
+SKIPPED: dict[int, ref[CodeType]] = {}
+
+
+@cache
+def show_skipped() -> None:
+    """Note from now on what the compiler skips inside contexts."""
+    from torch._dynamo.convert_frame import ConvertFrame
+    from torch._dynamo.types import FrameAction
+
+    convert = ConvertFrame.__call__
+
+    @wraps(convert)
+    def call(self, frame, cache_entry, hooks, frame_state, skip=0):
+        result = convert(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        code, skips = frame.f_code, result.frame_exec_strategy.cur_action == FrameAction.SKIP
+        if skips and modes_here():
+            SKIPPED[id(code)] = ref(code, partial(_forget, id(code)))
+        else:
+            SKIPPED.pop(id(code), None)
+        return result
+
+    ConvertFrame.__call__ = call  # type: ignore[method-assign]
+
+
+def _forget(place: int, _: ref[CodeType]) -> None:
+    SKIPPED.pop(place, None)
+
+
+@contextmanager
+def skipping() -> Iterator[None]:
+    """Skip what was skipped in earlier contexts, and none of it afterwards."""
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    def settle(action: FrameAction) -> None:
+        for found in [*SKIPPED.values()]:
+            code = found()
+            if code is not None:
+                set_code_exec_strategy(code, FrameExecStrategy(action, FrameAction.DEFAULT))
+
+    settle(FrameAction.SKIP)
+    try:
+        yield
+    finally:
+        settle(FrameAction.DEFAULT)
