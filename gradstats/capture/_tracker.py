@@ -50,6 +50,11 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
+def is_empty(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has no elements: its gradients have no norm, whatever is done with it."""
+    return type(parameter) is nn.Parameter and parameter.numel() == 0
+
+
 class Tracker(Threaded, Context):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
@@ -82,8 +87,8 @@ class Tracker(Threaded, Context):
         # in plain attributes.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
-        if len(named) < len(self._parameters):
-            tracked = {id(parameter) for parameter in named.values()}
+        tracked = {id(parameter) for parameter in named.values() if not is_empty(parameter)}
+        if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
             for name in kept_by(module):
@@ -137,7 +142,8 @@ class Tracker(Threaded, Context):
     def _open(self) -> None:
         self.belong_here()
         for root in self.sharded.others(self.roots):
-            self._track(root)
+            if not is_empty(root.parameter):
+                self._track(root)
         self.sharded.open()
         if self._runs_graphs:
             show_graphs()

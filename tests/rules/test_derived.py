@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.contractions import _dense
-from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -855,3 +855,20 @@ def test_noise_in_the_form_of_a_parameter_is_no_data(function, examples):
     model = Operation(drawn, {"w": (8, 4), "s": (8, 4)}, upstream=True)
     model.register_buffer("c", normal(8, 4))
     check_model(model, (normal(examples, 4),), uneven_loss)
+
+
+WITHOUT_ELEMENTS = {
+    "sum": lambda m, x: x * m.w + m.e.sum(0),
+    "penalty": lambda m, x: x * m.w + m.e.square().sum(),
+    "prototypes": lambda m, x: torch.cat([x * m.w, x @ functional.normalize(m.e).T], 1),
+    "products": lambda m, x: x * m.w + torch.einsum("bi,ri,rj->bj", x, m.e, m.e),
+    "linear": lambda m, x: torch.cat([x * m.w, functional.linear(x, m.e)], 1),
+}
+
+
+@pytest.mark.parametrize("function", WITHOUT_ELEMENTS.values(), ids=WITHOUT_ELEMENTS)
+def test_parameters_without_elements(function):
+    model = Operation(function, {"w": (4,), "e": (0, 4)}, upstream=True)
+    batch = (normal(3, 4),)
+    check_model(model, batch, uneven_loss)
+    check_products(model, batch, uneven_loss)
