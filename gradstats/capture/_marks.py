@@ -258,6 +258,8 @@ class Marks:
             if self._written.storages and tensor in self._written and not self.is_distinct(tensor):
                 return None
             return self.by_contract(tensor)
+        if self.batch_size == 1 and self._contract.fits(tensor):
+            return self._contract  # all is the one example's, along whichever axis it was followed
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,9 +50,13 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
-def is_empty(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has no elements: its gradients have no norm, whatever is done with it."""
-    return type(parameter) is nn.Parameter and parameter.numel() == 0
+def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
+    """Return the ids of parameters that need not be tracked: their gradients have no elements.
+
+    Where there are no others, these have to show that the losses come from the model.
+    """
+    found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
+    return found if len(found) < len(parameters) else set()
 
 
 class Tracker(Threaded, Context):
@@ -87,7 +91,8 @@ class Tracker(Threaded, Context):
         # in plain attributes.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
-        tracked = {id(parameter) for parameter in named.values() if not is_empty(parameter)}
+        self._empty = without_elements(named.values())
+        tracked = set(map(id, named.values())) - self._empty
         if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
@@ -142,7 +147,7 @@ class Tracker(Threaded, Context):
     def _open(self) -> None:
         self.belong_here()
         for root in self.sharded.others(self.roots):
-            if not is_empty(root.parameter):
+            if id(root.parameter) not in self._empty:
                 self._track(root)
         self.sharded.open()
         if self._runs_graphs:

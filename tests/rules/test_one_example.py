@@ -195,3 +195,23 @@ def test_layers_on_the_rows_of_the_only_example():
         "last": torch.nn.Linear(POSITIONS * WIDTH, 2),
     }  # fmt: skip
     check_operation(function, parameters, normal(1, POSITIONS, WIDTH))
+
+
+PUT_TOGETHER = {
+    "where": lambda m, h, x: torch.where(x > 0, h, m.p),
+    "cat": lambda m, h, x: torch.cat([m.p.expand(len(h), -1, -1), h], 1),
+    "written": lambda m, h, x: torch.zeros_like(h).index_copy(0, torch.arange(len(h)), h) + m.p,
+    "assigned": lambda m, h, x: torch.stack([*h]) * m.p,
+}
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+@pytest.mark.parametrize("function", PUT_TOGETHER.values(), ids=PUT_TOGETHER)
+def test_examples_computed_one_by_one_and_put_together(function, examples):
+    """The last batch of a data set may hold a single one."""
+
+    def each(m, x):
+        return function(m, torch.stack([functional.linear(row, m.w) for row in x]), x)
+
+    shapes = {"w": (WIDTH, WIDTH), "p": (POSITIONS, WIDTH)}
+    check_operation(each, shapes, normal(examples, POSITIONS, WIDTH))
