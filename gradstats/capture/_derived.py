@@ -53,9 +53,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return seen(result, None)
     if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
         wrapped = [
-            seen(item, index)
-            if isinstance(item, Tensor) and item.requires_grad
-            else item
+            seen(item, index) if isinstance(item, Tensor) and item.requires_grad else item
             for index, item in enumerate(result)
         ]
         return wrapped if type(result) is list else type(result)(wrapped)

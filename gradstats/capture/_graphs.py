@@ -114,9 +114,9 @@ class Graph:
                 return self._run(*operands)
         except NotTracedError as error:
             raise UnsupportedOperationError(
-                f"a compiled graph cannot be followed: {_said_by(error)} of data or of parameters. Expected "
-                "code that runs as it is written: torch.compiler.set_stance('force_eager') makes "
-                "all code do so inside a context."
+                f"a compiled graph cannot be followed: {_said_by(error)} of data or of parameters. "
+                "Expected code that runs as it is written: torch.compiler.set_stance('force_eager')"
+                " makes all code do so inside a context."
             ) from None
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:

@@ -26,6 +26,8 @@ except ImportError:  # Windows
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# What folders of lists are called, which hold no matrix.
+STRONGEST = "strongest influence"
 
 
 def versions() -> dict[str, str]:
@@ -219,9 +221,12 @@ def read_results(
     """
     manifest = read_manifest(path)
     if manifest.get("kind") != kind:
-        raise StoreError(
-            f"{path} holds {manifest.get('kind')}, expected what {function}(out=...) writes."
-        )
+        written = f"{function}(out=...) writes"
+        if manifest.get("kind") == STRONGEST:
+            written += (
+                " without top_k=; lists of the strongest are read by the call that wrote them"
+            )
+        raise StoreError(f"{path} holds {manifest.get('kind')}, expected what {written}.")
     if not manifest["checkpoints"]:
         raise StoreError(
             f"{path} holds no checkpoint yet. Call {function} with the same arguments again to go "

@@ -14,6 +14,7 @@ from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
 from gradstats.scoring._estimate import estimate
+from gradstats.scoring._folder import STRONGEST
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import PARTS, Partial
@@ -88,7 +89,7 @@ class Passes:
             entries[str(number)] = self._recognition.entry(*self._move_to(number))
             del entries[str(number)]["name"]
         if self._out is not None:
-            description = self._description("strongest influence")
+            description = self._description(STRONGEST)
             description["top_k"] = k
             # Lists do not say which gradients were not finite.
             description["nonfinite"] = self._work.nonfinite

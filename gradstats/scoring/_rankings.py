@@ -15,6 +15,9 @@ from gradstats.scoring._loaders import Data
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Examples in a list whose length nobody gave.
+LISTED = 10
+
 # Two queries of different kinds share few of their strongest examples; above this share the lists
 # say more about the training data than about the query.
 OVERLAP = 0.5
@@ -81,12 +84,12 @@ class Rankings:
         """(N, Q)."""
         return len(self.train_ids), len(self.query_ids)
 
-    def proponents(self, query: int, k: int = 10) -> Ranking:
+    def proponents(self, query: int, k: int | None = None) -> Ranking:
         """Return the k training examples whose learning lowered the query's loss most.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
-            k: how many.
+            k: how many; by default ten, or the ``top_k`` that were kept where these are fewer.
 
         Returns:
             Ranking: ``ids``, ``scores`` and ``positions``, the largest score first.
@@ -94,14 +97,14 @@ class Rankings:
         Raises:
             ScoreError: there is no such query, or k exceeds the ``top_k`` examples that were kept.
         """
-        return self._ranking(self._check_query(query), check_k(k), 1)
+        return self._ranking(self._check_query(query), self._number(k), 1)
 
-    def opponents(self, query: int, k: int = 10) -> Ranking:
+    def opponents(self, query: int, k: int | None = None) -> Ranking:
         """Return the k training examples whose learning raised the query's loss most.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
-            k: how many.
+            k: how many, as for ``proponents``.
 
         Returns:
             Ranking: ``ids``, ``scores`` and ``positions``, the smallest score first.
@@ -109,7 +112,7 @@ class Rankings:
         Raises:
             ScoreError: as for ``proponents``.
         """
-        return self._ranking(self._check_query(query), check_k(k), -1)
+        return self._ranking(self._check_query(query), self._number(k), -1)
 
     def plot(self, query: int, k: int = 5) -> Figure:
         """Return a figure of a query with its proponents and opponents.
@@ -160,6 +163,14 @@ class Rankings:
 
     def _ranking(self, query: int, k: int, sign: int) -> Ranking:
         raise NotImplementedError
+
+    @property
+    def _listed(self) -> int:
+        """How many examples a list has unless its length is given."""
+        return LISTED
+
+    def _number(self, k: int | None) -> int:
+        return self._listed if k is None else check_k(k)
 
     def _check_query(self, query: int) -> int:
         if not isinstance(query, (int, np.integer)) or isinstance(query, bool):

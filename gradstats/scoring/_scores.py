@@ -208,6 +208,10 @@ class TopScores(Rankings):
             self._lists, self.train_ids, self.query_ids, normalize, self.checkpoints, self._data
         )
 
+    @property
+    def _listed(self) -> int:
+        return min(super()._listed, self.top_k)
+
     def _ranking(self, query: int, k: int, sign: int) -> Ranking:
         if k > self.top_k and self.top_k < len(self.train_ids):
             raise ScoreError(

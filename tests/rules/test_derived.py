@@ -812,8 +812,13 @@ def test_numbers_drawn_afterwards_are_as_without():
     assert torch.equal(*following)
 
 
+def broadcast_together(m, x):
+    a, b = torch.broadcast_tensors(m.a, m.b)
+    return (x - a) * b
+
+
 SHARED_OPERATIONS = {
-    "two results": lambda m, x: [x - a * b for a, b in [torch.broadcast_tensors(m.a, m.b)]][0],
+    "two results": broadcast_together,
     "a shape": lambda m, x: x * m.a.expand_as(m.b) + m.b,
     "a density": lambda m, x: torch.distributions.Normal(m.a, m.b.exp()).log_prob(x),
 }
@@ -826,9 +831,7 @@ def test_an_operation_on_a_parameter_that_counts_and_one_that_does_not(function,
     batch = (normal(3, 4),)
     expected = oracle_sqnorms(model, batch, uneven_loss)
     del expected[name]
-    assert_sqnorms(
-        gs.per_example_norms(model, batch, uneven_loss, exclude=[name]), expected, 1e-9
-    )
+    assert_sqnorms(gs.per_example_norms(model, batch, uneven_loss, exclude=[name]), expected, 1e-9)
     with gs.track(model, batch_size=3, exclude=[name]) as tracker:
         tracker.backward(uneven_loss(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-9)

@@ -493,9 +493,7 @@ def test_sparse_data(function, layout):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
     model.zero_grad()
     other = perturbed(model)
-    first, second = (
-        flat(oracle_gradients(each, (data,), uneven_loss)) for each in (model, other)
-    )
+    first, second = (flat(oracle_gradients(each, (data,), uneven_loss)) for each in (model, other))
     products = gs.inner_products(model, sparse, other, sparse, uneven_loss)
     assert_products(products, first, second, 1e-9)
     checkpoints = gs.Checkpoints([model.state_dict()], lr=1.0)

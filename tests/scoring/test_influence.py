@@ -217,6 +217,13 @@ def test_top_lists_without_the_matrix(setting, budget, form):
             matrix()
     with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
         top.proponents(0, 4)
+    assert len(top.proponents(0)) == len(top.opponents(0)) == 3
+
+
+def test_folders_of_lists_hold_no_matrix(setting, tmp_path):
+    run(setting, top_k=3, out=tmp_path / "lists")
+    with pytest.raises(gs.StoreError, match=r"strongest.*without top_k=.*the call that wrote them"):
+        gs.InfluenceScores.load(tmp_path / "lists")
 
 
 def test_top_lists_longer_than_the_data(setting):
