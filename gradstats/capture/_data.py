@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
+from gradstats.capture._examples import IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import argument_of, flatten, operands_of
@@ -239,9 +239,9 @@ class Data(Written):
             raise ExampleAxisError(
                 f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
                 "losses, or what was combined with them, were moved or reduced along the example "
-                "axis in a way that cannot be followed. Expected losses in the order of the batch, "
-                "each of one example: reduce each example's own rows, or put rows back by "
-                "indexing; if you know whose loss each is, say so with gs.assign_rows."
+                f"axis in a way that cannot be followed. {IF_A_CONSTANT} Expected losses in the "
+                "order of the batch, each of one example: reduce each example's own rows, or put "
+                "rows back by indexing; if you know whose loss each is, say so with gs.assign_rows."
             )
         owner = owned.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:

@@ -11,6 +11,11 @@ from torch import Tensor
 from gradstats._factors import Segments
 
 # For messages about an unexpected number of rows.
+IF_A_CONSTANT = (
+    "If a constant from outside the batch met it there, with as many rows as there are examples, "
+    "it was taken for data: keep it in the model (register_buffer)."
+)
+
 WHERE_THE_NUMBER_IS_FROM = (
     "If the number of examples is wrong: it is batch_size= of a context, elsewhere the size of the "
     "batch's first tensor along batch_dim=, and for packed examples what cu_seqlens= says."

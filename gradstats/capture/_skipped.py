@@ -1,7 +1,7 @@
 """Functions that the compiler can record outside of contexts alone.
 
 What it cannot compile, the compiler skips ever after: it runs eagerly. Where only the context
-stands in the way, the function is skipped in contexts, and its graphs run as before outside of them.
+stands in the way, the function is skipped in contexts, and outside of them it runs as before.
 """
 
 from __future__ import annotations

@@ -85,10 +85,10 @@ class Monitor:
     ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
     accumulated, p_i and what follows from it are taken within each micro-batch. Where examples
     weigh differently (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the
-    tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², and Ĝ² the weighted mean of
-    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j. Stiffness is averaged over pairs of which neither gradient is zero.
-    Where an example's gradient is not finite, what takes all examples or pairs of the step together
-    is NaN, and the averages over steps leave the step out.
+    tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², Ĝ² the weighted mean of
+    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is averaged over pairs of which neither
+    gradient is zero. Where an example's gradient is not finite, what takes all examples or pairs of
+    the step together is NaN, and the averages over steps leave the step out.
 
     ``gns/b_simple`` is a number of examples. A step over N of them, at its best length, makes
     N / (N + B_simple) of the progress of one along the true gradient, were the loss curved alike in

@@ -103,7 +103,9 @@ def check_workspace(workspace: Any) -> int:
         return DEFAULT_WORKSPACE
     number = integer(workspace)
     if number is None or number < 1:
-        raise TrackingError(f"workspace is {workspace!r}, expected a positive number of bytes.")
+        raise TrackingError(
+            f"workspace is {workspace!r}, expected a positive integer, a number of bytes."
+        )
     return number
 
 

@@ -58,10 +58,12 @@ def per_example_norms(
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
     Hooks on parameters (``register_hook``) may change what arrives in ``.grad``; ∇ℓ_i is the
-    gradient before them.
+    gradient before them. Hooks on activations that change gradients belong to the backward: they
+    are taken to do so linearly, with each example by itself.
 
     Args:
-        model: any module; it is left as it was found, its training mode included.
+        model: any module; it is left as it was found, its training mode included, but for buffers
+            that its own forward writes to.
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It is called a second time if
             the forward makes as many values of its own as there are examples
@@ -82,7 +84,8 @@ def per_example_norms(
         fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
             examples at a time as the workspace allows, or one at a time where that cannot run. One
             more forward and backward of the whole batch checks that their gradients add up to its
-            own. By default such parameters are an error.
+            own. Of norms alone, without ``alignment`` and ``gram``. By default such parameters are
+            an error.
         alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
             the cost of the weight gradients and one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstats.capture._coverage import where_examples_met
 from gradstats.capture._derived import derive
-from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM, same_rows
+from gradstats.capture._examples import IF_A_CONSTANT, WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
@@ -97,7 +97,7 @@ def locate(
         else:
             advice = (
                 f"Which example each row belongs to was lost at {lost}, or rows of several "
-                "examples meet there. If"
+                f"examples meet there. {IF_A_CONSTANT} If"
             )
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
