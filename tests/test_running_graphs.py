@@ -574,3 +574,21 @@ def test_what_contexts_cannot_run_as_a_graph_remains_one_outside():
         # What is skipped is not recorded anew.
         assert number == 0 or torch._dynamo.utils.counters["frames"]["total"] == seen
         assert graphs_of_a_step() == before
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_many_sizes_of_batches_leave_graphs_to_steps_outside(fullgraph):
+    """A graph is recorded for each; from the fifth on the model runs eagerly."""
+    model, _ = batch_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+
+    def graphs():
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    for size in range(2, 12):
+        x = torch.randn(size, 4).double()
+        expected = oracle_sqnorms(model, x, sines)
+        assert_sqnorms(gs.per_example_norms(compiled, x, sines), expected, 1e-9)
+    assert graphs() == 4
+    sines(compiled, x).mean().backward()
+    assert graphs() == 5

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats.capture._followed import (
     CONSTANT,
@@ -42,6 +43,25 @@ if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
 LOG = logging.getLogger(__name__)
+
+
+# Forms of contexts, batch sizes among them, for which a model's graphs are recorded, each anew. Of
+# eight recordings of a function that the compiler makes by default the others are left to steps
+# outside of contexts; beyond, these would run eagerly too.
+MOST_FORMS = 4
+
+FORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def admits(roots: Sequence[Root], form: str) -> bool:
+    """Whether graphs are recorded for contexts of a form, or have been; else all runs eagerly."""
+    forms = FORMS.setdefault(roots[0].parameter, set())
+    if len(forms) < MOST_FORMS:
+        forms.add(form)
+    elif form not in forms:
+        LOG.info("a model runs eagerly in a context of its fifth form or later: %s", form)
+        return False
+    return True
 
 
 class Graph:

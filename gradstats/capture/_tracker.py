@@ -21,7 +21,7 @@ from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
-from gradstats.capture._graphs import show_graphs
+from gradstats.capture._graphs import admits, show_graphs
 from gradstats.capture._loaders import show_loaders
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._nodes import Root
@@ -105,12 +105,13 @@ class Tracker(Threaded, Context):
         # with tells whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
-        self._runs_graphs = self._compiler and self._graphs_serve()
+        asked = settings.weight_gradients, settings.fused, settings.workspace
+        form = repr((batch_size, batch_dim, given_are_data, *asked))
+        self._runs_graphs = self._compiler and self._graphs_serve() and admits(self.roots, form)
         # Whether parts of the model run as compiled graphs.
         self.compiled = anatomy.compiled and self._runs_graphs
         if self._runs_graphs:
-            asked = settings.weight_gradients, settings.fused, settings.workspace
-            self.form = repr((batch_size, batch_dim, given_are_data, *asked))
+            self.form = form
             for root in self.roots:
                 root.probe = torch.empty(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
