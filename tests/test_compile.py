@@ -411,6 +411,7 @@ IN_PYTHON = {
     "pad": lambda hidden, weight: hidden * functional.pad(weight[1:], (0, 1), value=2.0),
     "norm": lambda hidden, weight: hidden * weight.norm(),
     "split": lambda hidden, weight: hidden * torch.cat(weight.split(3)[::-1]),
+    "split by name": lambda hidden, weight: hidden * torch.cat(weight.split(split_size=3)[::-1]),
 }
 OPERATORS = {
     "1 - w": lambda hidden, weight: hidden * (1 - weight),

@@ -592,3 +592,39 @@ def test_many_sizes_of_batches_leave_graphs_to_steps_outside(fullgraph):
     assert graphs() == 4
     sines(compiled, x).mean().backward()
     assert graphs() == 5
+
+
+class Filled(nn.Module):
+    """A weight whose first row is another parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.row = nn.Parameter(torch.rand(4, 4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        weight = self.weight.clone()
+        weight[0] = self.row
+        return x @ weight
+
+
+class FilledWithData(Filled):
+    """Copies of a weight that data are written into."""
+
+    def forward(self, x):
+        weight = self.weight.expand(B, 4, 4).clone()
+        weight[:, 0] = x.sin() * self.row
+        return (x.unsqueeze(1) @ weight).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", [Filled, FilledWithData])
+def test_copies_of_parameters_that_a_graph_writes_into(kind, monkeypatch):
+    # What nobody has written is not a number.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch._dynamo.reset()
+    model = kind().double()
+    model.compile(backend="aot_eager")
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_graphs(model, torch.randn(B, 4).double(), sines)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._derivation import Derived
 from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._marks import CONSTANTS
@@ -92,6 +93,9 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
 
     From now on that tensor stands for a new derived node.
     """
+    if is_compiling():
+        # The graph runs operation by operation then: in a trace no tensor takes other numbers.
+        _refuse_change(func, node)
     target = args[0]
     own = node_of(target)
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
 
 from gradstats._compiler import leave_graph
 from gradstats.capture._derivation import Derived
@@ -25,22 +26,28 @@ def _power_of(exponent, base):
     return torch.pow(base, exponent)
 
 
+def _pieces(tensor, split_size, dim=0):
+    return torch.split(tensor, split_size, dim)
+
+
 def _product_with(right, left):
     return torch.matmul(left, right)
 
 
-# Functions in Python that the compiler looks into, by their names, and what it is to record: where
-# they ask once more whether an operand's class replaces them, it cannot follow.
-RECORDED_AS: dict[str, Callable[..., Any]] = {
+# Functions in Python that the compiler looks into, and what it is to record: where they ask again
+# whether an operand's class replaces them, it cannot follow. Methods and operators reach it as
+# functions of its own, which have their names alone.
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    functional.pad: torch._C._nn.pad,
+    functional.rms_norm: torch.rms_norm,
+}
+METHODS: dict[str, Callable[..., Any]] = {"norm": torch.norm, "split": _pieces}
+OPERATORS: dict[str, Callable[..., Any]] = {
     "__rdiv__": _times_reciprocal,
     "__rmatmul__": _product_with,
     "__rpow__": _power_of,
     "__rsub__": torch.rsub,
-    "norm": torch.norm,
-    "pad": torch._C._nn.pad,
     "pow": torch.pow,
-    "rms_norm": torch.rms_norm,
-    "split": torch.split,
 }
 
 
@@ -121,8 +128,8 @@ def _record(func, args, kwargs):
     """Run an operation that the compiler records, as if it were on plain tensors."""
     if getattr(func, "__name__", "") == "__get__":
         if isinstance(func.__self__, FunctionType):
-            if func.__self__.__name__ in RECORDED_AS:
-                return partial(RECORDED_AS[func.__self__.__name__], args[0])
+            if func.__self__.__name__ in METHODS:
+                return partial(METHODS[func.__self__.__name__], args[0])
             # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
             leave_graph("a method of a parameter that is written in Python")
         # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
@@ -130,7 +137,7 @@ def _record(func, args, kwargs):
         # the whole graph.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
-    func = RECORDED_AS.get(getattr(func, "__name__", ""), func)
+    func = OPERATORS.get(getattr(func, "__name__", ""), FUNCTIONS.get(func, func))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

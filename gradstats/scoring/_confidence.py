@@ -92,13 +92,21 @@ class CrossEntropyWatch(TorchFunctionMode):
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             logits, labels = given["input"], given["target"]
             ignored = given.get("ignore_index", IGNORED)
-            seen = _Seen(func is functional.nll_loss, logits, labels, ignored, *_order(logits))
+            order = (None, None) if torch.compiler.is_compiling() else _order(logits)
+            seen = _Seen(func is functional.nll_loss, logits, labels, ignored, *order)
             self._seen.append(seen)
         return func(*args, **kwargs)
 
     def forget(self) -> None:
         """Drop what was seen."""
         self._seen = []
+
+    def settle(self) -> None:
+        """Find the order of what a compiled function has shown: it is known once that has run."""
+        for number, seen in enumerate(self._seen):
+            if seen.order is None and seen.problem is None:
+                order, problem = _order(seen.logits)
+                self._seen[number] = seen._replace(order=order, problem=problem)
 
     def prediction(self, batch_size: int) -> Prediction | None:
         """Return what was seen, or None and set ``reason``."""
@@ -140,7 +148,9 @@ def watched(loss_fn, watch: CrossEntropyWatch):
     def run(model, batch) -> Tensor:
         watch.forget()
         with watch:
-            return loss_fn(model, batch)
+            losses = loss_fn(model, batch)
+        watch.settle()
+        return losses
 
     return run
 

@@ -15,8 +15,8 @@ from gradstats.scoring._loaders import Data
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Examples in a list whose length nobody gave.
-LISTED = 10
+# Examples in a list whose length nobody gave, and in its picture.
+LISTED, PICTURED = 10, 5
 
 # Two queries of different kinds share few of their strongest examples; above this share the lists
 # say more about the training data than about the query.
@@ -114,14 +114,14 @@ class Rankings:
         """
         return self._ranking(self._check_query(query), self._number(k), -1)
 
-    def plot(self, query: int, k: int = 5) -> Figure:
+    def plot(self, query: int, k: int | None = None) -> Figure:
         """Return a figure of a query with its proponents and opponents.
 
         Pictures where the examples are images and the scores were not loaded from disk, else bars.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
-            k: how many of either.
+            k: how many of either; by default five, or the ``top_k`` that were kept if fewer.
 
         Returns:
             A matplotlib figure: ``figure.savefig("query.png")``.
@@ -133,6 +133,7 @@ class Rankings:
         from gradstats.scoring._pictures import draw_query
 
         query = self._check_query(query)
+        k = min(PICTURED, self._listed) if k is None else k
         rankings = self.proponents(query, k), self.opponents(query, k)
         return draw_query(self.query_ids[query], rankings, self._data, query)
 

@@ -218,6 +218,7 @@ def test_top_lists_without_the_matrix(setting, budget, form):
     with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
         top.proponents(0, 4)
     assert len(top.proponents(0)) == len(top.opponents(0)) == 3
+    assert len(top.plot(0).axes[0].get_yticklabels()) == 6
 
 
 def test_folders_of_lists_hold_no_matrix(setting, tmp_path):

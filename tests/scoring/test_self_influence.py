@@ -83,6 +83,16 @@ def test_losses_that_the_model_sorted(setting, loss):
     assert table.reason is None
 
 
+@pytest.mark.usefixtures("graphs_run_on_cpus")
+@pytest.mark.parametrize("loss", [loss_fn, sorted_losses, put_back])
+def test_losses_that_are_compiled(setting, loss):
+    torch._dynamo.reset()
+    expected, table = run(setting), run(setting, torch.compile(loss, backend="aot_eager"))
+    for name, values in expected.columns.items():
+        np.testing.assert_allclose(table.columns[name], values, rtol=1e-10, err_msg=name)
+    assert table.reason is None
+
+
 def test_on_disk_the_same(setting, tmp_path):
     values = run(setting)._values
     assert np.array_equal(run(setting, out=tmp_path / "table")._values, values)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._derivation import Derived
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nested import operands_of
@@ -55,7 +56,8 @@ def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
     """Have a derived tensor hold what each example sees of it; return where the examples lie."""
     node = first_node(target)
     layout = _layout_after(tracker, target, write)
-    if layout is None or not isinstance(node, Derived) or not node.is_alone():
+    # In a trace no tensor can take the place of another: the graph runs operation by operation.
+    if layout is None or not isinstance(node, Derived) or is_compiling() or not node.is_alone():
         reason = "changes a tensor in place that belongs to no example, which has no rule"
         raise refusal(func, node, reason, "Write it out of place.")
     seen = example_view(tracker, node, ExampleLayout(target.dim(), layout)).clone()
