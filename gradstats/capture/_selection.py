@@ -180,6 +180,15 @@ def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]
     return max(candidates, key=lambda names: sum(bare in own for bare in names.values()))
 
 
+def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
+    """Return the ids of parameters that need not be tracked: their gradients have no elements.
+
+    Where there are no others, these have to show that the losses come from the model.
+    """
+    found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
+    return found if len(found) < len(parameters) else set()
+
+
 def check_trackable(root: Root) -> None:
     """Raise for a parameter whose class cannot be changed for the duration of a context."""
     parameter = root.parameter

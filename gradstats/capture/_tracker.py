@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,6 +32,7 @@ from gradstats.capture._selection import (
     check_trackable,
     compiler_is_used,
     graphs_run_on,
+    without_elements,
 )
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._skipped import show_skipped, skipping
@@ -48,15 +49,6 @@ from gradstats.errors import (
 )
 
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
-
-
-def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
-    """Return the ids of parameters that need not be tracked: their gradients have no elements.
-
-    Where there are no others, these have to show that the losses come from the model.
-    """
-    found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
-    return found if len(found) < len(parameters) else set()
 
 
 class Tracker(Threaded, Context):
