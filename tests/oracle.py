@@ -48,7 +48,11 @@ def oracle_gradients(
 
 def oracle_sqnorms(model, batch, loss_fn) -> dict[str, Tensor]:
     """Return the squared norms (B,) of every parameter's per-example gradients, float64."""
-    gradients = oracle_gradients(model, batch, loss_fn)
+    return sqnorms_of(oracle_gradients(model, batch, loss_fn))
+
+
+def sqnorms_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the squared norms (B,) of per-example gradients, by parameter."""
     return {
         name: gradient.reshape(len(gradient), -1).square().sum(1)
         for name, gradient in gradients.items()

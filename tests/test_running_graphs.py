@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.capture._constants import ConstantTracking
 from tests.losses import losses_of
-from tests.oracle import assert_sqnorms, oracle_gradients, oracle_sqnorms
+from tests.oracle import assert_sqnorms, oracle_gradients, oracle_sqnorms, sqnorms_of
 
 B = 6
 
@@ -333,9 +333,7 @@ def check_graphs(model, x, loss_fn):
 
 def check_against(gradients, model, x, loss_fn):
     """Check the same against the per-example gradients of the oracle."""
-    expected = {
-        name: rows.reshape(len(rows), -1).square().sum(1) for name, rows in gradients.items()
-    }
+    expected = sqnorms_of(gradients)
     assert_sqnorms(gs.per_example_norms(model, x, loss_fn), expected, 1e-9)
     for fused in (True, False):
         model.zero_grad()

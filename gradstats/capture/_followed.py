@@ -253,9 +253,8 @@ class _Showing(fx.Interpreter):
         result = super().run_node(node)
         mode = innermost_mode()
         # A loader of data inside the context runs it without any.
-        if mode is None or not (mapped or _is_hidden(node)):
-            return result
-        if node.op in ("placeholder", "output"):
+        followed = mode is not None and node.op not in ("placeholder", "output")
+        if not followed or not (mapped or _is_hidden(node)):
             return result
         tracker, target = mode.tracker, node.target
         args, kwargs = self.fetch_args_kwargs_from_env(node)

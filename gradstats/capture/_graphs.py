@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-
 # Forms of contexts, batch sizes among them, for which a model's graphs are recorded, each anew. Of
 # eight recordings of a function that the compiler makes by default the others are left to steps
 # outside of contexts; beyond, these would run eagerly too.
@@ -59,7 +58,7 @@ def admits(roots: Sequence[Root], form: str) -> bool:
     if len(forms) < MOST_FORMS:
         forms.add(form)
     elif form not in forms:
-        LOG.info("a model runs eagerly in a context of its fifth form or later: %s", form)
+        LOG.info("a model runs eagerly: its graphs serve contexts of %d other forms", MOST_FORMS)
         return False
     return True
 

@@ -85,10 +85,12 @@ def follow_results(
         _follow_data(tracker, func, args, kwargs, data, result, results)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.
-    kept = len(every) > len(operands) or any(map(tracker.is_kept, operands))
+    values = func in CALLERS_VALUES and not (
+        len(every) > len(operands) or any(map(tracker.is_kept, operands))
+    )
     for tensor in results:
         if isinstance(tensor, Tensor) and node_of(tensor) is None:
-            if func in CALLERS_VALUES and not kept and tracker.takes_for_data(func, tensor):
+            if values and tracker.takes_for_data(func, tensor):
                 continue
             tracker.mark_constant(tensor)
 

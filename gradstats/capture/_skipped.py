@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
-from types import CodeType
-from weakref import ref
+from functools import cache, wraps
 
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats.capture._modes import modes_here
 
-# By their ids: different functions may have equal code.
-SKIPPED: dict[int, ref[CodeType]] = {}
+SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may have equal code
 
 
 @cache
@@ -33,16 +31,12 @@ def show_skipped() -> None:
         result = convert(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
         code, skips = frame.f_code, result.frame_exec_strategy.cur_action == FrameAction.SKIP
         if skips and modes_here():
-            SKIPPED[id(code)] = ref(code, partial(_forget, id(code)))
+            SKIPPED[code] = True
         else:
-            SKIPPED.pop(id(code), None)
+            SKIPPED.pop(code, None)
         return result
 
     ConvertFrame.__call__ = call  # type: ignore[method-assign]
-
-
-def _forget(place: int, _: ref[CodeType]) -> None:
-    SKIPPED.pop(place, None)
 
 
 @contextmanager
@@ -51,10 +45,8 @@ def skipping() -> Iterator[None]:
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     def settle(action: FrameAction) -> None:
-        for found in [*SKIPPED.values()]:
-            code = found()
-            if code is not None:
-                set_code_exec_strategy(code, FrameExecStrategy(action, FrameAction.DEFAULT))
+        for code in [*SKIPPED]:
+            set_code_exec_strategy(code, FrameExecStrategy(action, FrameAction.DEFAULT))
 
     settle(FrameAction.SKIP)
     try:

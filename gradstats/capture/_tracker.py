@@ -97,13 +97,11 @@ class Tracker(Threaded, Context):
         # with tells whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
-        asked = settings.weight_gradients, settings.fused, settings.workspace
-        form = repr((batch_size, batch_dim, given_are_data, *asked))
-        self._runs_graphs = self._compiler and self._graphs_serve() and admits(self.roots, form)
+        self.form = self._form_of_graphs() if self._compiler else ""
+        self._runs_graphs = self.form != ""
         # Whether parts of the model run as compiled graphs.
         self.compiled = anatomy.compiled and self._runs_graphs
         if self._runs_graphs:
-            self.form = form
             for root in self.roots:
                 root.probe = torch.empty(
                     3, batch_size, dtype=torch.float64, device=device, requires_grad=True
@@ -119,15 +117,20 @@ class Tracker(Threaded, Context):
         self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
-    def _graphs_serve(self) -> bool:
-        """Whether compiled graphs can serve this context, if anything was compiled.
+    def _form_of_graphs(self) -> str:
+        """Return what compiled graphs have to be recorded for; "" where none serve this context.
 
         They can neither call a consumer nor pass on which examples packed rows belong to, and a
         hook that sees what the model is called with would be compiled with it.
         """
-        if self.settings.consumer is not None or self.packed or self._model is not None:
-            return False
-        return graphs_run_on(self.roots[0].parameter)
+        settings = self.settings
+        if settings.consumer is not None or self.packed or self._model is not None:
+            return ""
+        if not graphs_run_on(self.roots[0].parameter):
+            return ""
+        asked = settings.weight_gradients, settings.fused, settings.workspace
+        form = repr((self.batch_size, self.batch_dim, self.given_are_data, *asked))
+        return form if admits(self.roots, form) else ""
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""

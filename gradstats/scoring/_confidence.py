@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,33 +46,6 @@ class Prediction:
     label: np.ndarray
 
 
-class _Seen(NamedTuple):
-    """A call of a cross-entropy.
-
-    Attributes:
-        logarithmic: whether it takes log-probabilities.
-        logits: log-probabilities where ``logarithmic``.
-        labels, ignored: its other arguments.
-        order: (B,) the example of each of the logits' rows; None for the batch's order.
-        problem: why that is not known, where it is not.
-    """
-
-    logarithmic: bool
-    logits: Tensor
-    labels: Tensor
-    ignored: int
-    order: Tensor | None
-    problem: str | None
-
-
-def _order(logits: Tensor) -> tuple[Tensor | None, str | None]:
-    """Return the last two attributes of ``_Seen``."""
-    try:
-        return order_here(logits), None
-    except GradStatsError as error:
-        return None, str(error)
-
-
 class CrossEntropyWatch(TorchFunctionMode):
     """Sees the logits and labels that reach ``cross_entropy`` or ``nll_loss`` inside the context.
 
@@ -83,17 +55,18 @@ class CrossEntropyWatch(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self._seen: list[_Seen] = []
+        self._seen: list[tuple[bool, Tensor, Tensor, int]] = []
+        # The example of each of the logits' rows, None for the batch's order; why it is not known.
+        self._order: Tensor | None = None
+        self._problem: str | None = None
         self.reason: str | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.cross_entropy or func is functional.nll_loss:
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-            logits, labels = given["input"], given["target"]
             ignored = given.get("ignore_index", IGNORED)
-            order = (None, None) if torch.compiler.is_compiling() else _order(logits)
-            seen = _Seen(func is functional.nll_loss, logits, labels, ignored, *order)
+            seen = (func is functional.nll_loss, given["input"], given["target"], ignored)
             self._seen.append(seen)
         return func(*args, **kwargs)
 
@@ -102,11 +75,13 @@ class CrossEntropyWatch(TorchFunctionMode):
         self._seen = []
 
     def settle(self) -> None:
-        """Find the order of what a compiled function has shown: it is known once that has run."""
-        for number, seen in enumerate(self._seen):
-            if seen.order is None and seen.problem is None:
-                order, problem = _order(seen.logits)
-                self._seen[number] = seen._replace(order=order, problem=problem)
+        """Find whose the rows of logits are; of compiled functions that is known once they ran."""
+        self._order = self._problem = None
+        for _, logits, *_ in self._seen[:1]:
+            try:
+                self._order = order_here(logits)
+            except GradStatsError as error:
+                self._problem = str(error)
 
     def prediction(self, batch_size: int) -> Prediction | None:
         """Return what was seen, or None and set ``reason``."""
@@ -116,7 +91,7 @@ class CrossEntropyWatch(TorchFunctionMode):
                 f"the loss calls cross_entropy or nll_loss {len(seen)} times, expected once"
             )
             return None
-        logarithmic, logits, labels, ignored, order, problem = seen[0]
+        logarithmic, logits, labels, ignored = seen[0]
         if logits.dim() != 2 or len(logits) != batch_size or tuple(labels.shape) != (batch_size,):
             self.reason = (
                 f"the cross-entropy of {batch_size} examples sees logits of shape "
@@ -124,12 +99,12 @@ class CrossEntropyWatch(TorchFunctionMode):
                 "classification for each example"
             )
             return None
-        if problem is not None:
-            self.reason = f"which example the logits are of is not known: {problem}"
+        if self._problem is not None:
+            self.reason = f"which example the logits are of is not known: {self._problem}"
             return None
         logits, labels = logits.detach().double(), labels.detach()
-        if order is not None:
-            place = order.argsort()
+        if self._order is not None:
+            place = self._order.argsort()
             logits, labels = logits[place], labels[place]
         probability = (logits.exp() if logarithmic else logits.softmax(1)).cpu().numpy()
         label = labels.cpu().numpy()
