@@ -255,14 +255,36 @@ def test_graphs_that_the_compiler_records_keep_no_result_of_a_step(name):
         model.zero_grad()
         with gs.track(compiled, batch_size=len(batch[0])) as tracker:
             tracker.backward(losses(compiled, batch))
-        found += [tracker.stats, gs.per_example_norms(compiled, batch, losses)]
+        # these are the graph's, as without a context, and last until the next graph runs
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
+        found += [tracker.stats, gs.per_example_norms(compiled, batch, losses)]
         losses(model, batch).mean().backward()
         for got, parameter in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-6)
     for number, stats in enumerate(found):
         assert_sqnorms(stats, expected[number // 2], 1e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_gradients_accumulate_over_graphs_that_the_compiler_records():
+    torch._dynamo.reset()
+    model, batch, losses = MODELS["perceptron"]()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for _ in range(3):
+        # graphs add to memory of the user's; what they return themselves they write anew
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(2):
+            batch = tuple(part.roll(7, 0) for part in batch)
+            with gs.track(compiled, batch_size=len(batch[0])) as tracker:
+                tracker.backward(losses(compiled, batch))
+            assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses), 1e-3)
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        losses(model, batch).mean().backward()  # of the same examples in another order
+        for got, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, 2 * parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

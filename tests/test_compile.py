@@ -605,6 +605,7 @@ def test_uses_in_a_graph_and_outside_of_it_are_refused_in_the_first_step():
 
     with pytest.raises(gs.CoverageError, match=r"'layer.weight', 'layer.bias'.*more than once"):
         step()
+    assert all(parameter.grad is None for parameter in model.parameters())
     for _ in range(2):
         assert_sqnorms(step(), expected, 1e-5)
 

@@ -8,11 +8,12 @@ import weakref
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
@@ -626,3 +627,92 @@ def test_copies_of_parameters_that_a_graph_writes_into(kind, monkeypatch):
         check_graphs(model, torch.randn(B, 4).double(), sines)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def overwriting(written):
+    """Return a backend whose graphs write their results where the next run will, as CUDA graphs."""
+
+    def compiled(graph, examples):
+        kept = []
+
+        def run(*operands):
+            results = graph(*operands)
+            if not kept:
+                kept.extend(item.clone() if isinstance(item, Tensor) else item for item in results)
+            for place, item in zip(kept, results, strict=True):
+                if isinstance(item, Tensor):
+                    place.copy_(item)
+            return [place.detach() if isinstance(place, Tensor) else place for place in kept]
+
+        written.append((examples, graph))
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=compiled, bw_compiler=compiled)
+
+
+def test_statistics_outlast_what_graphs_overwrite():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    compiled = torch.compile(model, backend=overwriting([]), fullgraph=True)
+
+    def losses(model, batch):
+        return functional.cross_entropy(model(batch[0]).mean(1), batch[1], reduction="none")
+
+    found, expected = [], []
+    for _ in range(3):
+        batch = torch.randint(11, (B, 5)), torch.randint(3, (B,))
+        expected.append(oracle_sqnorms(model, batch, losses))
+        with gs.track(compiled, batch_size=B) as tracker:
+            tracker.backward(losses(compiled, batch))
+        found += [tracker.stats, gs.per_example_norms(compiled, batch, losses)]
+    for number, stats in enumerate(found):
+        assert_sqnorms(stats, expected[number // 2], 1e-5)
+        assert 0 < stats.error_bound.max() < 1e-4
+
+
+def test_graphs_of_norms_alone_form_no_weight_gradients():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    written = []
+    compiled = torch.compile(model, backend=overwriting(written), fullgraph=True)
+    batch = torch.randint(11, (B, 5)), torch.randint(3, (B,))
+
+    def losses(model, batch):
+        return functional.cross_entropy(model(batch[0]).mean(1), batch[1], reduction="none")
+
+    gs.per_example_norms(compiled, batch, losses)
+    (examples, _), (_, backward) = written
+    probes = [example for example in examples if example.dtype == torch.float64]
+    assert [tuple(probe.shape) for probe in probes] == [(5, 2, B)]
+    (output,) = backward.graph.find_nodes(op="output")
+    (report,) = [node for node in output.args[0] if node is not None]
+    assert report.meta["val"].shape == (5, 2, B)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number of the device's, and waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_compiled_step_reads_no_number():
+    model, batch = batch_of(Model)
+    for _ in range(2):
+        tracker = gs.track(model, batch_size=B)
+        tracker.__enter__()
+        try:
+            losses = losses_of(model, batch)
+            with Reads() as reads:
+                tracker.backward(losses)
+                tracker.__exit__(None, None, None)
+                assert tracker.stats.error_bound.shape == (B,)
+                losses.mean().item()  # which is counted
+        finally:
+            tracker.__exit__(None, None, None)
+        assert reads.count == 1

@@ -33,14 +33,12 @@ class Context(Repeated):
         together: the small operations that wait for each other.
         fetching: how many DataLoaders are fetching inside of it.
         form: all that a graph depends on which is recorded in here; empty where none may be.
-        probes: the leaves through whose gradients compiled graphs report.
     """
 
     roots: list[Root]
     reports: Reports
     fetching = 0
     form = ""
-    probes: tuple[Tensor, ...] = ()
 
     def __init__(
         self, batch_size: int, batch_dim: int, segments: Segments | None, settings: Settings

@@ -13,6 +13,7 @@ from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, nodes_behind
 from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Node, Root
+from gradstats.capture._reports import GraphReport, shared_in_graphs
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import Use
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
@@ -54,7 +55,8 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
     coupled, shown_nodes, roots = tracker.coupled, tracker.shown, {*tracker.roots}
-    probes = set(map(id, tracker.probes))
+    of_graphs = tracker.reports.of_graphs
+    reports: list[GraphReport] = []
     while stack:
         node = stack.pop()
         kind = type(node)
@@ -77,7 +79,7 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
             reporting.append(node)
         if coupled and node in coupled:
             raise tracker.refusal_of_meeting(node)
-        inside: set[int] | None = None
+        inside: set[Root] | None = None
         for child, _ in edges:
             if child is None or child in seen:
                 continue
@@ -91,7 +93,8 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
             if tracked:
                 continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
-            if id(leaf) in probes:
+            if id(leaf) in of_graphs:
+                reports.append(of_graphs[id(leaf)])
                 continue
             tracker.check_leaf(leaf)
             root = node_of(leaf)
@@ -99,12 +102,17 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
                 others.append(leaf)  # not tracked, or not by this context
                 continue
             if inside is None:
-                inside = _leaves_of_graph(node, edges)
-            if id(root.probe) not in inside:
+                inside = _roots_in_graph(edges, of_graphs)
+            if root not in inside:
                 raise _unseen(node, root)
     tracker.check_known(others)
+    shared = [root for report in reports for root in report.expect()]
     for use in uses:
         use.expect()
+    if of_graphs:
+        shared += [root for root in tracker.roots if root.graph is not None and root.counted]
+    if shared:
+        raise shared_in_graphs(shared)
     if hidden:
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
@@ -135,18 +143,15 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
     )
 
 
-def _leaves_of_graph(node: GraphNode, edges: Any) -> set[int]:
-    """Return the ids of the leaves that a compiled graph takes; none for a node of another kind.
+def _roots_in_graph(edges: Any, of_graphs: dict[int, GraphReport]) -> set[Root]:
+    """Return the parameters that a compiled graph reports; none for a node of another kind.
 
     Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
-    traced, and report through the parameter's probe. A graph that does not take the probe has a
-    use that tracing could not see.
+    traced. A graph that does not take a probe as well has a use that tracing could not see.
     """
-    if node.name() != "CompiledFunctionBackward":
-        return set()
-    children = (child for child, _ in edges)
-    leaves = (child.variable for child in children if type(child) is ACCUMULATE_GRAD)  # type: ignore[attr-defined]
-    return {id(leaf) for leaf in leaves}
+    leaves = [child.variable for child, _ in edges if type(child) is ACCUMULATE_GRAD]  # type: ignore[attr-defined]
+    reports = [of_graphs[id(leaf)] for leaf in leaves if id(leaf) in of_graphs]
+    return {root for report in reports for root in report.roots}
 
 
 def leaves_of(total: Tensor) -> list[Tensor]:

@@ -26,8 +26,8 @@ from gradstats.capture._transforms import transform_level
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
-# What operands of a graph may be, beside parameters.
-DATA, CONSTANT = "data", "constant"
+# What operands of a graph may be.
+PARAMETER, DATA, CONSTANT = "parameter", "data", "constant"
 
 # Where functions are defined that function modes are not shown: the transforms of torch.func.
 HIDDEN_IN = ("torch._functorch.", "torch._C._functorch")
@@ -49,7 +49,7 @@ class Anchor(torch.autograd.Function):
     """A parameter as its uses in a graph see it; its backward, after all of theirs, reports."""
 
     @staticmethod
-    def forward(ctx, parameter, probe, root):
+    def forward(ctx, parameter, row, root):
         ctx.set_materialize_grads(False)
         ctx.root = root
         return parameter.view_as(parameter)
@@ -61,10 +61,9 @@ class Anchor(torch.autograd.Function):
             root.contract()
         if root.expected > 0:
             raise NotTracedError(f"its backward does not reach all uses of {root.describe()}")
-        found, report = root.result, None
-        if found is not None:
-            report = torch.stack((found.value, found.bound, torch.ones_like(found.value)))
-        return grad, report, None
+        found = root.result
+        report = None if found is None else torch.stack((found.value, found.bound))
+        return grad if root.tracker.settings.weight_gradients else None, report, None
 
 
 class Operand(Root):
@@ -78,28 +77,28 @@ class Operand(Root):
 class GraphContext(Context):
     """The context of a graph: the parameters are among its operands, and all uses inside of it."""
 
-    def __init__(self, tracker: Tracker, names: Sequence[str], leaves, probes):
+    def __init__(self, tracker: Tracker, names: Sequence[str], leaves, probe):
         """Begin to follow the parameters.
 
         Args:
             tracker: the user's context.
             names: of the parameters.
-            leaves, probes: the parameters and their probes as the backend traces them.
+            leaves, probe: the parameters and the probe as the backend traces them.
         """
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
         self.given_are_data = tracker.given_are_data
         self.roots = []
-        for name, leaf, probe in zip(names, leaves, probes, strict=True):
+        rows = probe.unbind() if names else ()
+        for name, leaf, row in zip(names, leaves, rows, strict=True):
             root = Operand(self, name, leaf)
-            root.parameter = Anchor.apply(leaf, probe, root)
+            root.parameter = Anchor.apply(leaf, row, root)
             leaf._gradstats = root.parameter._gradstats = root  # type: ignore[attr-defined]
             node = root.parameter.grad_fn
             if node is not None:
                 root.alias_nodes = (node,)
                 self.shown[node.next_functions[0][0]] = root
             self.roots.append(root)
-        if self.roots:
-            self.reports = Reports(self.roots, self.settings, self.batch_size, runs_graphs=False)
+        self.reports = Reports(self.roots, self.settings, self.batch_size)
         self._mode = FollowingGraph(self)
 
     def watching(self) -> FollowingGraph:
@@ -137,7 +136,11 @@ class FollowingGraph(ConstantTracking):
 
 
 class Followed:
-    """A graph whose operations run inside a context of their own."""
+    """A graph whose operations run inside a context of their own.
+
+    Attributes:
+        reporting: which of the parameters its backward reports.
+    """
 
     def __init__(
         self, recorded: fx.GraphModule, kinds: list[Any], names: list[str], tracker: Tracker
@@ -157,21 +160,23 @@ class Followed:
         self._tracker: Tracker | None = tracker
         self._notes: list[Note | None] = []
         self._taken: Any = None
+        self._traced: list[GraphContext] = []
+        self.reporting: list[bool] = []
 
     def trace(self, *inputs: Any) -> Any:
         """Run the operations, and note what is found about the results.
 
         Args:
-            inputs: the graph's operands, and then a probe for each parameter among them.
+            inputs: the graph's operands, and then a probe if there are parameters among them.
         """
         tracker = self._tracker
-        operands, probes = inputs[: len(self._kinds)], inputs[len(self._kinds) :]
+        operands, probe = inputs[: len(self._kinds)], inputs[-1]
         tensors = [item for item in operands if isinstance(item, Tensor)]
         if tracker is None or not all(isinstance(item, FunctionalTensor) for item in tensors):
             raise NotTracedError("its backend does not trace it with AOTAutograd")
         pairs = list(zip(operands, self._kinds, strict=True))
         context = GraphContext(
-            tracker, self._names, [item for item, kind in pairs if type(kind) is int], probes
+            tracker, self._names, [item for item, kind in pairs if kind is PARAMETER], probe
         )
         for item, kind in pairs:
             if kind is CONSTANT:
@@ -192,11 +197,18 @@ class Followed:
             context.note_on(item) if isinstance(item, Tensor) else None for item in results
         ]
         self._taken = context.taken
+        self._traced.append(context)
         return results
 
-    def forget_context(self) -> None:
-        """Let go of the user's context: all has been traced."""
+    def finish(self) -> None:
+        """Let go of all contexts: all has been traced."""
+        traced = [context.roots for context in self._traced]
+        self.reporting = [
+            any(roots[place].result is not None for roots in traced)
+            for place in range(len(self._names))
+        ]
         self._tracker = None
+        self._traced.clear()
 
     def note(self, tracker: Tracker, results: Sequence[Any]) -> None:
         """Note what was found when the graph was traced on the results of one run."""

@@ -3,7 +3,7 @@
 The compiler is shown nothing of a context: what it records is the computation as the user wrote it.
 What it then gives its backend to compile is one call, of a module that runs the recorded operations
 inside a context of their own (see ``_followed``). So the backend traces what eager code runs, the
-contractions in its backward included, and the graph reports through probes, one for each parameter.
+contractions in its backward included, and the graph reports through the gradient of a probe.
 What was found about the results when they were traced is noted on them whenever the graph has run.
 
 A graph that cannot be traced this way, or is given other operands than it was traced with, runs
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradstats.capture._followed import (
     CONSTANT,
     DATA,
+    PARAMETER,
     Followed,
     NotTracedError,
     by_operation,
@@ -34,8 +35,8 @@ from gradstats.capture._followed import (
     show_getters,
 )
 from gradstats.capture._modes import innermost_mode, is_of_context
-from gradstats.capture._nodes import Root
-from gradstats.capture._reports import SHARED_IN_GRAPHS
+from gradstats.capture._nodes import Node, Root
+from gradstats.capture._reports import SHARED_IN_GRAPHS, GraphReport
 from gradstats.capture._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
@@ -106,20 +107,24 @@ class Graph:
     def _compile(
         self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
     ) -> None:
-        roots = _roots_among(operands, self._kinds)
-        names = [root.name for root in roots]
+        report = self._report_of(tracker, operands)
+        names = [] if report is None else [root.name for root in report.roots]
         self._followed = Followed(self._recorded, self._kinds, names, tracker)
-        probes = _probes_of(roots)
+        probes = [] if report is None else [report.probe]
         whole = _calling(self._followed, self._recorded, probes)
         try:
             self._compiled = backend(whole, [*operands, *probes])
         finally:
-            self._followed.forget_context()
+            self._followed.finish()
 
     def __call__(self, *operands: Any) -> Any:
         mode = innermost_mode()
         if mode is not None and self.reason is None and self._serves(mode.tracker, operands):
-            probes = _probes_of(_roots_among(operands, self._kinds))
+            report, probes = self._report_of(mode.tracker, operands), []
+            if report is not None:
+                reporting = zip(report.roots, self._followed.reporting, strict=True)
+                report.reporting = [root for root, reports in reporting if reports]
+                probes = [report.probe]
             try:
                 results = self._compiled(*operands, *probes)
             except NotTracedError as error:
@@ -137,6 +142,12 @@ class Graph:
                 "Expected code that runs as it is written: torch.compiler.set_stance('force_eager')"
                 " makes all code do so inside a context."
             ) from None
+
+    def _report_of(self, tracker: Tracker, operands: Sequence[Any]) -> GraphReport | None:
+        """Return room for what one run reports; None if no parameter is among the operands."""
+        pairs = zip(operands, self._kinds, strict=True)
+        roots = [item._gradstats for item, kind in pairs if kind is PARAMETER]
+        return tracker.reports.of_graph(roots) if roots else None
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
         """Whether all that was assumed when the graph was traced holds of these operands."""
@@ -157,17 +168,21 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
     """Return what each operand of a graph is, or raise where a graph cannot be traced with it.
 
     Returns:
-        DATA, CONSTANT, a number of its own for each parameter, and None for all but tensors.
+        PARAMETER, DATA or CONSTANT, and None for all but tensors.
     """
     kinds: list[Any] = []
-    numbers: dict[Root, int] = {}
+    roots: set[Node] = set()
     for item in operands:
         if not isinstance(item, Tensor):
             kinds.append(None)
             continue
         node = node_of(item)
         if node is not None:
-            kinds.append(_number_of(node, tracker, numbers))
+            check_parameter(node, tracker)
+            if node in roots:
+                raise NotTracedError(f"it takes {node.describe()} twice")
+            roots.add(node)
+            kinds.append(PARAMETER)
         elif not tracker.is_data(item):
             kinds.append(CONSTANT)
         elif tracker.is_unusual(item):
@@ -177,28 +192,18 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
     return kinds
 
 
-def _number_of(node, tracker: Tracker, numbers: dict[Root, int]) -> int:
-    if not isinstance(node, Root) or node.tracker is not tracker or node.probe is None:
+def check_parameter(node, tracker: Tracker) -> None:
+    """Raise where a graph cannot be traced with a tracked operand."""
+    if not isinstance(node, Root) or node.tracker is not tracker:
         raise NotTracedError(f"it takes {node.describe()}")
     if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
         raise NotTracedError(f"{node.describe()} is used elsewhere too")
-    return numbers.setdefault(node, len(numbers))
-
-
-def _roots_among(operands: Sequence[Any], kinds: Sequence[Any]) -> list[Root]:
-    return [
-        item._gradstats for item, kind in zip(operands, kinds, strict=True) if type(kind) is int
-    ]
-
-
-def _probes_of(roots: Sequence[Root]) -> list[Tensor]:
-    return [root.probe for root in roots if root.probe is not None]
 
 
 def _calling(
     followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Return a graph of nothing but one call, with all operands and the probes.
+    """Return a graph of nothing but one call, with all operands and the probe, if there is one.
 
     It is none of the functions of which compilers know that a graph can be found again in a cache.
     """

@@ -21,9 +21,7 @@ from gradstats.errors import CoverageError
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
-
-# What a compiled graph reports: squared norm, absolute error bound, how often the root reported.
-VALUE, BOUND, COUNT = range(3)
+    from gradstats.capture._reports import GraphReport
 
 # The message for a second contraction of one root within one context.
 ARRIVED_TWICE = (
@@ -74,8 +72,7 @@ class Root(Node):
 
     Attributes:
         name, parameter: as the model has them.
-        probe: a leaf of no particular values whose gradient, (3, B) float64, is the root's report
-            from compiled graphs, in which no Python runs; None where none are run.
+        graph: what a compiled graph reports of it; None where none in the graph of the losses does.
         alias: the parameter as a plain tensor, which operations read; None before the first use.
         alias_nodes: the autograd nodes of all aliases that there were.
         registered: how many uses there have been in the forward.
@@ -87,7 +84,7 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
-    probe: Tensor | None = None
+    graph: GraphReport | None = None
     alias: Tensor | None = None
     alias_nodes: tuple[Any, ...] = ()
     _alias_version = 0
@@ -131,11 +128,6 @@ class Root(Node):
         # Of a view that was changed in place PyTorch computes the gradient anew, as that of a
         # strided view: by another node, which takes no sparse gradients.
         return alias._version != self._alias_version
-
-    @property
-    def compiled_report(self) -> Tensor | None:
-        """What a compiled graph reported, (3, B) float64."""
-        return None if self.probe is None else self.probe.grad
 
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
@@ -187,6 +179,7 @@ class Root(Node):
         self.tracker = CLOSED  # type: ignore[assignment]
         self.alias = None
         self.alias_nodes = ()
+        self.graph = None
         self.lookups = self._delivered = ()
 
 

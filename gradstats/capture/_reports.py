@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import BOUND, COUNT, VALUE, Root
+from gradstats.capture._nodes import Root
 from gradstats.capture._uses import Settings
 from gradstats.contractions import (
     Contraction,
@@ -38,7 +38,55 @@ ONE_OF_SEVERAL = (
 
 
 class SharedInGraphError(CoverageError):
-    """Several uses of a parameter reported separately, one of them in a compiled graph."""
+    """Several uses of a parameter would report separately, one of them in a compiled graph."""
+
+
+class GraphReport:
+    """What one run of a compiled graph reports, in which no Python runs.
+
+    Attributes:
+        probe: (parameters, 2, B) float64, a leaf of no particular values whose gradient is the
+            report: the squared norms and their error bounds.
+        roots: the parameters that the graph takes.
+        reporting: those of them that its results depend on.
+    """
+
+    def __init__(self, roots: Sequence[Root], batch_size: int):
+        self.roots = roots
+        self.reporting = roots
+        shape, device = (len(roots), 2, batch_size), roots[0].parameter.device
+        self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
+
+    def expect(self) -> list[Root]:
+        """Note that the graph of the losses contains this run; return what others report too."""
+        again = [root for root in self.reporting if root.graph not in (None, self)]
+        for root in self.reporting:
+            root.graph = self
+        return again
+
+    def deliver(self) -> None:
+        """Pass on what the backward reported."""
+        if self.probe.grad is None:
+            return
+        # A CUDA graph writes its results where those of its next run will be.
+        found, self.probe.grad = self.probe.grad.clone(), None
+        values, bounds = (each.unbind() for each in found.unbind(1))
+        reporting = set(self.reporting)
+        for root, value, bound in zip(self.roots, values, bounds, strict=True):
+            if root in reporting:
+                root.finish(Contraction(value, bound))
+
+
+def shared_in_graphs(roots: Sequence[Root]) -> SharedInGraphError:
+    """Return the error for parameters whose uses do not report together."""
+    for root in roots:
+        SHARED_IN_GRAPHS[root.parameter] = True
+    return SharedInGraphError(
+        f"{', '.join(repr(root.name) for root in roots)} contributed more than once: to several "
+        "compiled graphs, or to one and outside of it. All uses of a parameter have to be added up "
+        "before their norm is taken. Contexts opened from now on run these graphs operation by "
+        "operation: run the step again, or begin with torch.compiler.set_stance('force_eager')."
+    )
 
 
 class Reports:
@@ -47,34 +95,41 @@ class Reports:
     Attributes:
         roots: the parameters.
         order: (B,) the example of each loss; None where they stand in the batch's order.
-        twice: whether a parameter was found to be used in several compiled graphs, or in one and
-            outside of it; a tensor on the device until it has been waited for.
+        of_graphs: what runs of compiled graphs report, by the ids of their probes.
     """
 
-    def __init__(
-        self, roots: Sequence[Root], settings: Settings, batch_size: int, *, runs_graphs: bool
-    ):
+    def __init__(self, roots: Sequence[Root], settings: Settings, batch_size: int):
         """Keep what does not depend on the backward.
 
         Args:
             roots, settings: the context's.
             batch_size: number of examples B.
-            runs_graphs: whether compiled graphs may report.
         """
         self.roots = roots
         self.order: Tensor | None = None
-        self.twice: Tensor | bool = False
-        # (B,) what the reports of compiled graphs may be off by, together.
-        self._compiled_bound: Tensor | None = None
+        self.of_graphs: dict[int, GraphReport] = {}
         self._settings = settings
         self._batch_size = batch_size
-        self._device = roots[0].parameter.device
-        self._runs_graphs = runs_graphs
+
+    @property
+    def _device(self) -> torch.device:
+        return self.roots[0].parameter.device
 
     @property
     def any(self) -> bool:
         """Whether a backward has reached any tracked parameter."""
-        return any(r.result is not None or r.compiled_report is not None for r in self.roots)
+        return any(root.result is not None for root in self.roots)
+
+    def of_graph(self, roots: Sequence[Root]) -> GraphReport:
+        """Return room for what one run of a compiled graph reports of some parameters."""
+        report = GraphReport(roots, self._batch_size)
+        self.of_graphs[id(report.probe)] = report
+        return report
+
+    def deliver(self) -> None:
+        """Take what compiled graphs have reported, once the backward has ended."""
+        for report in self.of_graphs.values():
+            report.deliver()
 
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
@@ -137,14 +192,8 @@ class Reports:
         """The squared norms over all parameters, (B,) float64."""
         return self.sqnorm_by_parameter().sum(0)
 
-    def sqnorm_by_parameter(self, *, wait: bool = True) -> Tensor:
-        """Return the squared norms, (parameters, B) float64, zero for what was not used.
-
-        Args:
-            wait: wait for the device to tell whether a parameter is used in several compiled
-                graphs, or in one and outside of it, and raise an error if so. Otherwise ``twice``
-                tells later.
-        """
+    def sqnorm_by_parameter(self) -> Tensor:
+        """Return the squared norms, (parameters, B) float64, zero for what was not used."""
         if not self.any:
             raise TrackingError(
                 "no backward reached the tracked parameters; what torch.autograd.grad returns is "
@@ -153,11 +202,6 @@ class Reports:
                 f"{ONE_OF_SEVERAL}"
             )
         values = stack([root.result for root in self.roots], self._batch_size, self._device)
-        compiled = self._compiled_reports()
-        if compiled is not None:
-            self._check_compiled(compiled[:, COUNT], wait)
-            values = values + compiled[:, VALUE]
-            self._compiled_bound = compiled[:, BOUND].sum(0)
         return values if self.order is None else values[:, self.order]
 
     def error_bound(
@@ -179,41 +223,5 @@ class Reports:
             total,
             shapes=[root.parameter.shape for root in self.roots],
             order=self.order,
-            more=self._compiled_bound,
             unit=unit,
         )
-
-    def _compiled_reports(self) -> Tensor | None:
-        """Return what compiled graphs reported, (parameters, 3, B); None if there are none."""
-        if not self._runs_graphs:
-            return None
-        grads = [root.compiled_report for root in self.roots]
-        if all(grad is None for grad in grads):
-            return None
-        unused = torch.zeros(3, self._batch_size, dtype=torch.float64, device=self._device)
-        return torch.stack([unused if g is None else g.to(self._device) for g in grads])
-
-    def _check_compiled(self, count: Tensor, wait: bool) -> None:
-        """Raise where a parameter reported more than once.
-
-        Args:
-            count: (parameters, B) how often each parameter reported from compiled graphs.
-            wait: as ``sqnorm_by_parameter`` takes it.
-        """
-        count = count.amax(1)
-        eagerly = [float(root.result is not None) for root in self.roots]
-        if any(eagerly):  # or else nothing need be copied to the device
-            count = count + torch.tensor(eagerly).to(count)
-        self.twice = (count > 1).any()
-        if wait and bool(self.twice):
-            counts = count.tolist()
-            shared = [root for root, n in zip(self.roots, counts, strict=True) if n > 1]
-            for root in shared:
-                SHARED_IN_GRAPHS[root.parameter] = True
-            raise SharedInGraphError(
-                f"{', '.join(repr(root.name) for root in shared)} contributed more than once: to "
-                "several compiled graphs, or to one and outside of it. All uses of a parameter "
-                "have to be added up before their norm is taken. Contexts opened from now on run "
-                "these graphs operation by operation: run the step again, or begin with "
-                "torch.compiler.set_stance('force_eager')."
-            )

@@ -98,15 +98,7 @@ class Tracker(Threaded, Context):
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
         self.form = self._form_of_graphs() if self._compiler else ""
-        self._runs_graphs = self.form != ""
-        # Whether parts of the model run as compiled graphs.
-        self.compiled = anatomy.compiled and self._runs_graphs
-        if self._runs_graphs:
-            for root in self.roots:
-                root.probe = torch.empty(
-                    3, batch_size, dtype=torch.float64, device=device, requires_grad=True
-                )
-        self.reports = Reports(self.roots, settings, batch_size, runs_graphs=self._runs_graphs)
+        self.reports = Reports(self.roots, settings, batch_size)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
         self._tracked: dict[int, nn.Parameter] = {}
@@ -146,7 +138,7 @@ class Tracker(Threaded, Context):
             if id(root.parameter) not in self._empty:
                 self._track(root)
         self.sharded.open()
-        if self._runs_graphs:
+        if self.form:
             show_graphs()
             show_skipped()
             self._undo.enter_context(skipping())
@@ -292,18 +284,14 @@ class Tracker(Threaded, Context):
                 "the batch's order: put them back by indexing."
             )
 
-    @property
-    def probes(self) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The leaves through whose gradients compiled graphs report."""
-        return tuple(root.probe for root in self.roots if root.probe is not None)
-
     def targets(self, reporting: Sequence[GraphNode]) -> tuple:
         """Return the ``inputs`` of a backward that computes reports only.
 
         Args:
             reporting: the nodes of the graph that report uses.
         """
-        return (*self.probes, *(GradientEdge(node, 0) for node in reporting))
+        probes = [report.probe for report in self.reports.of_graphs.values()]
+        return (*probes, *(GradientEdge(node, 0) for node in reporting))
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -323,7 +311,7 @@ class Tracker(Threaded, Context):
             return
         # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
         # not known. Run the whole backward, and take back what it adds to gradients.
-        own = {id(probe) for probe in self.probes}
+        own = self.reports.of_graphs.keys()
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         with gradients_aside(leaves), without_hooks(self._parameters), without_autocast():
             run_backward((total,), (one,), in_threads=self.spans_devices)
@@ -395,6 +383,7 @@ class Tracker(Threaded, Context):
             for root in self.roots:
                 if root.postponed:
                     root.contract()
+            self.reports.deliver()
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()

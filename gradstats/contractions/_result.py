@@ -149,7 +149,6 @@ def relative_error(
     *,
     shapes: Sequence[Sequence[int]],
     order: Tensor | None = None,
-    more: Tensor | None = None,
     unit: Tensor | float = 1.0,
 ) -> Tensor:
     """Return what bounds the rounding errors of a sum of results, relative to it: (B,).
@@ -164,11 +163,10 @@ def relative_error(
         total: (B,) the sum of ``values``.
         shapes: of the gradients that the results are squared norms of.
         order: (B,) which example each column of ``values`` is; None where they stand in order.
-        more: (B,) float64, bound of what else is in ``values``.
         unit: what the sum is divided by before it is rounded to the accumulation dtype.
     """
     rows: dict[torch.dtype, list[int]] = {}
-    absolute = [] if more is None else [more]
+    absolute: list[Tensor] = []
     products: list[Tensor] = []
     # One for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
@@ -197,8 +195,9 @@ def relative_error(
     each_row = values.unbind()
     for dtype, chosen in rows.items():
         bound += relative_bound(dtype) * torch.stack([each_row[row] for row in chosen]).sum(0)
-    for each in absolute:
-        bound += each if order is None else each[order]
+    if absolute:
+        more = torch.stack(absolute).sum(0)
+        bound += more if order is None else more[order]
     return torch.where(total > 0, (bound + lost) / total, 0.0)
 
 

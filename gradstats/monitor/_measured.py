@@ -27,7 +27,7 @@ from gradstats.monitor._layers import Layers
 from gradstats.statistics._training import StepGradients
 
 # Entries of the header, and of what stands before the examples of a micro-batch.
-H_BATCHES, H_MEASURED, H_SCALE, H_STALE, H_TWICE = range(5)
+H_BATCHES, H_MEASURED, H_SCALE, H_STALE = range(4)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
 # Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
 # gradient is zero, how many these are, the least product, and how many products are negative.
@@ -150,7 +150,7 @@ class Pending:
         for length in lengths:
             reader = _Reader(flat[end : end + length])
             end += length
-            header = reader.take(H_TWICE + 1)
+            header = reader.take(H_STALE + 1)
             headers.append(header)
             gradients.append(reader.take(len(self._names)))
             if header[H_STALE]:
@@ -181,11 +181,6 @@ class Pending:
     def _check(
         self, headers: Sequence[np.ndarray], held: np.ndarray, batches: Sequence[Batch]
     ) -> None:
-        if any(header[H_TWICE] > 0 for header in headers):
-            raise TrackingError(
-                "a parameter is used in several compiled graphs, or in one and outside of it, so "
-                "its per-example norms are not known. Run measured steps without torch.compile."
-            )
         stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
         if stale:
             raise TrackingError(

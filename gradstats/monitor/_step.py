@@ -54,7 +54,6 @@ class Collector:
         self._stale: Tensor | None = None
         self._used: set[str] = set()
         self._without: set[str] = set()
-        self._twice: Tensor | float = 0.0
         self._scalar: Tensor | None = None
         self._started = False
         self._last = True
@@ -141,7 +140,7 @@ class Collector:
             batch_size, ids, weights: of the micro-batch, as its ``MonitorStep`` has checked them.
             divisor: of its scalar.
         """
-        sqnorm = tracker.reports.sqnorm_by_parameter(wait=tracker.compiled)
+        sqnorm = tracker.reports.sqnorm_by_parameter()
         device = sqnorm.device
         weight: Any = 1.0 if self.options.loss_reduction == "sum" else 1 / batch_size
         sizes = [batch_size, divisor, weight if weights is None else math.nan, ids is not None]
@@ -161,9 +160,7 @@ class Collector:
             parts.append(torch.stack(along))
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])
-        self._twice = self._twice + tracker.reports.twice
-        reports = ((root.name, root.result, root.compiled_report) for root in tracker.roots)
-        self._used |= {name for name, *results in reports if any(r is not None for r in results)}
+        self._used |= {root.name for root in tracker.roots if root.result is not None}
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
@@ -189,7 +186,7 @@ class Collector:
         device = self._batches[0][0].device
         gradient = self._gradient
         measured, held = float(gradient is not None), float(self._stale is not None)
-        flags = [len(self._batches), measured, self._scale, held, self._twice]
+        flags = [len(self._batches), measured, self._scale, held]
         if any(isinstance(flag, Tensor) for flag in flags):
             header = torch.cat(
                 [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
