@@ -323,6 +323,7 @@ def choose_tiles(
         _check.architecture(first.x.device),
         first.aligned and second.aligned,
         operation,
+        first.batch * first.groups * (first.taps if one_tap else 1),
     )
     tiles = _config.tiles_of(config, first.outputs, columns)
     return config, one_tap, first.groups * tiles * (first.taps if one_tap else 1)

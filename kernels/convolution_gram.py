@@ -276,7 +276,7 @@ def _plan(
     architecture = _check.architecture(layer.x.device)
     config = config or _config.choose_gram(
         positions, layer.x.element_size(), precision, architecture, layer.aligned,
-        "convolution_gram",
+        "convolution_gram", batch * groups,
     )  # fmt: skip
     wide = layer.widened()
     direct_config, one_tap, tiles = choose_tiles(

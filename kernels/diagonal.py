@@ -150,6 +150,7 @@ def diagonal_gram(
         precision,
         _check.architecture(a1.device),
         _check.is_aligned(a1, g1, a2, g2),
+        factors=first.batch,
     )
     row_tiles = _config.cdiv(first.positions, config.rows)
     column_tiles = _config.cdiv(second.positions, config.rows)

@@ -249,6 +249,7 @@ def _plan(
         _check.architecture(a1.device),
         run > 1 or _check.is_aligned(*operands),
         "diagonal" if paired else "direct",
+        segments1.batch,
     )
     tiles = _config.tiles_of(config, d_out, d_in)
     launch = None

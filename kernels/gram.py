@@ -318,7 +318,7 @@ def _plan(
         a.element_size(), precision, _check.architecture(a.device),
         run > 1 or _check.is_aligned(a, g),
     )  # fmt: skip
-    config = config or _config.choose_gram(positions, *kind)
+    config = config or _config.choose_gram(positions, *kind, factors=factors)
     direct_config = direct_config or _config.choose_direct(d_out, d_in, *kind)
     side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2

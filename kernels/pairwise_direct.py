@@ -156,6 +156,7 @@ def _example_tiles(
         precision,
         _check.architecture(a.device),
         _check.is_aligned(a, g),
+        factors=segments.batch,
     )
     tiles = _config.tiles_of(config, d_out, d_in)
     gradient = torch.empty((segments.batch, d_out, d_in), dtype=torch.float32, device=a.device)

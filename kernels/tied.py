@@ -154,6 +154,7 @@ def tied_inner(
         precision,
         _check.architecture(a.device),
         _check.is_aligned(a, rows),
+        factors=first.batch,
     )
     row_tiles = _config.cdiv(first.positions, config.rows)
     column_tiles = _config.cdiv(second.positions, config.rows)

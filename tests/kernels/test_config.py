@@ -92,6 +92,16 @@ def test_padding_is_weighed_against_the_size_of_the_tile():
     assert _config.choose_direct(768, 264, 2).columns < 256
 
 
+@pytest.mark.parametrize(("positions", "factors", "rows"), [
+    (128, 132, 128), (128, 66, 64), (128, 16, 32), (128, 1, 16), (1024, 8, 128), (1024, 1, 64),
+])  # fmt: skip
+def test_few_factors_get_tiles_for_more_processors(positions, factors, rows):
+    assert _config.choose_gram(positions, 4, "highest", factors=factors).rows == rows
+    few = _config.choose_direct(positions, positions, 2, factors=factors)
+    many = _config.choose_direct(positions, positions, 2)
+    assert (few == many) is (factors * _config.tiles_of(many, positions, positions) >= 132)
+
+
 def test_true_fp32_never_becomes_tf32():
     for operation in ("gram", "direct", "weight_gradient", "pairwise", "direction"):
         for gpu, aligned in itertools.product(GPUS, (True, False)):
