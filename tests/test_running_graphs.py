@@ -122,6 +122,18 @@ def test_sizes_that_vary(dynamic):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
 
 
+def test_sizes_that_the_user_marks_as_dynamic():
+    """A graph would be of one batch size: the compiler refuses it where it must be of any."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for size in (5, 7):
+        batch = torch.randn(size, 4), torch.randint(3, (size,))
+        torch._dynamo.mark_dynamic(batch[0], 0)
+        stats = gs.per_example_norms(compiled, batch, losses_of)
+        assert_sqnorms(stats, oracle_sqnorms(model, batch, losses_of), 1e-5)
+
+
 def test_under_autocast_norms_are_as_precise_as_eagerly():
     """A graph's backward is traced with the autocast that the forward is called in."""
 

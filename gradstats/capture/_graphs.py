@@ -93,6 +93,7 @@ class Graph:
         self._run = torch.compiler.disable(by_operation(recorded))
         self._kinds: list[Any] = []
         try:
+            check_sizes()
             self._kinds = kinds_of(tracker, operands)
             with warnings.catch_warnings():
                 # The engine warns of an error in the backward that is traced.
@@ -190,6 +191,15 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
         else:
             kinds.append(DATA)
     return kinds
+
+
+def check_sizes() -> None:
+    """Raise where the user's code says that the graph which is being recorded serves many sizes."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    for fake in getattr(mode.shape_env, "tracked_fakes", None) or ():
+        if any(getattr(fake.symbolic_context, "constraint_sizes", None) or ()):
+            raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
 
 
 def check_parameter(node, tracker: Tracker) -> None:
