@@ -63,19 +63,19 @@ def steps() -> list[Step]:
     gpt = [*steps, "gpt2", "--device", "cuda", "--dtype", "bfloat16", "--rounds", "15"]
     tiny = [*steps, "small", "--rounds", "1", "--out", "{out}", "--providers", "plain", "norms"]
     recorded = [*gpt, "--providers", "plain", "--recorded", "--out", "{out}"]
+    reduced = ["--providers", "norms", "training", "--reduced", "--out", "{out}"]
+    small = [*steps, "mlp", "cnn", "gpt", "--device", "cuda", "--rounds", "15", *reduced]
     times = ["-m", "benchmarks.kernel_times"]
+    compared = ["plain", "norms", "training", "plain-reduced", "norms-reduced", "training-reduced"]
+    profiled = [*times, "gpt2", "--dtype", "bfloat16", "--out", "{out}", "--providers", *compared]
     found = ["-m", "pytest", "-q", "--collect-only", *files]
     return [
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
         Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
         Step("recorded", recorded, 60, None, [*steps, "--help"]),
-        Step(
-            "times",
-            [*times, "gpt2", "--dtype", "bfloat16", "--out", "{out}"],
-            60,
-            None,
-            [*times, "small", "--out", "{out}"],
-        ),
+        Step("reduced", [*gpt, *reduced], 150, None, [*steps, "--help"]),
+        Step("small", small, 150, None, [*steps, "--help"]),
+        Step("times", profiled, 120, None, [*times, "small", "--out", "{out}"]),
         Step(
             "kernels",
             ["-m", kernels, "--seconds", "120", "--out", "{out}/kernels.csv"],
