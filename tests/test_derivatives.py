@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 import gradstats as gs
 
-from .oracle import assert_sqnorms, check_model, oracle_sqnorms
+from .oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 
 
 def laplacian(model, points):
@@ -456,3 +457,120 @@ def test_derivatives_that_depend_on_other_examples_are_refused(combine):
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     with pytest.raises(gs.CoupledExamplesError, match="derivative of values in which several"):
         gs.per_example_norms(model, torch.randn(4, 2).double(), of_outputs(combine))
+
+
+def points(**options):
+    return torch.linspace(0, 1, 5, dtype=torch.float64, **options)[:, None]
+
+
+def slope(field, at):
+    (found,) = torch.autograd.grad(field(at).sum(), at, create_graph=True)
+    return found
+
+
+def curvature(field):
+    at = points().requires_grad_()
+    return slope(lambda at: slope(field, at), at)
+
+
+def along_two_directions(field):
+    at = points().requires_grad_()
+    vectors = torch.stack([torch.ones(5, 1), torch.linspace(1, 2, 5)[:, None]]).double()
+    (found,) = torch.autograd.grad(field(at), at, vectors, create_graph=True, is_grads_batched=True)
+    return found.prod(0)
+
+
+def descent(field):
+    at = points().requires_grad_()
+    for _ in range(2):
+        at = at - 0.1 * slope(lambda at: field(at).square(), at)
+    return field(at)
+
+
+def by_a_parameter(field):
+    at = points()
+    (found,) = torch.autograd.grad(field(at).square().sum(), field[2].weight, create_graph=True)
+    return found.sum() + at
+
+
+def of_functional(field):
+    at = points().squeeze(1)
+    jacobian = torch.autograd.functional.jacobian
+    return jacobian(lambda at: field(at[:, None]).squeeze(1), at, create_graph=True).sum(0)[:, None]
+
+
+class Fields(nn.Module):
+    """A function of coordinates that belong to no example, and a layer of data."""
+
+    def __init__(self):
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.head = nn.Linear(3, 1)
+
+
+WITHOUT_DATA = {
+    "slope": lambda field: slope(field, points().requires_grad_()),
+    "curvature": curvature,
+    "along two directions": along_two_directions,
+    "descent": descent,
+    "by a parameter": by_a_parameter,
+    "jacobian": of_functional,
+}
+
+
+@pytest.mark.parametrize("function", WITHOUT_DATA.values(), ids=WITHOUT_DATA)
+def test_derivatives_at_points_that_the_loss_makes(function):
+    """Nothing of them belongs to an example: they are derived, like weights that are computed."""
+    torch.manual_seed(0)
+
+    def losses(model, x):
+        return (function(model.field).squeeze(-1) - model.head(x)).square().mean(1)
+
+    model, x = Fields().double(), torch.randn(4, 3, dtype=torch.float64)
+    check_model(model, x, losses)
+    check_products(model, x, losses)
+
+
+def test_derivatives_by_points_that_then_meet_data_are_refused():
+    """They are the examples' own, or shared by all of them: zeros do not tell."""
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4))
+    x = torch.randn(3, 4)
+
+    def losses(model, x, start=torch.zeros):
+        latent = start(len(x), 2, requires_grad=True)
+        (step,) = torch.autograd.grad((model(latent) - x).square().sum(), latent, create_graph=True)
+        return (model(latent - 0.1 * step) - x).square().sum(1)
+
+    with pytest.raises(gs.UnsupportedOperationError, match="belongs to no example"):
+        gs.per_example_norms(model, x, losses)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match="belongs to no example"),
+        gs.track(model, batch_size=3) as tracker,
+    ):
+        tracker.backward(losses(model, x))
+
+    def of_the_batch(model, x):
+        return losses(model, x, lambda *size, **options: torch.zeros_like(x[:, :2], **options))
+
+    expected = oracle_sqnorms(model, x, of_the_batch)
+    assert_sqnorms(gs.per_example_norms(model, x, of_the_batch), expected, 1e-4)
+
+
+@pytest.mark.parametrize("at", ["points", "data"])
+def test_forward_mode_is_refused(at):
+    """What tangents depend on leaves no trace in the graph of the losses."""
+    model, x = Fields(), torch.randn(1, 3)
+
+    def losses(model, x):
+        at_ = points().float() if at == "points" else x[:, :1]
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(at_, torch.ones_like(at_))
+            tangent = forward_ad.unpack_dual(model.field(dual)).tangent
+        return (tangent.squeeze(-1) - model.head(x)).square().mean(1)
+
+    for fused in (True, False):
+        with (
+            pytest.raises(gs.UnsupportedOperationError, match="forward_ad"),
+            gs.track(model, batch_size=1, fused=fused),
+        ):
+            losses(model, x)

@@ -24,7 +24,12 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from gradstats._compiler import imported_compiler, is_compiling, leave_graph
 from gradstats.capture._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture._derivation import Derived
-from gradstats.capture._derivatives import backward, backward_of_one, gradients
+from gradstats.capture._derivatives import (
+    backward,
+    backward_of_one,
+    gradients,
+    refuse_forward_mode,
+)
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._modes import ContextMode, is_closed, take_off
@@ -198,6 +203,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.data.__set__: ConstantTracking._note_numbers,  # type: ignore[attr-defined]
     Tensor.register_hook: ConstantTracking._check_hook,
     Tensor.detach_: ConstantTracking._check_detached,
+    torch._make_dual: refuse_forward_mode,
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 

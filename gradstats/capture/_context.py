@@ -28,6 +28,8 @@ class Context(Repeated):
         roots, reports: the parameters, and what they report.
         closed: whether it has ended.
         derived: whether any tensor was derived from parameters.
+        derived_from_leaves: whether one was, from one that belongs to no example and has a gradient
+            of its own.
         shown: what is tracked, by the autograd nodes of what stands for it in the user's code; a
             use that was not seen has an edge there.
         together: the small operations that wait for each other.
@@ -45,7 +47,7 @@ class Context(Repeated):
     ):
         super().__init__(batch_size, batch_dim, segments)
         self.settings = settings
-        self.closed = self.derived = False
+        self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.together = Together(settings)
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradstats.capture._derivation import Derived
+from gradstats.capture._derived import derive
 from gradstats.capture._engine import run_backward
-from gradstats.capture._nodes import Root
+from gradstats.capture._nodes import Node, Root, unique_roots
 from gradstats.capture._results import follow_results
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._transforms import transform_level
@@ -68,6 +70,13 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Differentiate inside the context, perhaps with respect to what is tracked."""
     outputs, inputs = (_checked(items) for items in (outputs, inputs))
+    vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
+    if _is_of_no_example(mode.tracker, outputs, inputs, vectors, create_graph):
+        function = Differentiation(
+            outputs, inputs, vectors, allow_unused=allow_unused,
+            is_grads_batched=is_grads_batched, materialize_grads=materialize_grads,
+        )  # fmt: skip
+        return function.derived(mode.tracker)
     tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(mode.tracker, inputs, create_graph)
     if tracked:
@@ -81,7 +90,6 @@ def gradients(
         allow_unused=allow_unused,
         materialize_grads=materialize_grads and not tracked,
     )
-    vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
     if is_grads_batched and _are_stacks(vectors):
         found = _along_each(find, vectors, create_graph if retain_graph is None else retain_graph)
     else:
@@ -94,6 +102,105 @@ def gradients(
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
         follow_results(mode.tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
     return (*found,)
+
+
+def refuse_forward_mode(mode, *args, **kwargs) -> None:
+    """Raise for dual numbers: what their tangents depend on leaves no trace in the graph."""
+    if transform_level() is not None:
+        return  # torch.func.jvp makes them, and is refused where it meets a parameter
+    raise UnsupportedOperationError(
+        "torch.autograd.forward_ad inside the context makes dual numbers, and how their tangents "
+        "depend on the parameters is not known. Expected derivatives written with "
+        "torch.autograd.grad(..., create_graph=True)."
+    )
+
+
+def _is_of_no_example(
+    tracker, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
+) -> bool:
+    """Whether derivatives are of what was computed from parameters alone; raise if they mix."""
+
+    def is_data(item) -> bool:
+        return node_of(item) is None and tracker.is_data(item)
+
+    free = [item for item in inputs if not is_data(item)]
+    derived = [node for node in map(node_of, outputs) if node is not None]
+    if not free or not (derived or tracker.derived_from_leaves):
+        return False
+    given = [item for item in vectors if isinstance(item, Tensor)]
+    names = [root.name for root in unique_roots(derived)]
+    if len(derived) == len(outputs) and not any(map(is_data, (*inputs, *given))):
+        if not create_graph:
+            return False  # a number like any other
+        for node in derived:
+            if isinstance(node, Derived) and node.has_function:
+                raise UnsupportedOperationError(
+                    f"torch.autograd.grad(..., create_graph=True) differentiates "
+                    f"{node.describe()}, which a custom autograd Function takes part in, whose "
+                    "backward is not known to be differentiable. Expected PyTorch's own "
+                    f"operations there, or exclude={names!r}.",
+                    names,
+                )
+        return True
+    if all(node_of(item) is not None for item in free) and not derived:
+        return False  # gradients of the losses with respect to parameters
+    raise UnsupportedOperationError(
+        "torch.autograd.grad inside the context differentiates with respect to a tensor that "
+        "belongs to no example (made by zeros, linspace …), of which something was computed "
+        "without any data, and then with data. Expected one that belongs to the examples: pass it "
+        "in the batch, or make it of the batch as torch.zeros_like does.",
+        names,
+    )
+
+
+class Differentiation:
+    """``torch.autograd.grad(..., create_graph=True)`` of derived tensors, as an operation."""
+
+    __name__, __module__ = "grad", "torch.autograd"
+
+    def __init__(self, outputs: tuple, inputs: tuple, vectors: tuple, **options: Any):
+        """Take the arguments of ``torch.autograd.grad``; ``options`` are only passed on."""
+        self._outputs, self._inputs, self._vectors = (
+            [node_of(item) or item if isinstance(item, Tensor) else item for item in items]
+            for items in (outputs, inputs, vectors)
+        )
+        self._options = options
+        nodes = [item for item in (*self._outputs, *self._inputs) if isinstance(item, Node)]
+        self._roots = unique_roots(nodes)
+        self._widest = max([node.widest for node in nodes if isinstance(node, Derived)], default=0)
+
+    def derived(self, tracker) -> tuple[Tensor | None, ...]:
+        """Return the gradients, derived from the parameters that they depend on."""
+        found = derive(tracker, self, tuple(root.parameter for root in self._roots), {})
+        for item in found:
+            node = node_of(item) if item is not None else None
+            if isinstance(node, Derived):
+                node.widest = max(node.widest, self._widest)
+            elif item is not None:
+                tracker.mark_constant(item)
+        return found
+
+    def __call__(self, *values: Tensor) -> tuple[Tensor | None, ...]:
+        """Differentiate what is computed from these values of the parameters."""
+        pairs = list(zip(self._roots, values, strict=True))
+        known: dict[Any, Tensor] = dict(pairs)
+        # In the forward itself, what is differentiated is the user's own graph.
+        first = all(value is root.value for root, value in pairs)
+
+        def again(item):
+            if not isinstance(item, Node) or first:
+                return item.value if isinstance(item, Node) else item
+            if item not in known:
+                known[item] = item.replay(known)  # type: ignore[attr-defined]
+            return known[item]
+
+        with torch.enable_grad():
+            # what the outputs are computed from first: they go through these very tensors
+            inputs, vectors = ([*map(again, items)] for items in (self._inputs, self._vectors))
+            outputs = [*map(again, self._outputs)]
+            return torch.autograd.grad(
+                outputs, inputs, vectors or None, create_graph=True, **self._options
+            )
 
 
 def _are_stacks(vectors: tuple) -> bool:

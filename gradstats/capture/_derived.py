@@ -44,9 +44,12 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         tracker.mark_constant(value)
         return note_alias(value, args, kwargs)
 
+    operands = operands_of(args, kwargs)
+    if any([item.requires_grad and node_of(item) is None for item in operands]):
+        tracker.derived_from_leaves = True
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
     draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
-    again = Draw(func, operands_of(args, kwargs)[0].device) if draws else func
+    again = Draw(func, operands[0].device) if draws else func
     result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
     if isinstance(result, Tensor):
         if not result.requires_grad:

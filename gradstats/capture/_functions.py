@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradstats.capture._checkpoints import run_checkpoint
 from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
-from gradstats.capture._modes import innermost_mode, run_unseen
+from gradstats.capture._modes import innermost_mode, run_shown, run_unseen
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node
@@ -97,7 +97,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if not tracked:
         return inner(*args, **kwargs)
     before = [node.value._version for node in nodes]
-    result = handle_torch_function(inner, args, *args, **kwargs)
+    result = run_shown(mode, inner, operands, args, kwargs)
     for node, version in zip(nodes, before, strict=True):
         _check_unchanged(inner, node, version)
     return result

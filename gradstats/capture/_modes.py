@@ -65,6 +65,26 @@ def _replace(count: int, modes: list[Any]) -> None:
         _push_mode(mode)
 
 
+def run_shown(
+    mode: ContextMode, function: Callable[..., Any], operands: Sequence[Tensor], args, kwargs
+) -> Any:
+    """Have a context's mode run a function that PyTorch shows no mode, whichever stand above it.
+
+    Args:
+        mode: which is on.
+        function, args, kwargs: the call.
+        operands: the tensors among the arguments.
+    """
+    modes = _get_current_function_mode_stack()
+    place = max(number for number, each in enumerate(modes) if each is mode)
+    types = dict.fromkeys(type(operand) for operand in operands if type(operand) is not Tensor)
+    _replace(len(modes) - place, [])
+    try:
+        return mode.__torch_function__(function, (*types,), args, kwargs)
+    finally:
+        _replace(0, modes[place:])
+
+
 def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a compiled graph without the modes of contexts, and its backward later on.
 

@@ -87,11 +87,17 @@ def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[T
         # Without the preparations for a batch, which take longer than many a backward.
         found = torch.autograd.grad(value, leaves, cotangents[0], retain_graph=True)
         return [pulled.to(compute_dtype(pulled)).unsqueeze(0) for pulled in found]
-    # Anomaly detection cannot look for NaN in a batch of gradients.
-    with torch.autograd.set_detect_anomaly(False):
-        found = torch.autograd.grad(
-            value, leaves, cotangents, retain_graph=True, is_grads_batched=True
-        )
+    try:
+        # Anomaly detection cannot look for NaN in a batch of gradients.
+        with torch.autograd.set_detect_anomaly(False):
+            found = torch.autograd.grad(
+                value, leaves, cotangents, retain_graph=True, is_grads_batched=True
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # not every backward takes a batch: that of a sparse product does not
+        each = [torch.autograd.grad(value, leaves, one, retain_graph=True) for one in cotangents]
+        found = tuple(map(torch.stack, zip(*each, strict=True)))
     return [pulled.to(compute_dtype(pulled)) for pulled in found]
 
 

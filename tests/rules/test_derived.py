@@ -875,3 +875,38 @@ def test_parameters_without_elements(function):
     batch = (normal(3, 4),)
     check_model(model, batch, uneven_loss)
     check_products(model, batch, uneven_loss)
+
+
+class Graph(nn.Module):
+    """Embeddings that a constant sparse matrix passes along the edges of a graph."""
+
+    def __init__(self, links):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.register_buffer("links", links)
+
+    def forward(self, ids):
+        return (self.links @ (self.links @ self.table.weight))[ids]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_products_of_sparse_constants_and_parameters(layout):
+    """Their backward takes one gradient at a time."""
+    torch.manual_seed(0)
+    links = ((torch.rand(5, 5) < 0.5) + torch.eye(5)).double()
+    dense, ids = Graph(links).double(), torch.tensor([0, 1, 2, 2])
+    sparse = Graph(links.to_sparse(layout=layout)).double()  # which PyTorch cannot copy
+    sparse.table.load_state_dict(dense.table.state_dict())
+
+    def losses(model, ids):
+        return (model(ids) + model.table(ids)).square().sum(1)
+
+    expected = oracle_sqnorms(dense, ids, losses)
+    assert_sqnorms(gs.per_example_norms(sparse, ids, losses), expected, 1e-9)
+    with gs.track(sparse, batch_size=4) as tracker:
+        tracker.backward(losses(sparse, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    losses(dense, ids).mean().backward()
+    torch.testing.assert_close(sparse.table.weight.grad, dense.table.weight.grad)
