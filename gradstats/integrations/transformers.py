@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -64,8 +65,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
     and no ``attention_mask``.
 
-    An exception in a backward is not reported to callbacks: the model stays tracked until
-    ``close()``, or the next ``train()`` with it.
+    An exception in a training step leaves the model as it was, and is raised on. What the model is
+    called for outside of the Trainer's steps is not measured.
 
     Args:
         every: measure every so many optimizer steps.
@@ -95,6 +96,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
         self._called: nn.Module | None = None
+        self._trainer: Trainer | None = None
+        self._own_step: Any = None
+        self._training_step: Any = None
+        self._in_step = False
+        self._rows: int | None = None
         self._first = self._measures = self._unfinished = False
         self._accumulation = 1
         try:
@@ -107,9 +113,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
+        self._leave_trainer()
         self._unfinished = False
         _refuse_what_cannot_be_measured(args)
         trainer = _calling_trainer()
+        self._enter_trainer(trainer)
         self._handler = trainer.callback_handler
         # Hooks of a compiled model are compiled with it; those of the module around it are not.
         around = trainer.model_wrapped
@@ -185,6 +193,34 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.close()
+        self._leave_trainer()
+
+    def _enter_trainer(self, trainer: Trainer) -> None:
+        """Run the Trainer's steps, whose exceptions no callback is told of."""
+        step = trainer.training_step
+
+        @functools.wraps(step)
+        def training_step(*args, **kwargs):
+            self._in_step = True
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                self._in_step = False
+
+        self._trainer, self._own_step = trainer, vars(trainer).get("training_step")
+        self._training_step = trainer.training_step = training_step
+
+    def _leave_trainer(self) -> None:
+        """Give the Trainer its own step back, unless another callback has put one there since."""
+        trainer, own = self._trainer, self._own_step
+        if trainer is not None and vars(trainer).get("training_step") is self._training_step:
+            del trainer.training_step
+            if own is not None:
+                trainer.training_step = own
+        self._trainer = self._own_step = self._training_step = None
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
@@ -208,10 +244,13 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             ]
 
     def _before_forward(self, model, args, kwargs) -> None:
-        if self._step is not None or not (model.training and torch.is_grad_enabled()):
+        if not (self._in_step and model.training and torch.is_grad_enabled()):
             return
         try:
-            self._open(args, kwargs)
+            if self._step is None:
+                self._open(args, kwargs)
+            else:
+                self._check_rows(kwargs)
         except BaseException:
             # Not in _after_forward: hooks may not be removed while others of them run.
             self.close()
@@ -227,8 +266,26 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if size == 1 and (bounds := _bounds_in(kwargs)) is not None:
             size = len(bounds) - 1
         ids = None if self._ids is None else self._ids_in(kwargs)
+        self._rows = self._rows_in(kwargs)
         self._step = self._micro_batch(size, ids, cu_seqlens=bounds)
         self._step.open()
+
+    def _rows_in(self, kwargs) -> int | None:
+        """Return the number of rows of what the model is called with, if it names its input."""
+        assert self.monitor is not None
+        inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
+        return len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else None
+
+    def _check_rows(self, kwargs) -> None:
+        """Raise where the model is called for another number of rows in one micro-batch."""
+        rows = self._rows_in(kwargs)
+        if None not in (rows, self._rows) and rows != self._rows:
+            raise TrackingError(
+                f"the model was called with {self._rows} rows and then, in the same training step, "
+                f"with {rows}, so that it is not known which are the examples. Expected calls with "
+                "one row for each example in the steps that are measured: run what is shared by "
+                "them under torch.no_grad(), or measure with gs.Monitor in a loop of your own."
+            )
 
     def _micro_batch(self, size: int, ids: Tensor | None = None, **options: Any) -> MonitorStep:
         """Return the context of the next micro-batch."""

@@ -15,6 +15,7 @@ from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
 from gradstats.statistics._batches import Given
+from gradstats.statistics._differentiable import apart_from_training
 from gradstats.statistics._loss import check_losses, examples_in
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run_examples(
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses."""
     tracker.take_batch(tensors_in(batch))
-    with torch.enable_grad():
+    with torch.enable_grad(), apart_from_training(model):
         try:
             tracker.open()
             losses = loss_fn(model, batch)

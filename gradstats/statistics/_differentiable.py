@@ -10,6 +10,7 @@ from torch import nn
 
 from gradstats.capture._checkpoints import checkpoints_differentiable
 from gradstats.capture._engine import gradients_aside
+from gradstats.capture._selection import data_parallel_in
 
 
 @contextmanager
@@ -20,8 +21,32 @@ def differentiable(model: nn.Module) -> Iterator[None]:
     libraries add to the parameters' own, which are put back.
     """
     aside = gradients_aside(list(model.parameters()))
-    with _recurrence_differentiable(model), checkpoints_differentiable(), aside:
+    with (
+        _recurrence_differentiable(model),
+        checkpoints_differentiable(),
+        apart_from_training(model),
+        aside,
+    ):
         yield
+
+
+@contextmanager
+def apart_from_training(model: nn.Module) -> Iterator[None]:
+    """Have a DistributedDataParallel model take what runs inside for none of its training steps.
+
+    With ``static_graph=True`` the first backward tells it when the gradients are complete from then
+    on. After one that computes none it would never average any.
+    """
+    parallel = data_parallel_in(model)
+    if parallel is None or not parallel.static_graph:
+        yield
+        return
+    told = parallel._static_graph_delay_allreduce_enqueued
+    parallel._static_graph_delay_allreduce_enqueued = True
+    try:
+        yield
+    finally:
+        parallel._static_graph_delay_allreduce_enqueued = told
 
 
 @contextmanager

@@ -190,6 +190,44 @@ def data_parallel(rank: int) -> None:
     check_uneven_batches(rank)
     check_a_mean_over_the_step(rank)
     check_a_step_that_is_skipped(rank)
+    check_norms_before_training_a_static_graph(rank)
+    check_join_is_refused()
+
+
+def check_norms_before_training_a_static_graph(rank: int) -> None:
+    """Its first backward in training is its first: with it begins the averaging of gradients."""
+    batch = whole_batch(torch.Generator().manual_seed(2))
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    weights = []
+    for call in (
+        lambda model: None,
+        lambda model: gs.per_example_norms(model, mine, losses_of, gram=True),
+        lambda model: gs.per_example_norms(model, mine, losses_of, fallback="vmap"),
+        lambda model: gs.inner_products(model, mine, model, mine, losses_of),
+        lambda model: gs.verify(model, mine, losses_of),
+    ):
+        torch.manual_seed(0)
+        wrapped = DistributedDataParallel(same_network(2)[1], static_graph=True)
+        optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+        call(wrapped)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses_of(wrapped, mine).mean().backward()
+            optimizer.step()
+        weights.append(torch.cat([each.detach().flatten() for each in wrapped.parameters()]))
+        torch.testing.assert_close(weights[-1], weights[0], rtol=0, atol=0)
+    everywhere = [torch.empty_like(weights[0]) for _ in range(RANKS)]
+    dist.all_gather(everywhere, weights[0])
+    torch.testing.assert_close(everywhere[0], everywhere[1], rtol=0, atol=0)
+
+
+def check_join_is_refused() -> None:
+    """A process without data would leave the others waiting."""
+    wrapped = DistributedDataParallel(same_network(2)[1])
+    monitor = gs.Monitor(wrapped, every=1)
+    refused = pytest.raises(gs.TrackingError, match=r"model\.join\(\)")
+    with wrapped.join(), refused, monitor.step(B):
+        pass
 
 
 def compiled(model):

@@ -334,22 +334,50 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
     assert not _get_current_function_mode_stack()
 
 
-@pytest.mark.parametrize("by", ["close", "the next run", "another callback's run"])
-def test_an_exception_in_backward_is_cleared(tmp_path, by):
+@pytest.mark.parametrize("own", [False, True])
+def test_an_exception_in_backward_leaves_nothing_behind(tmp_path, own):
     model, callback = Classifier(), GradStatsCallback(every=1)
+    state = snapshot(model)
     handle = model.net[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="hooks on 'net.0.w"):
         trainer_for(model, [callback], tmp_path, Images(14))
     handle.remove()
     model.zero_grad()
-    if by == "close":
-        callback.close()
-        assert not _get_current_function_mode_stack()
-    elif by == "another callback's run":
-        callback = GradStatsCallback(every=1)
-    trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=1)
+    assert_unchanged(model, state)
     assert not _get_current_function_mode_stack()
+    callback = callback if own else GradStatsCallback(every=1)
+    trainer = trainer_for(model, [callback], tmp_path, Images(14), max_steps=1)
     assert list(logged(trainer, "gns/tr_sigma")) == [1]
+    assert "training_step" not in vars(trainer)
+
+
+def test_after_an_exception_of_another_callback_the_model_is_free(tmp_path):
+    class Broken(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            raise RuntimeError("no connection")
+
+    model = Classifier()
+    with pytest.raises(RuntimeError, match="no connection"):
+        trainer_for(model, [GradStatsCallback(every=1), Broken()], tmp_path, Images(14))
+    images, labels = (torch.stack([Images(14)[n][key] for n in range(3)]) for key in Images(14)[0])
+    for _ in range(2):
+        model.train()(images, labels)["loss"].backward()
+    assert not _get_current_function_mode_stack()
+
+
+class CallsTwice(transformers.Trainer):
+    """Calls its model with one row, and then with the batch."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        first = {name: value[:1] for name, value in inputs.items()}
+        return model(**first)["loss"] + model(**inputs)["loss"]
+
+
+def test_another_number_of_rows_in_one_step_is_refused(tmp_path):
+    model = language_model()
+    with pytest.raises(gs.TrackingError, match="with 1 rows and then, .* with 3, so that"):
+        trainer_for(model, [GradStatsCallback(every=1)], tmp_path, trainer=CallsTwice)
+    assert not _get_current_function_mode_stack()
 
 
 class Sometimes(transformers.Trainer):
