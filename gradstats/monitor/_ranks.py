@@ -24,8 +24,8 @@ def group_of(model: nn.Module):
             raise TrackingError(
                 "gradstats.Monitor measures the optimizer step of all processes together, expected "
                 "each to have as many steps: inside model.join(), where one may have run out of "
-                "data, the others would wait for it. Give all processes as many batches, or measure "
-                "on each alone, with gradstats.track."
+                "data, the others would wait for it. Give all processes as many batches, or "
+                "measure on each alone, with gradstats.track."
             )
         return parallel.process_group
     for parameter in model.parameters():

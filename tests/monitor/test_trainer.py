@@ -375,7 +375,7 @@ class CallsTwice(transformers.Trainer):
 
 def test_another_number_of_rows_in_one_step_is_refused(tmp_path):
     model = language_model()
-    with pytest.raises(gs.TrackingError, match="with 1 rows and then, .* with 3, so that"):
+    with pytest.raises(gs.TrackingError, match=r"with 1 rows and then, .* with 3, so that"):
         trainer_for(model, [GradStatsCallback(every=1)], tmp_path, trainer=CallsTwice)
     assert not _get_current_function_mode_stack()
 
