@@ -77,10 +77,12 @@ def run_shown(
     """
     modes = _get_current_function_mode_stack()
     place = max(number for number, each in enumerate(modes) if each is mode)
-    types = dict.fromkeys(type(operand) for operand in operands if type(operand) is not Tensor)
+    kinds = dict.fromkeys(map(type, operands))
+    plain = Tensor.__torch_function__, torch._C._disabled_torch_function_impl
+    types = [kind for kind in kinds if kind.__torch_function__ not in plain]
     _replace(len(modes) - place, [])
     try:
-        return mode.__torch_function__(function, (*types,), args, kwargs)
+        return mode.__torch_function__(function, tuple(types), args, kwargs)
     finally:
         _replace(0, modes[place:])
 
