@@ -729,3 +729,66 @@ def test_a_compiled_step_reads_no_number():
         finally:
             tracker.__exit__(None, None, None)
         assert reads.count == 1
+
+
+def test_many_contexts_leave_graphs_to_steps_outside():
+    """Modes of the model and selections of parameters are recorded anew as well."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 3))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    for size in (6, 5):
+        batch = x[:size], y[:size]
+        expected = oracle_sqnorms(model, batch, losses_of)
+        losses_of(compiled.train(), batch).mean().backward()
+        with gs.track(compiled, batch_size=size) as tracker:
+            tracker.backward(losses_of(compiled, batch))
+        assert_sqnorms(tracker.stats, expected, 1e-5)
+        for mode in (compiled.train, compiled.eval):
+            assert_sqnorms(gs.per_example_norms(mode(), batch, losses_of), expected, 1e-5)
+        for name in expected:
+            stats = gs.per_example_norms(compiled, batch, losses_of, parameters=name)
+            assert_sqnorms(stats, {name: expected[name]}, 1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        compiled(x)
+        compiled(x[:5])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+
+
+def test_a_late_backward_of_norms_alone_is_refused():
+    """Its graph forms no gradients of weights, which would silently be missing."""
+    _, batch = batch_of(Model)
+    kept = []
+
+    def losses(model, batch):
+        kept.append(model(batch[0]).square().mean())
+        return losses_of(model, batch)
+
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(8 * B, 3))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gs.per_example_norms(compiled, batch, losses)
+    with pytest.raises(gs.TrackingError, match="after its tracking context was closed"):
+        kept[-1].backward()
+
+
+@pytest.mark.parametrize("fallback", [None, "vmap"])
+def test_uses_in_two_graphs_are_computed_again(fallback):
+    torch._dynamo.reset()
+    layer = Compiled(nn.Linear(4, 4), nn.Tanh())
+    model, batch = nn.Sequential(layer, layer), (torch.randn(B, 4), torch.randint(4, (B,)))
+    stats = gs.per_example_norms(model, batch, losses_of, fallback=fallback)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses_of), 1e-5)
+
+
+def test_a_context_whose_backward_was_refused_can_try_again():
+    torch._dynamo.reset()
+    layer = Compiled(nn.Linear(4, 4), nn.Tanh())
+    model, batch = nn.Sequential(layer, layer), (torch.randn(B, 4), torch.randint(4, (B,)))
+    with gs.track(model, batch_size=B) as tracker:
+        with pytest.raises(gs.CoverageError, match="more than once"):
+            tracker.backward(losses_of(model, batch))
+        with torch.compiler.set_stance("force_eager"):
+            tracker.backward(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses_of), 1e-5)

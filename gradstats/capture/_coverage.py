@@ -112,6 +112,8 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     if of_graphs:
         shared += [root for root in tracker.roots if root.graph is not None and root.counted]
     if shared:
+        for root in tracker.roots:
+            root.graph = None  # nothing has run: eagerly the same context may try again
         raise shared_in_graphs(shared)
     if hidden:
         for root in tracker.roots:

@@ -45,17 +45,22 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# Forms of contexts, batch sizes among them, for which a model's graphs are recorded, each anew. Of
-# eight recordings of a function that the compiler makes by default the others are left to steps
-# outside of contexts; beyond, these would run eagerly too.
+# Forms of contexts (batch sizes, what is tracked, the model's mode) for which a model's graphs are
+# recorded, each anew. Of eight recordings of a function that the compiler makes by default, the
+# others are left to steps outside of contexts; beyond, these would run eagerly too.
 MOST_FORMS = 4
 
 FORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def admits(roots: Sequence[Root], form: str) -> bool:
-    """Whether graphs are recorded for contexts of a form, or have been; else all runs eagerly."""
-    forms = FORMS.setdefault(roots[0].parameter, set())
+def admits(parameter: Tensor, form: str) -> bool:
+    """Whether graphs are recorded for contexts of a form, or have been; else all runs eagerly.
+
+    Args:
+        parameter: the first of the model.
+        form: of the context.
+    """
+    forms = FORMS.setdefault(parameter, set())
     if len(forms) < MOST_FORMS:
         forms.add(form)
     elif form not in forms:

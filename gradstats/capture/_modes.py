@@ -79,7 +79,7 @@ def run_shown(
     place = max(number for number, each in enumerate(modes) if each is mode)
     kinds = dict.fromkeys(map(type, operands))
     plain = Tensor.__torch_function__, torch._C._disabled_torch_function_impl
-    types = [kind for kind in kinds if kind.__torch_function__ not in plain]
+    types = [kind for kind in kinds if kind.__torch_function__ not in plain]  # type: ignore[attr-defined]
     _replace(len(modes) - place, [])
     try:
         return mode.__torch_function__(function, tuple(types), args, kwargs)

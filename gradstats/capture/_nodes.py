@@ -17,7 +17,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Lookup
 from gradstats.contractions import Contraction, Fused, Projected
-from gradstats.errors import CoverageError
+from gradstats.errors import CoverageError, TrackingError
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -56,6 +56,15 @@ class Node:
     def describe(self) -> str:
         """Return what error messages call this tensor."""
         raise NotImplementedError
+
+
+def closed_before(node: Node) -> TrackingError:
+    """Return the error for a backward that reaches what an ended context computed."""
+    return TrackingError(
+        f"a backward reached {node.describe()} after its tracking context was closed. Run the "
+        "backward inside the context; for a second one, as clipping by the norms needs, run the "
+        "forward again outside of it."
+    )
 
 
 class Closed:

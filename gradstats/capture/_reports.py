@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import Root
+from gradstats.capture._nodes import Root, closed_before
 from gradstats.capture._uses import Settings
 from gradstats.contractions import (
     Contraction,
@@ -77,6 +77,12 @@ class GraphReport:
                 root.finish(Contraction(value, bound))
 
 
+def _check_open(root: Root, gradient: Tensor) -> None:
+    """Raise for a late backward through a graph of norms alone, which forms no weight gradients."""
+    if root.tracker.closed:
+        raise closed_before(root)
+
+
 def shared_in_graphs(roots: Sequence[Root]) -> SharedInGraphError:
     """Return the error for parameters whose uses do not report together."""
     for root in roots:
@@ -123,6 +129,8 @@ class Reports:
     def of_graph(self, roots: Sequence[Root]) -> GraphReport:
         """Return room for what one run of a compiled graph reports of some parameters."""
         report = GraphReport(roots, self._batch_size)
+        if not self._settings.weight_gradients:
+            report.probe.register_hook(partial(_check_open, roots[0]))
         self.of_graphs[id(report.probe)] = report
         return report
 

@@ -97,7 +97,8 @@ class Tracker(Threaded, Context):
         # with tells whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
-        self.form = self._form_of_graphs() if self._compiler else ""
+        selection = (len(named), parameters, exclude, model.training)
+        self.form = self._form_of_graphs(selection) if self._compiler else ""
         self.reports = Reports(self.roots, settings, batch_size)
         self._mode = ConstantTracking(self)
         self._tasks: set[int] = set()
@@ -109,11 +110,15 @@ class Tracker(Threaded, Context):
         self._unfrozen: list[Tensor] = []
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
-    def _form_of_graphs(self) -> str:
+    def _form_of_graphs(self, selection: tuple[Any, ...]) -> str:
         """Return what compiled graphs have to be recorded for; "" where none serve this context.
 
         They can neither call a consumer nor pass on which examples packed rows belong to, and a
         hook that sees what the model is called with would be compiled with it.
+
+        Args:
+            selection: which parameters are tracked, and the model's mode, for which the compiler
+                records anew by itself.
         """
         settings = self.settings
         if settings.consumer is not None or self.packed or self._model is not None:
@@ -121,8 +126,8 @@ class Tracker(Threaded, Context):
         if not graphs_run_on(self.roots[0].parameter):
             return ""
         asked = settings.weight_gradients, settings.fused, settings.workspace
-        form = repr((self.batch_size, self.batch_dim, self.given_are_data, *asked))
-        return form if admits(self.roots, form) else ""
+        form = repr((self.batch_size, self.batch_dim, self.given_are_data, *asked, *selection))
+        return form if admits(self._parameters[0], form) else ""
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""

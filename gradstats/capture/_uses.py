@@ -23,11 +23,11 @@ from gradstats.capture._consumers import Consumer
 from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
 from gradstats.capture._lineage import pull_back
-from gradstats.capture._nodes import Node, Root, unique_roots
+from gradstats.capture._nodes import Node, Root, closed_before, unique_roots
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.contractions._precision import without_autocast
-from gradstats.errors import TrackingError, UnsupportedOperationError
+from gradstats.errors import UnsupportedOperationError
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,7 @@ class Use:
     def is_due(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
         if self.tracker.closed:
-            raise TrackingError(
-                f"a backward reached {self.nodes[0].describe()} after its tracking context was "
-                "closed. Run the backward inside the context; for a second one, as clipping by the "
-                "norms needs, run the forward again outside of it."
-            )
+            raise closed_before(self.nodes[0])
         return self.tracker.is_backward_of_losses()
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:

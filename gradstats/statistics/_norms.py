@@ -125,21 +125,24 @@ def per_example_norms(
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
-    def lean(**options: Any) -> GradientNorms:
+    def once(**options: Any) -> GradientNorms:
         tracker, losses = run_examples(
             model, batch, loss_fn, together_for(alignment, gram), scratch, **options
         )
         return statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
-    if fallback is None:
+    def lean(**options: Any) -> GradientNorms:
         before = State(model) if compiled else None
         try:
-            return lean(**options)
+            return once(**options)
         except SharedInGraphError:
             if before is None:
                 raise
             before.restore()
-            return lean(**options)
+            return once(**options)
+
+    if fallback is None:
+        return lean(**options)
     for name, wanted in (("alignment", alignment), ("gram", gram)):
         if wanted:
             raise UnsupportedOperationError(
