@@ -773,6 +773,26 @@ def test_a_late_backward_of_norms_alone_is_refused():
         kept[-1].backward()
 
 
+class Broken(nn.Module):
+    """Two graphs that share a weight, compiled with whatever calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        return self.layer(hidden)
+
+
+def test_uses_in_two_graphs_of_a_loss_function_are_computed_again():
+    torch._dynamo.reset()
+    model, batch = Broken(), (torch.randn(B, 4), torch.randint(4, (B,)))
+    stats = gs.per_example_norms(model, batch, torch.compile(losses_of, backend="aot_eager"))
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, losses_of), 1e-5)
+
+
 @pytest.mark.parametrize("fallback", [None, "vmap"])
 def test_uses_in_two_graphs_are_computed_again(fallback):
     torch._dynamo.reset()

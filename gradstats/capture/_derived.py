@@ -37,6 +37,9 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
     def seen(value: Tensor, index: int | None) -> Tensor:
         """Return what user code sees for a result."""
+        if value.layout is not torch.strided or value.is_nested:
+            (owner, *_) = [node for node in map(node_of, operands) if node is not None]
+            refuse(func, owner, "makes a sparse or nested tensor, which has no rule")
         node = Derived(tracker, value, again, node_args, node_kwargs, index)
         if node.parents:
             return wrap(node)

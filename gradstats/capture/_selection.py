@@ -226,11 +226,14 @@ def _compiler_holds_backends() -> bool:
     return backends is None or any(backend is not None for backend in backends.values())
 
 
-def runs_graphs(model: nn.Module) -> bool:
-    """Whether a context may run compiled graphs of a model."""
+def runs_graphs(model: nn.Module, loss_fn: object) -> bool:
+    """Whether a context may run compiled graphs of a model, or of its loss function."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(map(is_compiled, model.modules())) and any(map(graphs_run_on, model.parameters()))
+    compiled = hasattr(loss_fn, "_torchdynamo_orig_callable")
+    if not (compiled or any(map(is_compiled, model.modules()))):
+        return False
+    return any(map(graphs_run_on, model.parameters()))
 
 
 def graphs_run_on(parameter: nn.Parameter) -> bool:

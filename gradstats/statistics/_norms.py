@@ -121,7 +121,7 @@ def per_example_norms(
         "exclude": exclude,
     }
     scratch = check_workspace(workspace)
-    compiled = runs_graphs(model)
+    compiled = runs_graphs(model, loss_fn)
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 

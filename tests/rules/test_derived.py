@@ -910,3 +910,16 @@ def test_products_of_sparse_constants_and_parameters(layout):
     assert_sqnorms(tracker.stats, expected, 1e-9)
     losses(dense, ids).mean().backward()
     torch.testing.assert_close(sparse.table.weight.grad, dense.table.weight.grad)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_sparse_matrices_of_parameters_are_refused(derived):
+    model = nn.Linear(3, 3)
+
+    def losses(model, x):
+        weight = model.weight * 2 if derived else model.weight
+        return torch.sparse.mm(weight.to_sparse(), x.T).T.square().sum(1)
+
+    with pytest.raises(gs.UnsupportedOperationError, match="to_sparse makes a sparse"):
+        gs.per_example_norms(model, torch.randn(4, 3), losses)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
