@@ -17,7 +17,7 @@ from gradstats._complex import as_real
 from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
-from gradstats.capture._nodes import Node, Root, same_storage
+from gradstats.capture._nodes import Node, Root, same_storage, unique_roots
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -64,15 +64,20 @@ class Derived(Node):
         self.products: tuple[weakref.ref, Any] | None = None
         self._checked = False
         self._versions = self._versions_now() if is_compiling() else []
-        parents = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
+        operands = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
+        # A derivative is computed from what its operands were computed from.
+        differentiates = function is torch.autograd.grad
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
-        self.parents = tuple(_reached(value, parents))
+        self.parents = tuple(
+            _reached(value, unique_roots(operands) if differentiates else operands)
+        )
         self.paths = {}
         for node in self.parents:
             for root, count in node.paths.items():
                 self.paths[root] = self.paths.get(root, 0) + count
         self.roots = tuple(self.paths)
-        between = [node.widest for node in self.parents if isinstance(node, Derived)]
+        passed = operands if differentiates else self.parents
+        between = [node.widest for node in passed if isinstance(node, Derived)]
         self.widest: int = max([value.numel(), *between])
         self._value = value
         device = value.device.type
@@ -255,7 +260,7 @@ class OneOfSeveral(torch.autograd.Function):
         return grad, *map(torch.zeros_like, ctx.others)
 
 
-def _reached(value: Tensor, parents: list[Node]) -> list[Node]:
+def _reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
     """Return those operands of an operation on which one of its results depends."""
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._engine import run_backward
-from gradstats.capture._nodes import Node, Root, unique_roots
+from gradstats.capture._nodes import Root, unique_roots
 from gradstats.capture._results import follow_results
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._transforms import transform_level
@@ -72,11 +72,17 @@ def gradients(
     outputs, inputs = (_checked(items) for items in (outputs, inputs))
     vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
     if _is_of_no_example(mode.tracker, outputs, inputs, vectors, create_graph):
-        function = Differentiation(
-            outputs, inputs, vectors, allow_unused=allow_unused,
-            is_grads_batched=is_grads_batched, materialize_grads=materialize_grads,
-        )  # fmt: skip
-        return function.derived(mode.tracker)
+        options = {
+            "create_graph": True, "allow_unused": allow_unused,
+            "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
+        }  # fmt: skip
+        found = derive(
+            mode.tracker, torch.autograd.grad, (outputs, inputs, vectors or None), options
+        )
+        for item in found:
+            if item is not None and node_of(item) is None:
+                mode.tracker.mark_constant(item)
+        return found
     tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(mode.tracker, inputs, create_graph)
     if tracked:
@@ -151,56 +157,6 @@ def _is_of_no_example(
         "in the batch, or make it of the batch as torch.zeros_like does.",
         names,
     )
-
-
-class Differentiation:
-    """``torch.autograd.grad(..., create_graph=True)`` of derived tensors, as an operation."""
-
-    __name__, __module__ = "grad", "torch.autograd"
-
-    def __init__(self, outputs: tuple, inputs: tuple, vectors: tuple, **options: Any):
-        """Take the arguments of ``torch.autograd.grad``; ``options`` are only passed on."""
-        self._outputs, self._inputs, self._vectors = (
-            [node_of(item) or item if isinstance(item, Tensor) else item for item in items]
-            for items in (outputs, inputs, vectors)
-        )
-        self._options = options
-        nodes = [item for item in (*self._outputs, *self._inputs) if isinstance(item, Node)]
-        self._roots = unique_roots(nodes)
-        self._widest = max([node.widest for node in nodes if isinstance(node, Derived)], default=0)
-
-    def derived(self, tracker) -> tuple[Tensor | None, ...]:
-        """Return the gradients, derived from the parameters that they depend on."""
-        found = derive(tracker, self, tuple(root.parameter for root in self._roots), {})
-        for item in found:
-            node = node_of(item) if item is not None else None
-            if isinstance(node, Derived):
-                node.widest = max(node.widest, self._widest)
-            elif item is not None:
-                tracker.mark_constant(item)
-        return found
-
-    def __call__(self, *values: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiate what is computed from these values of the parameters."""
-        pairs = list(zip(self._roots, values, strict=True))
-        known: dict[Any, Tensor] = dict(pairs)
-        # In the forward itself, what is differentiated is the user's own graph.
-        first = all(value is root.value for root, value in pairs)
-
-        def again(item):
-            if not isinstance(item, Node) or first:
-                return item.value if isinstance(item, Node) else item
-            if item not in known:
-                known[item] = item.replay(known)  # type: ignore[attr-defined]
-            return known[item]
-
-        with torch.enable_grad():
-            # what the outputs are computed from first: they go through these very tensors
-            inputs, vectors = ([*map(again, items)] for items in (self._inputs, self._vectors))
-            outputs = [*map(again, self._outputs)]
-            return torch.autograd.grad(
-                outputs, inputs, vectors or None, create_graph=True, **self._options
-            )
 
 
 def _are_stacks(vectors: tuple) -> bool:

@@ -113,10 +113,11 @@ class Graph:
     def _compile(
         self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
     ) -> None:
-        report = self._report_of(tracker, operands)
-        names = [] if report is None else [root.name for root in report.roots]
+        roots = self._roots_among(operands)
+        names = [root.name for root in roots]
         self._followed = Followed(self._recorded, self._kinds, names, tracker)
-        probes = [] if report is None else [report.probe]
+        nothing = [False] * len(roots)
+        probes = [GraphReport(roots, nothing, tracker.batch_size).probe] if roots else []
         whole = _calling(self._followed, self._recorded, probes)
         try:
             self._compiled = backend(whole, [*operands, *probes])
@@ -126,10 +127,9 @@ class Graph:
     def __call__(self, *operands: Any) -> Any:
         mode = innermost_mode()
         if mode is not None and self.reason is None and self._serves(mode.tracker, operands):
-            report, probes = self._report_of(mode.tracker, operands), []
-            if report is not None:
-                reporting = zip(report.roots, self._followed.reporting, strict=True)
-                report.reporting = [root for root, reports in reporting if reports]
+            roots, probes = self._roots_among(operands), []
+            if roots:
+                report = mode.tracker.reports.of_graph(roots, self._followed.reporting)
                 probes = [report.probe]
             try:
                 results = self._compiled(*operands, *probes)
@@ -149,11 +149,9 @@ class Graph:
                 " makes all code do so inside a context."
             ) from None
 
-    def _report_of(self, tracker: Tracker, operands: Sequence[Any]) -> GraphReport | None:
-        """Return room for what one run reports; None if no parameter is among the operands."""
+    def _roots_among(self, operands: Sequence[Any]) -> list[Root]:
         pairs = zip(operands, self._kinds, strict=True)
-        roots = [item._gradstats for item, kind in pairs if kind is PARAMETER]
-        return tracker.reports.of_graph(roots) if roots else None
+        return [item._gradstats for item, kind in pairs if kind is PARAMETER]
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
         """Whether all that was assumed when the graph was traced holds of these operands."""

@@ -48,12 +48,20 @@ class GraphReport:
         probe: (parameters, 2, B) float64, a leaf of no particular values whose gradient is the
             report: the squared norms and their error bounds.
         roots: the parameters that the graph takes.
-        reporting: those of them that its results depend on.
+        reporting: those of them that its results depend on, with their rows of the report.
     """
 
-    def __init__(self, roots: Sequence[Root], batch_size: int):
+    def __init__(self, roots: Sequence[Root], reporting: Sequence[bool], batch_size: int):
+        """Make room for the report.
+
+        Args:
+            roots: the parameters that the graph takes.
+            reporting: which of them its results depend on.
+            batch_size: number of examples B.
+        """
         self.roots = roots
-        self.reporting = roots
+        rows = enumerate(zip(roots, reporting, strict=True))
+        self.reporting = {root: row for row, (root, reports) in rows if reports}
         shape, device = (len(roots), 2, batch_size), roots[0].parameter.device
         self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
 
@@ -71,10 +79,8 @@ class GraphReport:
         # A CUDA graph writes its results where those of its next run will be.
         found, self.probe.grad = self.probe.grad.clone(), None
         values, bounds = (each.unbind() for each in found.unbind(1))
-        reporting = set(self.reporting)
-        for root, value, bound in zip(self.roots, values, bounds, strict=True):
-            if root in reporting:
-                root.finish(Contraction(value, bound))
+        for root, row in self.reporting.items():
+            root.finish(Contraction(values[row], bounds[row]))
 
 
 def _check_open(root: Root, gradient: Tensor) -> None:
@@ -126,9 +132,9 @@ class Reports:
         """Whether a backward has reached any tracked parameter."""
         return any(root.result is not None for root in self.roots)
 
-    def of_graph(self, roots: Sequence[Root]) -> GraphReport:
-        """Return room for what one run of a compiled graph reports of some parameters."""
-        report = GraphReport(roots, self._batch_size)
+    def of_graph(self, roots: Sequence[Root], reporting: Sequence[bool]) -> GraphReport:
+        """Return room for what one run of a compiled graph reports; see ``GraphReport``."""
+        report = GraphReport(roots, reporting, self._batch_size)
         if not self._settings.weight_gradients:
             report.probe.register_hook(partial(_check_open, roots[0]))
         self.of_graphs[id(report.probe)] = report

@@ -96,9 +96,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
         self._called: nn.Module | None = None
-        self._trainer: Trainer | None = None
-        self._own_step: Any = None
-        self._training_step: Any = None
+        self._leave_trainer: Callable[[], None] = _nothing
         self._in_step = False
         self._rows: int | None = None
         self._first = self._measures = self._unfinished = False
@@ -210,17 +208,18 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             finally:
                 self._in_step = False
 
-        self._trainer, self._own_step = trainer, vars(trainer).get("training_step")
-        self._training_step = trainer.training_step = training_step
+        own = vars(trainer).get("training_step")
+        trainer.training_step = training_step
 
-    def _leave_trainer(self) -> None:
-        """Give the Trainer its own step back, unless another callback has put one there since."""
-        trainer, own = self._trainer, self._own_step
-        if trainer is not None and vars(trainer).get("training_step") is self._training_step:
-            del trainer.training_step
-            if own is not None:
-                trainer.training_step = own
-        self._trainer = self._own_step = self._training_step = None
+        def leave() -> None:
+            """Give the Trainer its own step back, unless another callback has put one there."""
+            if vars(trainer).get("training_step") is training_step:
+                del trainer.training_step
+                if own is not None:
+                    trainer.training_step = own
+            self._leave_trainer = _nothing
+
+        self._leave_trainer = leave
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
@@ -259,26 +258,26 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     def _open(self, args, kwargs) -> None:
         """Start measuring a micro-batch, given what the model is called with."""
         assert self.monitor is not None
-        inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
-        if not isinstance(inputs, Tensor):
-            inputs = [*args, *kwargs.values()]
-        size, bounds = infer_batch_size(inputs, 0), None
+        inputs = self._main_input(kwargs)
+        given = [*args, *kwargs.values()] if inputs is None else inputs
+        size, bounds = infer_batch_size(given, 0), None
         if size == 1 and (bounds := _bounds_in(kwargs)) is not None:
             size = len(bounds) - 1
         ids = None if self._ids is None else self._ids_in(kwargs)
-        self._rows = self._rows_in(kwargs)
+        self._rows = None if inputs is None else len(inputs)
         self._step = self._micro_batch(size, ids, cu_seqlens=bounds)
         self._step.open()
 
-    def _rows_in(self, kwargs) -> int | None:
-        """Return the number of rows of what the model is called with, if it names its input."""
+    def _main_input(self, kwargs) -> Tensor | None:
+        """Return what the model calls its main input, if it is called with that by name."""
         assert self.monitor is not None
         inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
-        return len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else None
+        return inputs if isinstance(inputs, Tensor) else None
 
     def _check_rows(self, kwargs) -> None:
         """Raise where the model is called for another number of rows in one micro-batch."""
-        rows = self._rows_in(kwargs)
+        inputs = self._main_input(kwargs)
+        rows = None if inputs is None or not inputs.dim() else len(inputs)
         if None not in (rows, self._rows) and rows != self._rows:
             raise TrackingError(
                 f"the model was called with {self._rows} rows and then, in the same training step, "

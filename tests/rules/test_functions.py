@@ -690,16 +690,7 @@ def test_a_direction_needs_no_second_derivative():
 def test_functions_under_modes_of_others():
     """The topmost mode runs what it is shown, and no other would be shown a Function."""
 
-    class Rounded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight):
-            return weight.sign()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    class Binary(nn.Linear):
+    class Coarse(nn.Linear):
         def forward(self, x):
             return functional.linear(x, Rounded.apply(self.weight), self.bias)
 
@@ -707,7 +698,7 @@ def test_functions_under_modes_of_others():
         with torch.device("cpu"):
             return model(batch).square().sum(1)
 
-    model, batch = Binary(4, 3).double(), torch.randn(6, 4, dtype=torch.float64)
+    model, batch = Coarse(4, 3).double(), torch.randn(6, 4, dtype=torch.float64)
     check_model(model, batch, losses)
     table = gs.self_influence(
         model, [batch], losses, gs.Checkpoints([model.state_dict()], lr=[1.0]), progress=False
