@@ -267,6 +267,7 @@ def test_graphs_that_the_compiler_records_keep_no_result_of_a_step(name):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_gradients_accumulate_over_graphs_that_the_compiler_records():
     torch._dynamo.reset()
     model, batch, losses = MODELS["perceptron"]()

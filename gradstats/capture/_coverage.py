@@ -93,18 +93,18 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
             if tracked:
                 continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
+            if inside is None:
+                inside = _roots_in_graph(edges, of_graphs) if of_graphs else set()
+            root = node_of(leaf)
+            if inside and root in inside:
+                continue
             if id(leaf) in of_graphs:
                 reports.append(of_graphs[id(leaf)])
                 continue
             tracker.check_leaf(leaf)
-            root = node_of(leaf)
-            if not isinstance(root, Root) or root not in roots:
-                others.append(leaf)  # not tracked, or not by this context
-                continue
-            if inside is None:
-                inside = _roots_in_graph(edges, of_graphs)
-            if root not in inside:
+            if isinstance(root, Root) and root in roots:
                 raise _unseen(node, root)
+            others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
     shared = [root for report in reports for root in report.expect()]
     for use in uses:

@@ -49,7 +49,7 @@ class Anchor(torch.autograd.Function):
     """A parameter as its uses in a graph see it; its backward, after all of theirs, reports."""
 
     @staticmethod
-    def forward(ctx, parameter, row, root):
+    def forward(ctx, parameter, value, bound, root):
         ctx.set_materialize_grads(False)
         ctx.root = root
         return parameter.view_as(parameter)
@@ -62,8 +62,8 @@ class Anchor(torch.autograd.Function):
         if root.expected > 0:
             raise NotTracedError(f"its backward does not reach all uses of {root.describe()}")
         found = root.result
-        report = None if found is None else torch.stack((found.value, found.bound))
-        return grad if root.tracker.settings.weight_gradients else None, report, None
+        report = (None, None) if found is None else (found.value, found.bound)
+        return grad if root.tracker.settings.weight_gradients else None, *report, None
 
 
 class Operand(Root):
@@ -88,10 +88,12 @@ class GraphContext(Context):
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
         self.given_are_data = tracker.given_are_data
         self.roots = []
-        rows = probe.unbind() if names else ()
-        for name, leaf, row in zip(names, leaves, rows, strict=True):
+        # One stack in the backward, of the values and bounds of all parameters.
+        rows = probe.flatten(0, 1).unbind() if names else ()
+        places = zip(names, leaves, rows[::2], rows[1::2], strict=True)
+        for name, leaf, value, bound in places:
             root = Operand(self, name, leaf)
-            root.parameter = Anchor.apply(leaf, row, root)
+            root.parameter = Anchor.apply(leaf, value, bound, root)
             leaf._gradstats = root.parameter._gradstats = root  # type: ignore[attr-defined]
             node = root.parameter.grad_fn
             if node is not None:
@@ -143,20 +145,25 @@ class Followed:
     """
 
     def __init__(
-        self, recorded: fx.GraphModule, kinds: list[Any], names: list[str], tracker: Tracker
+        self,
+        recorded: fx.GraphModule,
+        kinds: list[Any],
+        places: list[int],
+        names: list[str],
+        tracker: Tracker,
     ):
         """Describe the graph.
 
         Args:
             recorded: the graph.
             kinds: of its operands, as ``kinds_of`` returns them.
-            names: of the parameters among these.
+            places, names: of the parameters among these, in the order in which they report.
             tracker: the user's context.
         """
         if [*recorded.parameters(), *recorded.buffers()]:
             raise NotTracedError("it holds tensors of its own")
         self._run = by_operation(recorded)
-        self._kinds, self._names = kinds, names
+        self._kinds, self._places, self._names = kinds, places, names
         self._tracker: Tracker | None = tracker
         self._notes: list[Note | None] = []
         self._taken: Any = None
@@ -175,9 +182,8 @@ class Followed:
         if tracker is None or not all(isinstance(item, FunctionalTensor) for item in tensors):
             raise NotTracedError("its backend does not trace it with AOTAutograd")
         pairs = list(zip(operands, self._kinds, strict=True))
-        context = GraphContext(
-            tracker, self._names, [item for item, kind in pairs if kind is PARAMETER], probe
-        )
+        leaves = [operands[place] for place in self._places]
+        context = GraphContext(tracker, self._names, leaves, probe)
         for item, kind in pairs:
             if kind is CONSTANT:
                 context.mark_constant(item)

@@ -16,6 +16,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +114,13 @@ class Graph:
     def _compile(
         self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
     ) -> None:
+        # In the model's order, so that what is reported need not be put in order.
+        position = {root: number for number, root in enumerate(tracker.roots)}
+        found = [place for place, kind in enumerate(self._kinds) if kind is PARAMETER]
+        self._places = sorted(found, key=lambda place: position[operands[place]._gradstats])
         roots = self._roots_among(operands)
         names = [root.name for root in roots]
-        self._followed = Followed(self._recorded, self._kinds, names, tracker)
+        self._followed = Followed(self._recorded, self._kinds, self._places, names, tracker)
         nothing = [False] * len(roots)
         probes = [GraphReport(roots, nothing, tracker.batch_size).probe] if roots else []
         whole = _calling(self._followed, self._recorded, probes)
@@ -132,7 +137,9 @@ class Graph:
                 report = mode.tracker.reports.of_graph(roots, self._followed.reporting)
                 probes = [report.probe]
             try:
-                results = self._compiled(*operands, *probes)
+                # The compiler sets and reads what modes are shown, before its graph and after it.
+                with torch._C.DisableTorchFunction() if roots else nullcontext():
+                    results = self._compiled(*operands, *probes)
             except NotTracedError as error:
                 self.reason = str(error)  # the backend runs what it was given as it is
             else:
@@ -150,8 +157,7 @@ class Graph:
             ) from None
 
     def _roots_among(self, operands: Sequence[Any]) -> list[Root]:
-        pairs = zip(operands, self._kinds, strict=True)
-        return [item._gradstats for item, kind in pairs if kind is PARAMETER]
+        return [operands[place]._gradstats for place in self._places]
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
         """Whether all that was assumed when the graph was traced holds of these operands."""

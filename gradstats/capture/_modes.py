@@ -96,7 +96,11 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     before = _get_current_function_mode_stack()
     take_off(is_of_context)
     try:
-        with torch._C.DisableTorchFunctionSubclass(), _unpacking_seen(before):
+        with (
+            torch._C._EnableTorchFunction(),
+            torch._C.DisableTorchFunctionSubclass(),
+            _unpacking_seen(before),
+        ):
             result = function(*args)
     finally:
         _replace(torch._C._len_torch_function_stack(), before)

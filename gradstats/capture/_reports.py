@@ -18,6 +18,7 @@ from gradstats.contractions import (
     Contraction,
     Fused,
     Projected,
+    Reported,
     fold,
     on_chip,
     project,
@@ -62,8 +63,10 @@ class GraphReport:
         self.roots = roots
         rows = enumerate(zip(roots, reporting, strict=True))
         self.reporting = {root: row for row, (root, reports) in rows if reports}
-        shape, device = (len(roots), 2, batch_size), roots[0].parameter.device
-        self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
+        shape = len(roots), 2, batch_size
+        with torch._C.DisableTorchFunction():
+            device = roots[0].parameter.device
+            self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
 
     def expect(self) -> list[Root]:
         """Note that the graph of the losses contains this run; return what others report too."""
@@ -78,9 +81,8 @@ class GraphReport:
             return
         # A CUDA graph writes its results where those of its next run will be.
         found, self.probe.grad = self.probe.grad.clone(), None
-        values, bounds = (each.unbind() for each in found.unbind(1))
         for root, row in self.reporting.items():
-            root.finish(Contraction(values[row], bounds[row]))
+            root.finish(Reported(found, row))
 
 
 def _check_open(root: Root, gradient: Tensor) -> None:
@@ -136,7 +138,8 @@ class Reports:
         """Return room for what one run of a compiled graph reports; see ``GraphReport``."""
         report = GraphReport(roots, reporting, self._batch_size)
         if not self._settings.weight_gradients:
-            report.probe.register_hook(partial(_check_open, roots[0]))
+            with torch._C.DisableTorchFunction():
+                report.probe.register_hook(partial(_check_open, roots[0]))
         self.of_graphs[id(report.probe)] = report
         return report
 

@@ -77,6 +77,7 @@ from gradstats.contractions._outer import one_position as one_position
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
+from gradstats.contractions._result import Reported as Reported
 from gradstats.contractions._result import recompute_suspects, sum_of_parts
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
