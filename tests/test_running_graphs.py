@@ -812,3 +812,36 @@ def test_a_context_whose_backward_was_refused_can_try_again():
         with torch.compiler.set_stance("force_eager"):
             tracker.backward(losses_of(model, batch))
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses_of), 1e-5)
+
+
+class OutOfOrder(nn.Module):
+    """Layers that are used in another order than the model has them, one of them not at all."""
+
+    def __init__(self, breaks: bool):
+        super().__init__()
+        self.last, self.unused = nn.Linear(8, 3), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8) + 0.5)
+        self.norm, self.first = nn.LayerNorm(8), nn.Embedding(11, 8)
+        self.breaks = breaks
+
+    def forward(self, ids):
+        hidden = self.norm(self.first(ids))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last((self.scale * hidden).tanh()).mean(1)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_reports_in_another_order_than_the_parameters(breaks):
+    torch._dynamo.reset()
+    model = OutOfOrder(breaks)
+    compiled = torch.compile(model, backend="aot_eager")
+    batch = torch.randint(11, (B, 5)), torch.randint(3, (B,))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses_of(compiled, batch))
+    for stats in (tracker.stats, gs.per_example_norms(compiled, batch, losses_of)):
+        assert_sqnorms(stats, expected, 1e-5)
+        assert list(stats.by_parameter) == [name for name, _ in model.named_parameters()]
+        eager = gs.per_example_norms(model, batch, losses_of)
+        torch.testing.assert_close(stats.error_bound, eager.error_bound, rtol=1e-3, atol=0)

@@ -45,6 +45,33 @@ class NotTracedError(Exception):
     """A graph cannot be followed while it is traced."""
 
 
+@torch.library.custom_op("gradstats::stack_rows", mutates_args=())
+def stack_rows(rows: list[Tensor]) -> Tensor:
+    """Stack vectors by one kernel: compilers copy each by one of its own."""
+    return torch.stack(rows)
+
+
+@stack_rows.register_fake
+def _(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows)
+
+
+class Rows(torch.autograd.Function):
+    """The rows of a probe (parameters, 2, B), whose gradient is what they are given."""
+
+    @staticmethod
+    def forward(ctx, probe):
+        ctx.set_materialize_grads(False)
+        ctx.shape = probe.shape
+        return probe.flatten(0, 1).unbind()
+
+    @staticmethod
+    def backward(ctx, *rows):
+        given = next(row for row in rows if row is not None)
+        zero = torch.zeros_like(given) if any(row is None for row in rows) else None
+        return stack_rows([zero if row is None else row for row in rows]).view(ctx.shape)
+
+
 class Anchor(torch.autograd.Function):
     """A parameter as its uses in a graph see it; its backward, after all of theirs, reports."""
 
@@ -61,8 +88,10 @@ class Anchor(torch.autograd.Function):
             root.contract()
         if root.expected > 0:
             raise NotTracedError(f"its backward does not reach all uses of {root.describe()}")
-        found = root.result
-        report = (None, None) if found is None else (found.value, found.bound)
+        found, report = root.result, (None, None)
+        if found is not None:
+            # A bound that is relative to the value is computed when it is asked for.
+            report = found.value, found.bound if found.relative is None else found.value
         return grad if root.tracker.settings.weight_gradients else None, *report, None
 
 
@@ -88,8 +117,7 @@ class GraphContext(Context):
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
         self.given_are_data = tracker.given_are_data
         self.roots = []
-        # One stack in the backward, of the values and bounds of all parameters.
-        rows = probe.flatten(0, 1).unbind() if names else ()
+        rows = Rows.apply(probe) if names else ()
         places = zip(names, leaves, rows[::2], rows[1::2], strict=True)
         for name, leaf, value, bound in places:
             root = Operand(self, name, leaf)
@@ -141,7 +169,8 @@ class Followed:
     """A graph whose operations run inside a context of their own.
 
     Attributes:
-        reporting: which of the parameters its backward reports.
+        reporting: for each parameter that its backward reports, what its second row is multiplied
+            by to give the error bound; None for the others.
     """
 
     def __init__(
@@ -168,7 +197,7 @@ class Followed:
         self._notes: list[Note | None] = []
         self._taken: Any = None
         self._traced: list[GraphContext] = []
-        self.reporting: list[bool] = []
+        self.reporting: list[float | None] = []
 
     def trace(self, *inputs: Any) -> Any:
         """Run the operations, and note what is found about the results.
@@ -209,10 +238,11 @@ class Followed:
     def finish(self) -> None:
         """Let go of all contexts: all has been traced."""
         traced = [context.roots for context in self._traced]
-        self.reporting = [
-            any(roots[place].result is not None for roots in traced)
-            for place in range(len(self._names))
-        ]
+        for place in range(len(self._names)):
+            results = [roots[place].result for roots in traced]
+            found = next((result for result in results if result is not None), None)
+            factor = None if found is None else found.relative or 1.0
+            self.reporting.append(factor)
         self._tracker = None
         self._traced.clear()
 

@@ -121,7 +121,7 @@ class Graph:
         roots = self._roots_among(operands)
         names = [root.name for root in roots]
         self._followed = Followed(self._recorded, self._kinds, self._places, names, tracker)
-        nothing = [False] * len(roots)
+        nothing = [None] * len(roots)
         probes = [GraphReport(roots, nothing, tracker.batch_size).probe] if roots else []
         whole = _calling(self._followed, self._recorded, probes)
         try:

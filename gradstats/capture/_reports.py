@@ -47,22 +47,24 @@ class GraphReport:
 
     Attributes:
         probe: (parameters, 2, B) float64, a leaf of no particular values whose gradient is the
-            report: the squared norms and their error bounds.
+            report: the squared norms, and what gives their error bounds.
         roots: the parameters that the graph takes.
-        reporting: those of them that its results depend on, with their rows of the report.
+        reporting: those of them that its results depend on, with their rows of the report and what
+            the second is multiplied by to give the error bound.
     """
 
-    def __init__(self, roots: Sequence[Root], reporting: Sequence[bool], batch_size: int):
+    def __init__(self, roots: Sequence[Root], reporting: Sequence[float | None], batch_size: int):
         """Make room for the report.
 
         Args:
             roots: the parameters that the graph takes.
-            reporting: which of them its results depend on.
+            reporting: for each of them that its results depend on, what its second row is
+                multiplied by to give the error bound; None for the others.
             batch_size: number of examples B.
         """
         self.roots = roots
         rows = enumerate(zip(roots, reporting, strict=True))
-        self.reporting = {root: row for row, (root, reports) in rows if reports}
+        self.reporting = {root: (row, factor) for row, (root, factor) in rows if factor is not None}
         shape = len(roots), 2, batch_size
         with torch._C.DisableTorchFunction():
             device = roots[0].parameter.device
@@ -81,8 +83,8 @@ class GraphReport:
             return
         # A CUDA graph writes its results where those of its next run will be.
         found, self.probe.grad = self.probe.grad.clone(), None
-        for root, row in self.reporting.items():
-            root.finish(Reported(found, row))
+        for root, (row, factor) in self.reporting.items():
+            root.finish(Reported(found, row, factor))
 
 
 def _check_open(root: Root, gradient: Tensor) -> None:
@@ -134,7 +136,7 @@ class Reports:
         """Whether a backward has reached any tracked parameter."""
         return any(root.result is not None for root in self.roots)
 
-    def of_graph(self, roots: Sequence[Root], reporting: Sequence[bool]) -> GraphReport:
+    def of_graph(self, roots: Sequence[Root], reporting: Sequence[float | None]) -> GraphReport:
         """Return room for what one run of a compiled graph reports; see ``GraphReport``."""
         report = GraphReport(roots, reporting, self._batch_size)
         if not self._settings.weight_gradients:

@@ -46,6 +46,11 @@ class Contraction:
     value: Tensor
     bound: Tensor
 
+    @property
+    def relative(self) -> float | None:
+        """What the bound is of the value, where it is the same part of each; None elsewhere."""
+        return None
+
     def split(self, count: int) -> list[Contraction]:
         """Return the results of ``count`` batches that were contracted as one."""
         both = (each.view(count, -1).unbind() for each in (self.value, self.bound))
@@ -89,21 +94,27 @@ class WellConditioned(Contraction):
         return self._value
 
     @property
+    def relative(self) -> float:
+        return relative_bound(self.dtype)
+
+    @property
     def bound(self) -> Tensor:  # type: ignore[override]
-        return relative_bound(self.dtype) * self.value
+        return self.relative * self.value
 
 
 class Reported(Contraction):
     """A row of what was found for several parameters at once.
 
     Attributes:
-        report: (parameters, 2, B) float64, the values and bounds of all of them.
+        report: (parameters, 2, B) float64, the values of all of them and what gives their bounds.
         row: which of them this is.
+        factor: what its second row is multiplied by to give the bound.
     """
 
-    def __init__(self, report: Tensor, row: int):
+    def __init__(self, report: Tensor, row: int, factor: float):
         self.report = report
         self.row = row
+        self.factor = factor
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
@@ -111,7 +122,7 @@ class Reported(Contraction):
 
     @property
     def bound(self) -> Tensor:  # type: ignore[override]
-        return self.report[self.row, 1]
+        return self.factor * self.report[self.row, 1]
 
 
 def stack(results: Sequence[Contraction | None], batch: int, device: torch.device) -> Tensor:
