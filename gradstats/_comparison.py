@@ -12,9 +12,22 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same numbers, NaN being equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    if first.layout != second.layout:
+        return False
+    if first.layout != torch.strided:
+        pairs = zip(_parts(first), _parts(second), strict=True)
+        return all(same_bits(*pair) for pair in pairs)
     if torch.equal(first, second):
         return True
     if not (first.is_floating_point() or first.is_complex()):
         return False
     first, second = as_real(first), as_real(second)
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return what a tensor of another layout than strided consists of, in one order."""
+    if tensor.is_mkldnn:
+        return (tensor.to_dense(),)
+    sparse = (tensor if tensor.is_sparse else tensor.to_sparse()).coalesce()
+    return sparse.indices(), sparse.values()

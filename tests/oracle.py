@@ -260,13 +260,20 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             )
             for name, p in model.named_parameters()
         },
-        "buffers": {name: ((id(b), b.data_ptr()), b.clone()) for name, b in model.named_buffers()},
+        "buffers": {
+            name: ((id(b), _address(b)), b.to_dense().clone()) for name, b in model.named_buffers()
+        },
         "training": {name: m.training for name, m in model.named_modules()},
         "hooks": {
             name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
             for name, m in model.named_modules()
         },
     }
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's numbers are; sparse ones have no place of their own."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def assert_unchanged(model: nn.Module, state: dict[str, Any]) -> None:

@@ -31,8 +31,14 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
         for item in batch:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
+        for item in fields_of(batch):
+            yield from tensors_in(item)
+
+
+def fields_of(batch: Any) -> list[Any]:
+    """Return what the fields of a dataclass hold, of those that were given a value."""
+    names = [field.name for field in dataclasses.fields(batch)]
+    return [getattr(batch, name) for name in names if hasattr(batch, name)]
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

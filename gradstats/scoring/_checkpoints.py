@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ class Checkpoints:
             files, the index that lists them (``*.index.json``). Weights may stand at the top or
             under "model", "model_state_dict" or "state_dict"; the optimizer's state under
             "optimizer", "optimizer_state_dict" or "optimizer_states", or in a file of its own,
-            ``optimizer.pt``, in a folder with the weights of no other checkpoint.
+            ``optimizer.pt``, in a folder with the weights of no other checkpoint: none in the list,
+            and none whose file's name differs in numbers alone.
         lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state at the time
@@ -155,9 +157,16 @@ class Checkpoints:
         """Return what a file beside the weights says, where no other checkpoint lies there too."""
         folders = [held.parent if isinstance(held, Path) else None for _, held in self._sources]
         file = self._sources[index][1]
-        if not isinstance(file, Path) or folders.count(file.parent) > 1:
+        if not isinstance(file, Path) or folders.count(file.parent) > 1 or _is_of_several(file):
             return ()
         return read_optimizer_beside(file)
+
+
+def _is_of_several(file: Path) -> bool:
+    """Whether files lie beside a checkpoint whose names differ from its own in numbers alone."""
+    form = re.sub(r"\d+", "#", file.name)
+    siblings = (each.name for each in file.parent.iterdir())
+    return any(name != file.name and re.sub(r"\d+", "#", name) == form for name in siblings)
 
 
 class WeightsOnly:

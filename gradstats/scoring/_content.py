@@ -69,7 +69,7 @@ class ContentHash:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             self._say("dataclass", type(value).__name__)
             for field in dataclasses.fields(value):
-                self.add(getattr(value, field.name))
+                self.add(getattr(value, field.name, None))
         else:
             name = type(value).__qualname__
             self._say("unread", name)

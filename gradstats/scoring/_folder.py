@@ -247,6 +247,9 @@ def read_results(
                 ]
             )
         named = [np.load(path / f"{name}.npy", allow_pickle=False) for name in ids]
+        shape = tuple(map(len, named))
+        if any(each[0].shape[: len(shape)] != shape for each in held):
+            raise ValueError(f"its ids are of {shape} examples, its arrays of others")
     except (OSError, *DAMAGED) as error:
         raise StoreError(
             f"{path} cannot be read: {error}. Call {function} with the same arguments again to "

@@ -121,7 +121,8 @@ def influence(
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
         normalize: None or "cosine": which form the result shows first. Gradients of float32 whose
             norms are below 1e-19 have cosines of fewer digits, or zero: their squares vanish (see
-            GradientNorms); for these use ``model.double()``.
+            GradientNorms), as products times a learning rate below 1e-38 do; for these use
+            ``model.double()``.
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
             same bits, in the circumstances on which these depend (versions, device, precision,

@@ -316,7 +316,12 @@ def _unordered(role: str, reason: str) -> LoaderError:
 
 
 def _as_ids(named: list, data: Data) -> np.ndarray:
-    ids = np.array(named)
+    kinds = {type(each) for each in named}
+    if {int, str} <= kinds:
+        raise LoaderError("the ids are integers and strings, expected all of one kind.")
+    # Of integers on both sides of 2^63 NumPy would make rounded ones.
+    large = kinds == {int} and max(named) >= 2**63 and min(named) >= 0
+    ids = np.array(named, dtype=np.uint64 if large and max(named) < 2**64 else None)
     if ids.shape != (data.examples,) or ids.dtype.kind not in "iuU":
         raise LoaderError(
             f"the ids have shape {ids.shape} and dtype {ids.dtype}, expected one integer or string "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
+from gradstats.capture._attributes import STANDARD_ATTRIBUTES, kept_by, tensors_kept
 from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import index_of
@@ -22,21 +23,25 @@ from gradstats.scoring._content import ContentHash
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and give it back with its weights, buffers, state and mode.
+    """Put the model into eval mode, and give it back with its weights, state, attributes and mode.
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
-    memory in the meantime. So a state dict of the model as it was still says what it said.
+    memory in the meantime. So a state dict of the model as it was still says what it said. What
+    modules keep in plain attributes may be computed from a checkpoint's weights: it goes with them.
 
     Raises:
         CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
             a checkpoint's weights would not be computed with as they were.
     """
     modes = [(module, module.training) for module in model.modules()]
-    overridden = any(map(_overrides_mode, model.modules()))
+    overridden = _overrides_modes(model)
+    # A forward may assign others. Modules of TorchScript hold what they hold elsewhere.
+    ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
+    buffers = [(module, dict(module._buffers)) for module in ordinary]
+    attributes = [(module, _attributes(module)) for module in ordinary]
+    _replace_sparse(ordinary)
     tensors = _tensors(model)
     memory = [tensor.data for tensor in tensors]
-    # A forward may assign other tensors to them.
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     # Copies: a module may hand out what it goes on to change.
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
@@ -44,7 +49,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
         if _has_extra_state(module)
     ]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with _unsafe_preserve_version_counter(counted):
         try:
             # Code of the user's that changes the mode may write to all; else parameters move when
             # a checkpoint is loaded.
@@ -59,13 +65,31 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                 for module, training in modes:
                     if module.training != training:
                         module.train(training)
-                for module, state in states:
-                    module.set_extra_state(state)
             finally:
                 for tensor, own in zip(tensors, memory, strict=True):
                     tensor.data = own
                 for module, named in buffers:
                     module._buffers.update(named)
+                for module, kept in attributes:
+                    for name in _attributes(module).keys() - kept.keys():
+                        del vars(module)[name]
+                    vars(module).update(kept)
+                # Last, since a forward may have changed what an attribute holds.
+                for module, state in states:
+                    module.set_extra_state(state)
+
+
+def _replace_sparse(modules: Sequence[nn.Module]) -> None:
+    """Give modules copies of their sparse buffers, which cannot be given other memory."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout != torch.strided:
+                module._buffers[name] = buffer.clone()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module: no parameters, buffers, modules, modes or hooks."""
+    return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
 
 
 def _written(model: nn.Module) -> list[Tensor]:
@@ -78,9 +102,12 @@ def _written(model: nn.Module) -> list[Tensor]:
     return [*model.buffers(), *tables]
 
 
-def _overrides_mode(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+def _overrides_modes(model: nn.Module) -> bool:
+    """Whether code of the user's runs where the mode is set: it may write to anything."""
+    kinds = {type(module) for module in model.modules()}
+    return any(
+        kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in kinds
+    )
 
 
 def _has_extra_state(module: nn.Module) -> bool:
@@ -95,7 +122,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
     """Raise where tensors are not what they were, each in its memory then."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    pairs = zip(names, tensors, memory, strict=True)
+    pairs = zip(names, tensors, memory, strict=False)  # what shares their memory comes after them
     changed = [name for name, tensor, own in pairs if not same_bits(tensor.detach(), own)]
     if changed:
         raise CheckpointError(
@@ -120,6 +147,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
         ) from error
     _check_shared(model, held, checkpoint.name)
+    if _overrides_modes(model):
+        model.eval()  # what was computed from other weights may be dropped there
 
 
 def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:
@@ -227,7 +256,24 @@ def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    """Return the parameters and buffers, and the tensors in attributes that share their memory."""
+    own = [*model.parameters(), *model.buffers()]
+    known = set(map(id, own))
+    places = {_storage(tensor) for tensor in own}
+    for module in model.modules():
+        for name in kept_by(module):
+            for tensor in tensors_kept(vars(module)[name]):
+                if id(tensor) not in known and _storage(tensor) in places:
+                    known.add(id(tensor))
+                    own.append(tensor)
+    return own
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what memory a tensor lies in; one that has none of its own stands for itself."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
 
 
 def _place(value: Any) -> tuple:
@@ -239,12 +285,15 @@ def _place(value: Any) -> tuple:
 
 
 def _move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
-    """Copy the memory of the chosen tensors; tensors that share memory still do afterwards."""
+    """Copy the memory of the chosen tensors; tensors that share memory still do afterwards.
+
+    Sparse ones stay where they are: see ``_replace_sparse``.
+    """
     sharing: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        sharing.setdefault(_storage(tensor), []).append(tensor)
     for group in sharing.values():
-        if chosen.isdisjoint(map(id, group)):
+        if chosen.isdisjoint(map(id, group)) or group[0].layout != torch.strided:
             continue
         places = [(each.size(), each.stride(), each.storage_offset()) for each in group]
         whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)

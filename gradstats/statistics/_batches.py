@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._nested import tensors_in
+from gradstats.capture._nested import fields_of, tensors_in
 from gradstats.statistics._arguments import LossFunction
 
 
@@ -39,13 +39,36 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return changed
         return again
     if isinstance(batch, (tuple, list)):
-        items = [map_tensors(item, change) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        return _with_items(batch, [map_tensors(item, change) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        values = {name: map_tensors(getattr(batch, name), change) for name in fields}
-        return dataclasses.replace(batch, **values)
+        # A constructor may change what it is given, and takes not all fields.
+        again = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                value = map_tensors(getattr(batch, field.name), change)
+                object.__setattr__(again, field.name, value)
+        return again
     return batch
+
+
+def _with_items(batch: tuple | list, items: list[Any]) -> Any:
+    """Return a tuple or list of the same type and attributes that holds other items."""
+    if isinstance(batch, list):
+        if type(batch) is list:
+            return items
+        again = copy.copy(batch)
+        list.__setitem__(again, slice(None), items)
+        return again
+    kind: Any = type(batch)
+    if kind is tuple or all(new is old for new, old in zip(items, batch, strict=True)):
+        return tuple(items) if kind is tuple else batch
+    try:
+        made = tuple.__new__(kind, items)
+    except TypeError:  # a type that is written in C
+        return kind(items)
+    if hasattr(batch, "__dict__"):
+        vars(made).update(vars(batch))
+    return made
 
 
 def copied(batch: Any) -> tuple[Any] | None:
@@ -92,7 +115,7 @@ def opaque_in(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        batch = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+        batch = fields_of(batch)
     if isinstance(batch, (tuple, list)):
         for item in batch:
             yield from opaque_in(item)

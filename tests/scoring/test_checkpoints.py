@@ -136,6 +136,15 @@ def test_one_file_beside_the_weights_of_several_checkpoints_is_nobodys(setting, 
         score(setting, run)
 
 
+def test_nor_is_it_anybodys_where_one_of_them_is_given(setting, tmp_path):
+    folders(setting, tmp_path)
+    for epoch in range(2):
+        save_file(setting.states[epoch], tmp_path / "checkpoint-0" / f"epoch-{epoch}.safetensors")
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/epoch-0.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
+        score(setting, run)
+
+
 def test_what_stands_beside_the_weights_is_not_unpickled(setting, tmp_path):
     folders(setting, tmp_path, file="other.pt")
     torch.save(Namespace(lr=0.1), tmp_path / "checkpoint-0" / "optimizer.pt")

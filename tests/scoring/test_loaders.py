@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import pytest
@@ -183,6 +183,54 @@ class Counted(Fields):
         self.examples = len(self.x)
 
 
+@dataclass
+class Scaled(Fields):
+    """Its constructor changes what it is given; one field is filled in later, another never."""
+
+    scale: Tensor = field(init=False)
+    unused: Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.x = self.x / 2
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Its constructor takes what it does not keep."""
+
+    x: Tensor
+    y: Tensor
+    offset: InitVar[float] = 0.5
+
+    def __post_init__(self, offset):
+        object.__setattr__(self, "x", self.x + offset)
+
+
+def scaled(x, y):
+    batch = Scaled(x * 2, y)
+    batch.scale = torch.ones(len(x), 1)
+    return batch
+
+
+class Described(list):
+    """A list with an attribute."""
+
+    divisor = 0.0
+
+
+def described(x, y):
+    batch = Described([x * 2, y])
+    batch.divisor = 2.0
+    return batch
+
+
+class Ordered(tuple):
+    """A tuple with a constructor of its own."""
+
+    def __new__(cls, x, y):
+        return super().__new__(cls, (x, y))
+
+
 def defaulting(x, y):
     """A mapping whose constructor takes no items first."""
     batch = defaultdict(list)
@@ -201,6 +249,19 @@ def test_every_kind_of_batch(setting):
         (tuple(setting.train_batches), loss_fn),
         ([defaulting(*batch) for batch in setting.train_batches], dict_loss),
         ([Counted(*batch) for batch in setting.train_batches], by_name),
+        ([Ordered(*batch) for batch in setting.train_batches], loss_fn),
+        (
+            [described(*batch) for batch in setting.train_batches],
+            lambda model, batch: loss_fn(model, (batch[0] / batch.divisor, batch[1])),
+        ),
+        (
+            [scaled(*batch) for batch in setting.train_batches],
+            lambda model, batch: loss_fn(model, (batch.x * batch.scale, batch.y)),
+        ),
+        (
+            [Offset(x, y, 0.0) for x, y in setting.train_batches],
+            lambda model, batch: loss_fn(model, (batch.x, batch.y)),
+        ),
     ]
     for loader, loss in cases:
         np.testing.assert_array_equal(score(setting, loader, loss).self_influence, expected)
@@ -445,6 +506,7 @@ def test_a_list_of_batches_that_are_tensors(setting):
             lambda batch: [-1, 2**63, *range(2, len(batch[0]))],
             "expected one integer or string for each of the 11",
         ),
+        (lambda batch: ["1", *range(1, len(batch[0]))], "are integers and strings, expected all"),
         (lambda batch: batch[1], "ids are not unique"),
         (lambda batch: 5, r"gives 5 \(int\) for a batch of 4 examples, expected one integer or"),
         (lambda batch: None, r"gives None \(NoneType\) for a batch of 4 examples"),
@@ -474,6 +536,17 @@ def test_ids_in_every_kind_of_sequence(setting, kind):
         return kind([start + each for each in range(len(batch[0]))])
 
     assert score(setting, setting.train_batches, ids=ids).ids.tolist() == list(range(11))
+
+
+def test_ids_on_both_sides_of_half_the_range(setting):
+    given = [2**63 + 5, *range(10)]
+    ends = iter([0, 4, 8])
+
+    def ids(batch):
+        start = next(ends)
+        return given[start : start + len(batch[0])]
+
+    assert score(setting, setting.train_batches, ids=ids).ids.tolist() == given
 
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):

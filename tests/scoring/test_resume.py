@@ -183,6 +183,9 @@ def test_damaged_ids_are_written_again(tmp_path, place):
             gs.InfluenceScores.load(out)
     call("matrix", out)
     assert gs.InfluenceScores.load(out).train_ids.tolist() == list(range(11))
+    np.save(out / "train_ids.npy", np.arange(3))
+    with pytest.raises(gs.StoreError, match="ids are of"):
+        gs.InfluenceScores.load(out)
 
 
 def flip(file, place):

@@ -1,0 +1,160 @@
+"""Models that are lent to a computation: what moves with a checkpoint's weights, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import weight_norm
+
+import gradstats as gs
+from tests.oracle import assert_unchanged, snapshot
+from tests.scoring.setting import loss_fn
+
+
+class Aliased(nn.Module):
+    """Computes with a view of its weight that it keeps as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.views = {"encoder": [self.encoder.weight.detach().T]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh() + x @ self.views["encoder"][0])
+
+
+class Caching(nn.Module):
+    """Keeps what it computes from a frozen weight until its mode is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+        self.encoder.requires_grad_(False)
+        self.cache = None
+
+    def train(self, mode: bool = True):
+        self.cache = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = functional.normalize(self.encoder.weight)
+        return self.head((x @ self.cache.T).tanh())
+
+
+class Temperature(nn.Module):
+    """Derives a number from what is loaded, and makes an attribute in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.temperature = nn.Linear(4, 3), 1.0
+        self.register_buffer("logarithm", torch.zeros(()))
+        self.register_load_state_dict_post_hook(Temperature.derive)
+
+    def derive(self, _) -> None:
+        self.temperature = float(self.logarithm.exp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "first"):
+            self.first = self.head.bias.detach().clone()
+        return self.head(x) / self.temperature
+
+
+class Sparse(nn.Module):
+    """Multiplies by a sparse buffer."""
+
+    def __init__(self, layout: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mixing", layout(torch.eye(4) + torch.eye(4).roll(1, 0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.sparse.mm(self.mixing, x.T).T)
+
+
+class Rotary(nn.Module):
+    """Makes a buffer in its first forward, which is one without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("cosines", None, persistent=False)
+        with torch.inference_mode():
+            self(torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cosines is None:
+            self.cosines = torch.arange(4.0).cos()
+        return self.head(x * self.cosines)
+
+
+class Scripted(nn.Module):
+    """A trained head on a frozen part in TorchScript, with a buffer that each forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.jit.script(nn.Linear(4, 4).requires_grad_(False))
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.head(self.body(x).tanh())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a view of a weight": Aliased,
+    "a cache": Caching,
+    "a number derived": Temperature,
+    "sparse": lambda: Sparse(Tensor.to_sparse),
+    "sparse rows": lambda: Sparse(Tensor.to_sparse_csr),
+    "made without gradients": Rotary,
+    "a scripted part": Scripted,
+    "a weight that hooks compute": lambda: weight_norm(nn.Linear(4, 3)),
+}
+
+
+def disturbed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with other numbers."""
+    return {
+        name: value + 0.3 * torch.randn_like(value) if value.layout == torch.strided else value * 2
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_checkpoint_is_computed_with_its_own_weights(name, training):
+    torch.manual_seed(0)
+    model = MODELS[name]().train(training)
+    batch = torch.randn(6, 4), torch.randint(3, (6,))
+    states = [disturbed(model.state_dict()) for _ in range(2)]
+    expected = torch.zeros(6, dtype=torch.float64)
+    for state in states:
+        loaded = MODELS[name]()
+        loaded.load_state_dict(state)
+        trained = [each for each in loaded.eval().parameters() if each.requires_grad]
+        for place, loss in enumerate(loss_fn(loaded, batch)):
+            gradients = torch.autograd.grad(loss, trained, retain_graph=True)
+            expected[place] += sum(each.double().square().sum() for each in gradients)
+    model(batch[0])
+    before, attributes = snapshot(model), dict(vars(model))
+    checkpoints = gs.Checkpoints(states, lr=1.0)
+    found = gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    torch.testing.assert_close(
+        torch.tensor(found.self_influence), expected, rtol=1e-4, atol=0, check_dtype=False
+    )
+    assert_unchanged(model, before)
+    assert dict(vars(model)).keys() == attributes.keys()
+    assert all(vars(model)[key] is value for key, value in attributes.items())
+    matrix = gs.influence(model, [batch], [batch], loss_fn, checkpoints, progress=False)
+    for place in range(6):
+        assert matrix[place, place] == pytest.approx(expected[place].item(), rel=1e-4)
+    assert gs.verify(model, batch, loss_fn).ok
