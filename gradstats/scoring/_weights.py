@@ -39,15 +39,15 @@ def borrowed(model: nn.Module) -> Iterator[None]:
     ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
     buffers = [(module, dict(module._buffers)) for module in ordinary]
     attributes = [(module, _attributes(module)) for module in ordinary]
-    _replace_sparse(ordinary)
-    tensors = _tensors(model)
-    memory = [tensor.data for tensor in tensors]
     # Copies: a module may hand out what it goes on to change.
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
         if _has_extra_state(module)
     ]
+    _replace_sparse(ordinary)
+    tensors = _tensors(model)
+    memory = [tensor.data for tensor in tensors]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     with _unsafe_preserve_version_counter(counted):
