@@ -375,6 +375,39 @@ def test_tokens_repeated_for_each_example(expansion):
     )
 
 
+def test_tokens_in_a_row_with_data():
+    for stacked in (torch.hstack, torch.column_stack):
+        check_operation(
+            lambda m, x, stacked=stacked: stacked([m.w.expand(BATCH, -1, -1), x, x]),
+            {"w": (1, 2, WIDTH)},
+            normal(BATCH, 3, WIDTH),
+        )
+        check_operation(
+            lambda m, x, stacked=stacked: stacked((x, m.w.expand(BATCH, 2))),
+            {"w": (2,)},
+            normal(BATCH, WIDTH),
+        )
+    check_operation(
+        lambda m, x: torch.dstack([x, m.w.expand(BATCH, 3, -1)]),
+        {"w": (1, 3, 2)},
+        normal(BATCH, 3, WIDTH),
+    )
+    check_operation(
+        lambda m, x: torch.vstack([m.w.expand(2, BATCH, -1), x.transpose(0, 1)]).transpose(0, 1),
+        {"w": (2, 1, WIDTH)},
+        normal(BATCH, 3, WIDTH),
+    )
+
+
+def test_columns_of_numbers_are_refused():
+    check_refused(
+        lambda m, x: torch.hstack([m.w.expand(BATCH), x]),
+        {"w": (1,)},
+        normal(BATCH),
+        match="Use torch.cat or torch.stack",
+    )
+
+
 def test_a_parameter_expanded_along_several_axes():
     data = normal(BATCH, POSITIONS, WIDTH)
     for shape in [(), (1,), (1, 1), (POSITIONS, 1), (1, 1, 1), (1, 1, WIDTH)]:

@@ -25,6 +25,7 @@ from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     ELEMENTWISE,
     EXTREMES,
+    JOINS,
     function_variants,
 )
 from gradstats.capture._refusals import refuse
@@ -197,6 +198,17 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     return per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
 
 
+def stack_along(tracker, func, tensors):
+    """hstack and its like, which are cat along one axis where operands have it."""
+    dim, tensors = JOINS[func], list(tensors)
+    assert dim is not None
+    if any(tensor.dim() < max(2, dim + 1) for tensor in tensors):
+        refuse(
+            func, first_node(*tensors), "of vectors has no rule", "Use torch.cat or torch.stack."
+        )
+    return join(tracker, torch.cat, tensors, dim)
+
+
 def assign(tracker, func, input, index, value):
     """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
     operands = [item for item in flatten((input, index, value)) if isinstance(item, Tensor)]
@@ -315,6 +327,7 @@ RULES = {
     torch.concat: join,
     torch.concatenate: join,
     torch.stack: join,
+    **dict.fromkeys([func for func, axis in JOINS.items() if axis is not None], stack_along),
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     Tensor.masked_fill_: masked_fill_in_place,
