@@ -79,6 +79,7 @@ def test_graphs_contract_with_kernels_that_guard_themselves(layer, shape, alone,
         targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
         names = [getattr(target, "_opname", "") for target in targets]
         found.update(name for name in names if hasattr(torch.ops.gradstats, name))
+        found.discard("stack_rows")  # which contracts nothing
         return make_boxed_func(graph)
 
     torch._dynamo.reset()
