@@ -108,8 +108,9 @@ def test_what_a_graph_consists_of_is_not_followed_again(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_sizes_that_vary(dynamic):
+def test_sizes_that_vary(dynamic, caplog):
     """From the second size on, or from the first, they are symbols; B is one of the lengths."""
+    caplog.set_level("INFO", "gradstats")
     model, _ = batch_of(After)
     model.positions = None
     model.first = Compiled(*model.first, nn.Linear(8, 8))
@@ -120,6 +121,7 @@ def test_sizes_that_vary(dynamic):
         expected = oracle_sqnorms(model, batch, losses_of)
         assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+    assert not caplog.messages, "a graph ran operation by operation"
 
 
 def test_sizes_that_the_user_marks_as_dynamic():
@@ -845,3 +847,25 @@ def test_reports_in_another_order_than_the_parameters(breaks):
         assert list(stats.by_parameter) == [name for name, _ in model.named_parameters()]
         eager = gs.per_example_norms(model, batch, losses_of)
         torch.testing.assert_close(stats.error_bound, eager.error_bound, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [3e-20, 3e-22])
+def test_bounds_of_squares_that_underflow(size):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16, bias=False))
+    batch = torch.randn(B, 8) * 1e4, torch.randn(B, 16) * size
+
+    def losses(model, batch):
+        return (model(batch[0]) * batch[1]).sum(1)
+
+    first, second = (each.double().square().sum(1) for each in batch)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gs.track(compiled, batch_size=B) as tracker:
+        tracker.backward(losses(compiled, batch))
+    eager = gs.per_example_norms(model, batch, losses)
+    for stats in (gs.per_example_norms(compiled, batch, losses), tracker.stats):
+        error = (stats.norm.double().square() / (first * second) - 1).abs()
+        assert (error <= 2 * stats.error_bound).all()
+    # beside training the losses, and with them all gradients, are smaller by the batch size
+    found = gs.per_example_norms(compiled, batch, losses).error_bound
+    torch.testing.assert_close(found, eager.error_bound, rtol=1e-2, atol=0)

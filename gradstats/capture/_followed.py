@@ -91,7 +91,11 @@ class Anchor(torch.autograd.Function):
         found, report = root.result, (None, None)
         if found is not None:
             # A bound that is relative to the value is computed when it is asked for.
-            report = found.value, found.bound if found.relative is None else found.value
+            known = found.relative is not None
+            report = (
+                found.value,
+                found.value if known else found.whole_bound(root.parameter.shape),
+            )
         return grad if root.tracker.settings.weight_gradients else None, *report, None
 
 

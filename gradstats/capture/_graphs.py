@@ -207,7 +207,9 @@ def check_sizes() -> None:
     mode = TracingContext.get().fake_mode
     assert mode is not None
     for fake in getattr(mode.shape_env, "tracked_fakes", None) or ():
-        if any(getattr(fake.symbolic_context, "constraint_sizes", None) or ()):
+        sizes = getattr(fake.symbolic_context, "constraint_sizes", None) or ()
+        # The compiler's own constraints, on sizes that it saw change, give way.
+        if any(size is not None and not getattr(size, "warn_only", False) for size in sizes):
             raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
 
 

@@ -51,6 +51,16 @@ class Contraction:
         """What the bound is of the value, where it is the same part of each; None elsewhere."""
         return None
 
+    def whole_bound(self, shape: Sequence[int]) -> Tensor:
+        """Return a bound that holds below the range of normal numbers too: (B,).
+
+        But for what is lost once for each element, which ``relative_error`` counts.
+
+        Args:
+            shape: of the gradient.
+        """
+        return self.bound
+
     def split(self, count: int) -> list[Contraction]:
         """Return the results of ``count`` batches that were contracted as one."""
         both = (each.view(count, -1).unbind() for each in (self.value, self.bound))
@@ -94,12 +104,19 @@ class WellConditioned(Contraction):
         return self._value
 
     @property
-    def relative(self) -> float:
-        return relative_bound(self.dtype)
+    def relative(self) -> float | None:
+        return relative_bound(self.dtype) if len(self.norms) < 2 else None
 
     @property
     def bound(self) -> Tensor:  # type: ignore[override]
-        return self.relative * self.value
+        return relative_bound(self.dtype) * self.value
+
+    def whole_bound(self, shape: Sequence[int]) -> Tensor:
+        if len(self.norms) < 2:
+            return self.bound
+        # What one norm loses of its square counts as often as the other's square says.
+        others = self.norms[0].double().square() + self.norms[1].double().square()
+        return self.bound + widest_of(shape) * SMALLEST[self.dtype] * others
 
 
 class Reported(Contraction):
@@ -228,8 +245,7 @@ def relative_error(
             rows.setdefault(result.dtype, []).append(row)
             if len(result.norms) == 2:
                 products += result.norms
-                first = shape[0] if shape else 1
-                widest = max(widest, first, count // max(1, first))
+                widest = max(widest, widest_of(shape))
                 continue
         elif result is not None:
             absolute.append(result.bound.to(values.device))
@@ -251,6 +267,12 @@ def relative_error(
         more = torch.stack(absolute).sum(0)
         bound += more if order is None else more[order]
     return torch.where(total > 0, (bound + lost) / total, 0.0)
+
+
+def widest_of(shape: Sequence[int]) -> int:
+    """Return the larger of a matrix's number of rows and of columns."""
+    first = shape[0] if shape else 1
+    return max(first, product(shape) // max(1, first))
 
 
 @dataclass(eq=False)
