@@ -589,6 +589,29 @@ def test_what_contexts_cannot_run_as_a_graph_remains_one_outside():
         assert graphs_of_a_step() == before
 
 
+class Acting(nn.Module):
+    """A layer and any function."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), act
+
+    def forward(self, x):
+        return self.act(self.layer(x))
+
+
+def test_a_reset_forgets_what_was_skipped():
+    torch._dynamo.reset()
+    x = torch.randn(B, 4).double()
+    mapping = Acting(lambda hidden: torch.vmap(torch.sin)(hidden)).double()
+    skipped = torch.compile(mapping, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(skipped, x, sines), oracle_sqnorms(mapping, x, sines), 1e-9)
+    torch._dynamo.reset()
+    model = Acting(torch.sin).double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_sqnorms(gs.per_example_norms(compiled, x, sines), oracle_sqnorms(model, x, sines), 1e-9)
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_many_sizes_of_batches_leave_graphs_to_steps_outside(fullgraph):
     """A graph is recorded for each; from the fifth on the model runs eagerly."""

@@ -20,7 +20,8 @@ SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may 
 
 @cache
 def show_skipped() -> None:
-    """Note from now on what the compiler skips inside contexts."""
+    """Note from now on what the compiler skips inside contexts, until it is reset."""
+    import torch._dynamo
     from torch._dynamo.convert_frame import ConvertFrame
     from torch._dynamo.types import FrameAction
 
@@ -37,6 +38,14 @@ def show_skipped() -> None:
         return result
 
     ConvertFrame.__call__ = call  # type: ignore[method-assign]
+    forget = torch._dynamo.reset
+
+    @wraps(forget)
+    def reset() -> None:
+        SKIPPED.clear()
+        forget()
+
+    torch._dynamo.reset = reset
 
 
 @contextmanager
