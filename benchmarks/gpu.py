@@ -73,7 +73,7 @@ def steps() -> list[Step]:
         Step("quick", ["-m", kernels, "--quick", "--out", "{out}/kernels.csv"], 90),
         Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
         Step("recorded", recorded, 60, None, [*steps, "--help"]),
-        Step("reduced", [*gpt, *reduced], 150, None, [*steps, "--help"]),
+        Step("reduced", [*gpt, *reduced], 240, None, [*steps, "--help"]),
         Step("small", small, 150, None, [*steps, "--help"]),
         Step("times", profiled, 120, None, [*times, "small", "--out", "{out}"]),
         Step(
