@@ -91,11 +91,9 @@ class Anchor(torch.autograd.Function):
         found, report = root.result, (None, None)
         if found is not None:
             # A bound that is relative to the value is computed when it is asked for.
-            known = found.relative is not None
-            report = (
-                found.value,
-                found.value if known else found.whole_bound(root.parameter.shape),
-            )
+            relative = found.relative is not None
+            second = found.value if relative else found.whole_bound(root.parameter.shape)
+            report = found.value, second
         return grad if root.tracker.settings.weight_gradients else None, *report, None
 
 

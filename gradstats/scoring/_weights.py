@@ -178,7 +178,7 @@ def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> No
     sharing: dict[int, dict[str, Tensor]] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
-            sharing.setdefault(value.untyped_storage()._cdata, {})[name] = value
+            sharing.setdefault(_storage(value), {})[name] = value
     for group in (group for group in sharing.values() if len(group) > 1):
         for name, value in group.items():
             if same_bits(value, held[name].to(value)):
@@ -271,7 +271,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     """Return what memory a tensor lies in; one that has none of its own stands for itself."""
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.layout != torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata
 
