@@ -347,6 +347,10 @@ OWN_SLICES = {
     "matmul": lambda m, x: torch.matmul(x, m.w.expand(3, -1, -1).tanh()),
     "from the left": lambda m, x: torch.matmul(m.w.expand(3, -1, -1).tanh().mT, x.mT),
     "bmm": lambda m, x: torch.bmm(x, m.w.unsqueeze(0).repeat(3, 1, 1)),
+    "baddbmm": lambda m, x: torch.baddbmm(x[..., :2], x, m.w.repeat(3, 1, 1), beta=2, alpha=-1),
+    "baddbmm, tracked twice": lambda m, x: torch.baddbmm(
+        m.w.expand(3, -1, -1).tanh()[:, :1], x, m.w.repeat(3, 1, 1), beta=2
+    ),
     "einsum": lambda m, x: torch.einsum("btd,bde->tbe", x, m.w.expand(3, 4, 2).exp()).mT.mT,
     "repeated again": lambda m, x: torch.matmul(
         x, m.w.expand(3, -1, -1).tanh().expand(2, 3, 4, 2)
@@ -471,7 +475,7 @@ SPARSE_PRODUCTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
 @pytest.mark.parametrize("function", SPARSE_PRODUCTS.values(), ids=SPARSE_PRODUCTS)
 def test_sparse_data(function, layout):

@@ -130,6 +130,9 @@ def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
 
 def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
     """β·input + α·batch1 batch2."""
+    batch1, batch2 = _own_slices(tracker, batch1, batch2)
+    if all(node_of(item) is None for item in (input, batch1, batch2)):
+        return func(input, batch1, batch2, beta=beta, alpha=alpha)
     return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
 
 
