@@ -9,6 +9,7 @@ _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
 _elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
+_sampling       grid_sample
 _in_place       data written into what was made of parameters
 _attention, _recurrent    layers that arrive whole and are taken apart
 _composed       operations written with others
@@ -29,6 +30,7 @@ from gradstats.capture.rules import (
     _normalization,
     _products,
     _recurrent,
+    _sampling,
     _single,
 )
 
@@ -43,6 +45,7 @@ RULES: dict[Any, Any] = {
     **_composed.RULES,
     **_attention.RULES,
     **_recurrent.RULES,
+    **_sampling.RULES,
 }
 RULES.update({function: _single.alone(function, RULES[function]) for function in _single.SINGLE})
 

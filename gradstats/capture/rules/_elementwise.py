@@ -288,14 +288,6 @@ def broadcast_tensors(tracker, func, *tensors):
     return tuple(map(expanded, tensors))
 
 
-def grid_sample(tracker, func, input, grid, *args, **kwargs):
-    """Samples at tracked places, or of a tracked image, of which each example has its own."""
-    node = first_node(input, grid)
-    examples = rows_along(tracker, func, node, (input, grid), 0)
-    operands = (as_data(tracker, func, node, item, examples) for item in (input, grid))
-    return func(*operands, *args, **kwargs)
-
-
 def prelu(tracker, func, input, weight):
     """max(0, x) + w·min(0, x), with w of shape (1,) or (channels,)."""
     if node_of(weight) is None:
@@ -331,7 +323,6 @@ RULES = {
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     Tensor.masked_fill_: masked_fill_in_place,
-    functional.grid_sample: grid_sample,
     functional.prelu: prelu,
     torch.prelu: prelu,
 }

@@ -1,0 +1,119 @@
+"""Samples of images and grids between their points: grid_sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture._refusals import refuse
+from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._uses import free_of_views, tap
+from gradstats.capture.rules._common import Examples, as_data, locate, plain, rows_along, run
+from gradstats.capture.rules._embedding import table_rows
+
+
+def grid_sample(
+    tracker, func, input, grid, mode="bilinear", padding_mode="zeros", align_corners=None
+):
+    """Samples at tracked places, or of a tracked image: one for each example, or one for all.
+
+    One for all is a table, of which a sample looks up the points around it.
+    """
+    node, options = first_node(input, grid), (mode, padding_mode, align_corners)
+    if node_of(input) is not None and node_of(grid) is None and tracker.is_data(grid):
+        examples = locate(tracker, func, node, grid, folds=True, trailing=1)
+        if examples.axis != 0:
+            return _of_one_image(tracker, func, input, grid, examples, *options)
+    examples = rows_along(tracker, func, node, (input, grid), 0)
+    operands = (as_data(tracker, func, node, item, examples) for item in (input, grid))
+    return func(*operands, *options)
+
+
+def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, align_corners):
+    if mode not in ("bilinear", "nearest"):
+        refuse(func, first_node(input), f"with mode={mode!r} of one image for all has no rule")
+    result = func(plain(input), grid, mode, padding_mode, align_corners)
+    table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
+    sizes = (input.shape[0], *input.shape[2:])
+    shape = (*table.shape,)
+    factors = SampleFactors(examples, sizes, shape, mode, padding_mode, bool(align_corners))
+    result = tap(tracker, [first_node(table)], free_of_views(result), factors, grid)
+    # Channels stand in the result where they stand in the image, in front of what grid has.
+    tracker.place(result, examples.along(examples.axis + 1))
+    tracker.followed = result
+    return result
+
+
+@dataclass(frozen=True)
+class SampleFactors:
+    """The factor of an image that was sampled for all examples, as a table of its points.
+
+    Attributes:
+        examples: where the examples lie in the grid.
+        sizes: of the image: how many there are, and its points along each axis.
+        shape: of the table, (all points, channels).
+        mode, padding_mode, align_corners: as ``grid_sample`` takes them.
+    """
+
+    examples: Examples
+    sizes: tuple[int, ...]
+    shape: tuple[int, int]
+    mode: str
+    padding_mode: str
+    align_corners: bool
+
+    def __call__(self, grad: Tensor, grid: Tensor) -> list:
+        found = list(self._found(grid.detach()))
+        ids = torch.stack([number for number, _ in found], -1)
+        shares = torch.stack([share for _, share in found], -1)
+        of_points = grad.movedim(1, -1).unsqueeze(-2) * shares.unsqueeze(-1).to(grad.dtype)
+        return [table_rows(self.examples, ids, of_points, self.shape, None)]
+
+    def _found(self, grid: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the number of a point next to each place, and the point's share in the sample."""
+        count, *points = self.sizes
+        # The last coordinate of a place is that along the first axis of the image.
+        along = [
+            self._neighbours(place, size)
+            for place, size in zip(reversed(grid.unbind(-1)), points, strict=True)
+        ]
+        image = torch.arange(count, device=grid.device).view(-1, *(1 for _ in points))
+        for corner in product(*along):
+            number, share = image, torch.ones_like(grid[..., 0])
+            for (point, weight), size in zip(corner, points, strict=True):
+                inside = (point >= 0) & (point < size)
+                share = torch.where(inside, share * weight, 0)
+                number = number * size + point.long().clamp(0, size - 1)
+            yield number, share
+
+    def _neighbours(self, place: Tensor, size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the points next to places along one axis, with their shares."""
+        if self.align_corners:
+            place, ends = (place + 1) / 2 * (size - 1), (0.0, size - 1.0)
+        else:
+            place, ends = ((place + 1) * size - 1) / 2, (-0.5, size - 0.5)
+        if self.padding_mode == "reflection":
+            place = _reflected(place, *ends)
+        if self.padding_mode != "zeros":
+            place = place.clamp(0, size - 1)
+        if self.mode == "nearest":
+            return [(place.round(), torch.ones_like(place))]
+        first = place.floor()
+        return [(first, first + 1 - place), (first + 1, place - first)]
+
+
+def _reflected(place: Tensor, first: float, last: float) -> Tensor:
+    """Return places outside of an interval as its ends mirror them into it."""
+    length = last - first
+    if length == 0:
+        return torch.zeros_like(place)
+    beyond = (place - first).remainder(2 * length)
+    return first + torch.minimum(beyond, 2 * length - beyond)
+
+
+RULES = {functional.grid_sample: grid_sample}
