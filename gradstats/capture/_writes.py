@@ -29,7 +29,7 @@ class Write:
         read: called with the operand and a layout of it, returns that of the place written to; None
             where the place is the whole operand.
         dims: number of axes of the place.
-        index: where a number is written to some rows, which rows.
+        index: where a number is written to some rows, which rows; where a mask is true, the mask.
         places: which places are written to, where these can be some of each example; where no data
             are written, they say to which examples it belongs.
         adds: whether the values are added to the whole operand.
@@ -95,6 +95,10 @@ def _put(target: Tensor, indices, values, accumulate=False) -> Write:
 
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
+    mask = items[0] if items else None
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() and _is_number(value):
+        # Where the mask is true says as much of the whole operand, whose first axes it covers.
+        return Write((value,), None, mask.dim(), mask)
     return Write(
         (value,),
         lambda target, layout: read_at(target, items, layout),
@@ -106,9 +110,12 @@ def _assigned(target: Tensor, index, value) -> Write:
 
 def _rows_of_number(target: Tensor, value, index) -> Tensor | None:
     """Return the rows that a number is written to; None for other values and other places."""
-    number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
     rows = target.dim() == 1 and isinstance(index, Tensor) and index.dtype != torch.bool
-    return index if number and rows else None
+    return index if rows and _is_number(value) else None
+
+
+def _is_number(value) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
 
 
 def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:

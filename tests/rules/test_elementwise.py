@@ -292,6 +292,25 @@ def test_parameters_written_where_a_mask_is_true(of):
     check_operation(function, {**parameters, "scale": (WIDTH,)}, x, mask)
 
 
+@pytest.mark.parametrize("length", [BATCH, POSITIONS], ids=["T = B", "T ≠ B"])
+@pytest.mark.parametrize("of", ["positions", "elements", "first axis behind"])
+@pytest.mark.parametrize("value", [0, 0.5, torch.tensor(2.0).double()], ids=str)
+def test_numbers_written_into_repeated_parameters_where_a_mask_of_data_is_true(value, of, length):
+    """As queries are hidden that an example has no use for."""
+
+    def function(m, x):
+        queries = m.queries.tanh().repeat(len(x), 1, 1)
+        mask = x > 0 if of == "elements" else x[..., 0] > 0
+        if of == "first axis behind":
+            queries, mask = queries.transpose(0, 1).clone(), mask.T
+        queries[mask] = value
+        queries = queries.transpose(0, 1) if of == "first axis behind" else queries
+        return (queries * m.scale + x) @ m.w
+
+    parameters = {"queries": (length, WIDTH), "scale": (WIDTH,), "w": (WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, length, WIDTH))
+
+
 def test_parameters_written_where_a_mask_of_other_examples_is_true_are_refused():
     def function(m, x, mask):
         hidden = 2 * x

@@ -81,7 +81,8 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
 
 def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    owned = [(item, tracker.owned(item)) for item in tracker.data_among(write.values)]
+    values = tracker.data_among(write.values if write.index is None else [write.index])
+    owned = [(item, tracker.owned(item)) for item in values]
     if not owned or any(not isinstance(layout, (Examples, Whole)) for _, layout in owned):
         return None
     layouts = [
